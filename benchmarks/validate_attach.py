@@ -234,8 +234,8 @@ def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str])
                     mine.extend(record.turns_s)
                     theirs.extend(raced[0].turns_s)
                     if cap and found.buckets is not None:
-                        now = found.buckets.now.estimate.cuts
-                        gain = found.buckets.model.estimate_gain(found.buckets.job.cut(cap), now)[0]
+                        model, now = found.buckets.model, found.buckets.now
+                        gain = model.compare(model.predict(found.buckets.job.cut(cap)), now).saved[0]
                     error, with_change = ((1 - gain) * base_s / measured_s - 1 for base_s in (own_s, found.step_s))
                     if cap:  # its own buckets were seen
                         errors[name].append(error)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from paceline import load_result
 from paceline.errors import PacelineError
-from paceline.predict.scaling import PredictedPoint, ScalingEvidence, simulate_scaling
+from paceline.predict.predictor import Prediction
+from paceline.predict.scaling import ScalingEvidence, simulate_scaling
 from paceline.records import Record, StepRecord
 from paceline.records.samples import group_by
 from paceline.report.table import Column, Table
@@ -33,8 +34,8 @@ class HeldOut:
     """One cell: its step predicted without, and with, steps of as many ranks that send nothing."""
 
     study: str
-    without: PredictedPoint
-    silent: PredictedPoint
+    without: Prediction
+    silent: Prediction
 
 
 def lend_together(records: list[Record]) -> list[Record]:
@@ -82,7 +83,7 @@ def judge(path: Path) -> Iterator[HeldOut]:
 COLUMNS = (
     Column("study", "study", is_key=True),
     Column("cell", lambda h: f"{h.silent.mode} {h.silent.cell_size}", is_key=True),
-    Column("wrapper", "silent.variant", is_key=True),
+    Column("wrapper", "silent.label", is_key=True),
     Column("from", lambda h: h.silent.world_size // 2, "number", "from_ranks"),
     Column("ranks", "silent.world_size", "number", "world_size", is_key=True),
     Column("measured", "silent.measured_s", "ms", "measured_s"),
@@ -96,7 +97,7 @@ COLUMNS = (
 def summarize(name: str, cells: list[HeldOut]) -> list[str]:
     lines = []
     for title, kind in (("from fewer ranks alone", "without"), ("with steps of all ranks that send nothing", "silent")):
-        points: list[PredictedPoint] = [getattr(cell, kind) for cell in cells]
+        points: list[Prediction] = [getattr(cell, kind) for cell in cells]
         errors = [point.error or 0.0 for point in points]
         close, covered = (sum(abs(e) <= CLOSE for e in errors), sum(bool(p.is_covered) for p in points))
         width = statistics.median((p.high_s - p.low_s) / 2 / p.step_s for p in points)

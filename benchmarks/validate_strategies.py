@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import load_result
-from paceline.predict.tuning import Judged, score_predictions
 from paceline.report.predictions import TuneResult
 from paceline.report.table import Column, Table
 from paceline.units import format_duration
@@ -150,11 +149,9 @@ def judge(case: Case, out: Path) -> list[Row]:
     sent = {row["strategy"]: row["sent_bytes"] for row in result.to_json()["strategies"]}
     rows = []
     for raced in result.rows:
-        name, estimate = raced.candidate.strategy.text, raced.candidate.estimate
-        label = name if raced.candidate.label != "default" else "default"
-        measured_s = raced.record.timing.median_s
-        is_in = estimate.low_s <= measured_s <= estimate.high_s
-        rows.append(Row(case.name, label, estimate.step_s, measured_s, sent[name], is_in))
+        name = raced.strategy.text
+        label = name if raced.label != "default" else "default"
+        rows.append(Row(case.name, label, raced.step_s, raced.measured_s, sent[name], raced.is_covered))
     # A trained job does more in a step than one that is measured: what it takes is compared with its dense one.
     dense_s, base = find_step_s(out / case.name / "dense", "dense"), rows[0]
     for name in TRAINED:
@@ -191,8 +188,9 @@ def main() -> None:
     if not rows:
         raise SystemExit("validate_strategies: nothing was measured")
     print(Table("strategies", "steps under each strategy", COLUMNS, rows).terminal(None))
-    judged = [Judged(row.predicted_s, 0.0, 0.0, row.measured_s, ()) for row in rows]
-    scores, right, cells = score_predictions(judged), 0, dict.fromkeys(row.cell for row in rows)
+    errors = [abs(row.error) for row in rows]
+    scores = {"mape": statistics.fmean(errors), "max_error": max(errors)}
+    right, cells = 0, dict.fromkeys(row.cell for row in rows)
     for cell in cells:
         mine = [row for row in rows if row.cell == cell]
         fastest, chosen = (min(mine, key=lambda row: getattr(row, name)) for name in ("measured_s", "predicted_s"))

@@ -126,7 +126,7 @@ def predict(files: list[Path], caps: tuple[float, ...]) -> dict[str, Any]:
     rows = []
     for cap in caps:
         cuts = result.job.cut(int(cap * 2**20))
-        estimate = result.model.estimate(cuts)
+        estimate = result.model.predict(cuts)
         sizes = [bucket.num_bytes for bucket in estimate.step.buckets]
         rows.append({"step_s": estimate.step_s, "low_s": estimate.low_s, "high_s": estimate.high_s, "sizes": sizes})
     plain = {"rows": rows, "answer": result.answer, "self_check": result.traced.fit.error}

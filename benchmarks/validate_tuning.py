@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How wrong are the predictions of `paceline tune`? Judged by steps that they have not seen, as tables and as bars.
+"""How wrong are the predictions of `paceline tune`? Prediction by steps that they have not seen, as tables and as bars.
 
     benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu|nccl] [--only NAME] [--keep]
 
@@ -35,16 +35,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from paceline import load_result
 from paceline.predict.curves import MeasuredCurve, fit_line
 from paceline.predict.job import Job
+from paceline.predict.predictor import Prediction
+from paceline.predict.race import estimate_ratio
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.tuning import (
     PREDICTIONS,
-    Differences,
-    Judged,
     hash_predictions,
-    score_differences,
     score_predictions,
 )
 from paceline.records.doubts import is_busy
@@ -69,6 +70,11 @@ KINDS = ("real", "link", "emulated", "gpu", "nccl")
 ON_NCCL = {"gpt2-mini": 16, "resnet18": 64, "gpt2": 4}  # samples per rank
 # Folders of OUT: two passes at least ten minutes apart, one on a loaded machine, and what is emulated.
 FIRST, SECOND, LOADED, EMULATED = "pass-1", "pass-2", "loaded", "emulated"
+
+
+# Two measured steps differ clearly if the interval of their paired ratios excludes 1, with this error probability on
+# each side.
+_CLEAR = 0.005
 
 
 @dataclass(frozen=True)
@@ -199,12 +205,12 @@ class Measured:
     @property
     def spread(self) -> float:
         """Between the bucket sizes of the sweep."""
-        times_s = [point.measured_s for point in self.result.tuning.judged]
+        times_s = [point.measured_s for point in self.result.tuning.measured]
         return max(times_s) / min(times_s) - 1
 
     @property
     def is_wide(self) -> bool:
-        return self.spread >= WIDE and score_differences([self.result.tuning.judged]).num_pairs > 0
+        return self.spread >= WIDE and score_differences([self.result.tuning.measured]).num_pairs > 0
 
 
 def load_measured(case: Case, folder: Path) -> Measured:
@@ -216,33 +222,33 @@ def load_measured(case: Case, folder: Path) -> Measured:
     return Measured(case, folder.parent.name, result, file["unix_s"])
 
 
-def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Judged], list[Judged]]:
+def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Prediction], list[Prediction]]:
     """What one run predicted against the steps of another, or of the same: bucket sizes of the sweep, whose predictions
     follow from the calibration of the first alone; and plans of the race, whose predictions it wrote before that."""
-    sizes = {point.cap_bytes: point.estimate for point in predicting.tuning.points}
+    sizes = {point.cap_bytes: point for point in predicting.tuning.points}
     sweep = [
-        Judged(known.step_s, known.low_s, known.high_s, point.best_s, point.measured.turns_s)
-        for point in measuring.tuning.points
-        if point.measured is not None and (known := sizes.get(point.cap_bytes)) is not None
+        replace(known, measured=point.measured)
+        for point in measuring.tuning.measured
+        if (known := sizes.get(point.cap_bytes)) is not None
     ]
-    ran = predicting.tuning.confirmed
-    plans = {ran[one["label"]].bucket_bytes: one for one in predicting.config["predictions"] if one["label"] in ran}
-    race = [
-        Judged(known["step_s"], known["low_s"], known["high_s"], record.timing.median_s, record.turns_s)
-        for record in measuring.tuning.confirmed.values()
-        if (known := plans.get(record.bucket_bytes)) is not None
-    ]
+    ran = {one.label: one.measured for one in predicting.tuning.candidates if one.measured is not None}
+    written = {ran[one["label"]].bucket_bytes: one for one in predicting.config["predictions"] if one["label"] in ran}
+    race = []
+    for record in (one.measured for one in measuring.tuning.candidates):
+        if record is not None and (known := written.get(record.bucket_bytes)) is not None:
+            times_s = {name: known[name] for name in ("step_s", "low_s", "high_s")}
+            race.append(Prediction(**times_s, measured=record))
     return sweep, race
 
 
-def repeat(first: TuneResult, again: TuneResult) -> list[Judged]:
+def repeat(first: TuneResult, again: TuneResult) -> list[Prediction]:
     """Bucket sizes of a run as if their steps were the prediction for another run: how much the machine itself changed,
     which no prediction can know."""
-    steps = {point.cap_bytes: point.best_s for point in first.tuning.points if point.measured is not None}
+    steps = {point.cap_bytes: point.best_s for point in first.tuning.measured}
     return [
-        Judged(known_s, known_s, known_s, point.best_s, point.measured.turns_s)
-        for point in again.tuning.points
-        if point.measured is not None and (known_s := steps.get(point.cap_bytes)) is not None
+        Prediction(step_s=known_s, low_s=known_s, high_s=known_s, measured=point.measured)
+        for point in again.tuning.measured
+        if (known_s := steps.get(point.cap_bytes)) is not None
     ]
 
 
@@ -252,6 +258,37 @@ def pair_passes(runs: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
     firsts = [run for run in runs if run.place == FIRST and (SECOND, run.case.name) in by_case]
     pairs = [(run, by_case[SECOND, run.case.name]) for run in firsts]
     return [*pairs, *((second, first) for first, second in pairs)]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Accuracy of the predicted differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2, where m
+    is a measured step minus the mean of its case, p is the same for the predicted step, and both are divided by the
+    measured mean. `num_pairs` pairs of plans clearly differ as measured; `num_right` of them are predicted in that
+    order."""
+
+    r2: float | None
+    num_pairs: int
+    num_right: int
+
+
+def score_differences(cases: Sequence[Sequence[Prediction]]) -> Differences:
+    """Score all cases; the plans of each case were interleaved in one run."""
+    wrong = total = 0.0
+    num_pairs = num_right = 0
+    for points in cases:
+        measured, predicted = np.array([(point.best_s, point.step_s) for point in points]).T
+        here, there = measured - measured.mean(), predicted - predicted.mean()
+        wrong += float(((there - here) ** 2).sum() / measured.mean() ** 2)
+        total += float((here**2).sum() / measured.mean() ** 2)
+        for one, other in itertools.combinations(points, 2):
+            if one.measured is None or other.measured is None:
+                continue
+            ratio = estimate_ratio(one.measured.turns_s, other.measured.turns_s, _CLEAR)
+            if ratio.is_clear:
+                num_pairs += 1
+                num_right += (one.step_s < other.step_s) == (ratio.high < 1)
+    return Differences(1 - wrong / total if total else None, num_pairs, num_right)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -273,7 +310,7 @@ def build_table(name: str, title: str, head: Sequence[str], rows: Sequence[Seque
 SCORES = ("points", "MAPE", "largest error", "in the 90 %", "half-width")
 
 
-def list_scores(points: Sequence[Judged]) -> list[str]:
+def list_scores(points: Sequence[Prediction]) -> list[str]:
     """Coverage always stands next to the width of the intervals."""
     if not points:
         return [""] * len(SCORES)
@@ -292,7 +329,7 @@ def build_cases(name: str, title: str, runs: Sequence[Measured]) -> Table:
         regret = "" if race is None else percent(race.regret[0])
         most = "" if race is None or race.regret[2] == math.inf else percent(race.regret[2])
         busy, spread = "yes" if is_busy(run.result.doubts) else "", percent(run.spread)
-        rows.append([run.name, verdict, gain, regret, most, spread, *list_scores(run.result.tuning.judged), busy])
+        rows.append([run.name, verdict, gain, regret, most, spread, *list_scores(run.result.tuning.measured), busy])
     head = ["run", "verdict", "gain", "regret", "at most", "spread", *SCORES, "says it was busy"]
     return build_table(name, title, head, rows, words=2)
 
@@ -308,7 +345,7 @@ def find_differences(runs: Sequence[Measured]) -> tuple[list[Measured], dict[str
     wide = [run for run in runs if run.is_wide]
     names = {run.name for run in wide}
     crossed = [judge(here.result, there.result)[0] for here, there in pair_passes(runs) if there.name in names]
-    held_out = {"other bucket sizes": [run.result.tuning.judged for run in wide], "and a process, later": crossed}
+    held_out = {"other bucket sizes": [run.result.tuning.measured for run in wide], "and a process, later": crossed}
     return wide, {what: score_differences(cases) for what, cases in held_out.items()}
 
 
@@ -317,7 +354,7 @@ def build_differences(runs: Sequence[Measured]) -> Table:
     crossed = {there.name: judge(here.result, there.result)[0] for here, there in pair_passes(runs)}
     rows = []
     for run in wide:
-        found = [[run.result.tuning.judged], [crossed[run.name]] if run.name in crossed else []]
+        found = [[run.result.tuning.measured], [crossed[run.name]] if run.name in crossed else []]
         cells = [cell for cases in found for cell in list_differences(score_differences(cases))]
         rows.append([run.name, percent(run.spread), *cells])
     unclear = sum(run.spread >= WIDE for run in runs) - len(wide)
@@ -330,10 +367,10 @@ def build_differences(runs: Sequence[Measured]) -> Table:
     return build_table("differences", title, head, rows)
 
 
-def find_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> dict[str, list[Judged]]:
+def find_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> dict[str, list[Prediction]]:
     """Points by what was held out from their predictions."""
     pairs, quiet = pair_passes(runs), {run.case.name: run for run in runs if run.place == FIRST}
-    held: dict[str, list[Judged]] = {}
+    held: dict[str, list[Prediction]] = {}
     for kind in dict.fromkeys(run.case.kind for run in runs):
         own = [(run, run) for run in runs if run.case.kind == kind]
         crossed = [(here, there) for here, there in pairs if here.case.kind == kind]
@@ -382,7 +419,7 @@ def build_bars(runs: Sequence[Measured], gpu: Sequence[Measured]) -> Table:
         found = f"{scores['coverage']:.1%} of {len(later)}, ± {scores['width']:.1%}"
         add("in the 90 %", held_out, "85 to 95 %", found, 0.85 <= scores["coverage"] <= 0.95)
     for run in gpu:
-        points = run.result.tuning.judged
+        points = run.result.tuning.measured
         mape = score_predictions(points)["mape"]
         found = f"{mape:.1%} over {len(points)}"
         add(f"{run.case.name}: MAPE", "8 bucket sizes", "at most 2 %", found, mape <= 0.02 and len(points) >= 8)

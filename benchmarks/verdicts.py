@@ -23,8 +23,9 @@ from paceline.measure.profiles import open_job
 from paceline.measure.steps import Variant
 from paceline.measure.tuning import _Variants
 from paceline.plan import Plan, plan_like_torch
+from paceline.predict.predictor import Prediction
 from paceline.predict.race import Race, judge_race
-from paceline.predict.tuning import DEFAULT, Candidate, TuneSettings
+from paceline.predict.tuning import DEFAULT, TuneSettings
 from paceline.records import StepRecord
 from paceline.report.predictions import TuneResult
 from paceline.training.settings import TrainSettings
@@ -55,9 +56,14 @@ class Trials(_Variants):
 
     def race(self, plan: Plan) -> tuple[Race, float]:
         begin_s = time.perf_counter()
-        records = self.confirm([Candidate(DEFAULT, 0, plan, None), Candidate(TWIN, 0, plan, None)])
+        records = self.confirm([build_candidate(name, plan) for name in (DEFAULT, TWIN)])
         steps = {r.label: r.turns_s for r in records if isinstance(r, StepRecord)}
         return judge_race(steps, DEFAULT), time.perf_counter() - begin_s
+
+
+def build_candidate(name: str, plan: Plan) -> Prediction:
+    """A plan that nothing is predicted for."""
+    return Prediction(step_s=0.0, low_s=0.0, high_s=0.0, label=name, plan=plan)
 
 
 def run_trials(effects: list[float], budget_s: float) -> list[Trial]:
@@ -71,7 +77,7 @@ def run_trials(effects: list[float], budget_s: float) -> list[Trial]:
             plan = plan_like_torch(trials.gradients, range(len(trials.gradients))[::-1])
             trials._step_s = 1.0  # one step to a turn, to see how long one is
             trials._settings = TuneSettings(race_s=1.0)
-            records = trials.confirm([Candidate(DEFAULT, 0, plan, None)])
+            records = trials.confirm([build_candidate(DEFAULT, plan)])
             trials._step_s = records[0].timing.median_s
             trials._settings = TuneSettings(race_s=budget_s)
             for number, trials.effect in enumerate(effects):
@@ -122,7 +128,7 @@ def race_long(plans: dict[str, Plan], budget_s: float) -> dict[tuple[int, ...], 
         trials = Trials(TuneSettings(race_s=budget_s), job, world)
         try:
             trials._step_s = 1.0  # one step to a turn
-            records = trials.confirm([Candidate(name, 0, plan, None) for name, plan in plans.items()], stops=False)
+            records = trials.confirm([build_candidate(*one) for one in plans.items()], stops=False)
         finally:
             trials.close()
     race = judge_race({record.label: record.turns_s for record in records}, DEFAULT)

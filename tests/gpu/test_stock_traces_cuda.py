@@ -46,5 +46,5 @@ def test_steps_have_the_times_of_kernels_and_the_buckets_of_the_wrapper(tmp_path
     for step in traced.steps:
         assert 0 < step.backward_s < step.over_s and step.launch_s == 0
         assert all(message.start_s >= message.launch_s for message in step.messages)
-    own = simulate(result.job, result.now.estimate.cuts, result.costs)
+    own = simulate(result.job, result.now.cuts, result.costs)
     assert own.step_s == pytest.approx(traced.step_s, rel=1e-2)

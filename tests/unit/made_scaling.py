@@ -6,7 +6,7 @@ import random
 import numpy as np
 from hypothesis import strategies as st
 
-from paceline.predict.scaling import PredictedPoint
+from paceline.predict.predictor import Prediction
 from paceline.records import BatchRecord, CollectiveRecord, CurvePoint, LargeBatchRecord, Samples, StepRecord
 
 JOB = {"model": "cnn", "data": "synthetic", "device": "cpu", "precision": "fp32"}
@@ -125,7 +125,18 @@ def make_predictions(variant="paceline on gloo", mode="weak", cell_size=32, coun
     cost_s = 1.5e-3 if variant.endswith("gloo") else 5e-4
     steps = {n: (alone_s if mode == "weak" else alone_s / n) + cost_s * n**0.5 * (n > 1) for n in counts}
     return [
-        PredictedPoint(variant, mode, cell_size, n, s, 0.9 * s, 1.15 * s, alone_s, "this host", "far" if n > 64 else "")
+        Prediction(
+            label=variant,
+            mode=mode,
+            cell_size=cell_size,
+            world_size=n,
+            step_s=s,
+            low_s=0.9 * s,
+            high_s=1.15 * s,
+            local_s=alone_s,
+            network="this host",
+            doubt="far" if n > 64 else "",
+        )
         for n, s in steps.items()
     ]
 

@@ -172,8 +172,8 @@ def test_what_a_race_predicts_starts_from_the_own_buckets_in_its_run(one_bucket)
     result = build((made_steps((0.05,) * 9), *one_bucket, *turns), plans={NOW: None, "small": 4.0})
     now, other = result.table("race").rows_json()
     assert result.buckets is not None and now["predicted_s"] == pytest.approx(0.0625)
-    ratio = result.buckets.build_row("", result.buckets.model.cut_like(SIZES)).estimate.step_s
-    assert other["predicted_s"] == pytest.approx(0.0625 * ratio / result.buckets.now.estimate.step_s)
+    ratio = result.buckets.build_row("", result.buckets.model.cut_like(SIZES)).step_s
+    assert other["predicted_s"] == pytest.approx(0.0625 * ratio / result.buckets.now.step_s)
     assert other["low_s"] < other["predicted_s"] < other["high_s"]
 
 
@@ -306,4 +306,4 @@ def test_communication_that_no_buckets_can_hide_is_flat_and_says_why():
 def test_as_much_that_could_be_hidden_is_not_flat():
     result = attached_over_link((1.0, 2.0, 3.0, 8.0), (4,))
     assert result.buckets is not None and result.buckets.limit.share > 0.01
-    assert result.verdict in ("use", "undecided")
+    assert result.verdict != "flat"

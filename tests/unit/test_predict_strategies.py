@@ -31,6 +31,7 @@ from paceline.predict.strategy_costs import (
     find_codec,
     fit_factor,
     fit_sending,
+    is_worth_it,
     list_strategies,
     prefer,
     sweep_bandwidths,
@@ -405,16 +406,17 @@ def test_strategies_on_a_slow_and_on_a_fast_network():
     assert [row.strategy.text for row in slow.rows] == ["dense", *ALL] and slow.world_size == 2
     by_name = {row.strategy.text: row for row in slow.rows}
     # 16 MiB at 1 Gb/s take longer than backward: half of them, half of the rest.
-    assert by_name["dense"].step.step_s > by_name["bf16"].step.step_s > by_name["int8"].step.step_s
-    assert by_name["dense"].step.sent_bytes == 16 * MIB and by_name["bf16"].step.sent_bytes == 8 * MIB
+    assert by_name["dense"].step_s > by_name["bf16"].step_s > by_name["int8"].step_s
+    assert by_name["dense"].sent_bytes == 16 * MIB and by_name["bf16"].sent_bytes == 8 * MIB
     # A schedule sends so little that it has an answer of its own.
-    assert slow.lossy is not None and slow.lossy.is_worth_it and slow.winner is slow.lossy
+    assert slow.lossy is not None and is_worth_it(slow.lossy) and slow.winner is slow.lossy
     assert not slow.lossy.strategy.outer and slow.schedule is not None and slow.schedule.strategy.outer
-    assert slow.schedule.step.step_s < slow.lossy.step.step_s and slow.schedule.strategy.text in slow.describe()
-    assert by_name["dense"].to_dense.value == 1 and by_name["bf16"].to_bf16.low == by_name["bf16"].to_bf16.high == 1
+    assert slow.schedule.step_s < slow.lossy.step_s and slow.schedule.strategy.text in slow.describe()
+    assert by_name["dense"].ratios["dense"].value == 1
+    assert by_name["bf16"].ratios["bf16"].low == by_name["bf16"].ratios["bf16"].high == 1
     assert "scale strategies" in result.answer or "not worth it here" in result.answer
-    assert fast.lossy is not None and not fast.lossy.is_worth_it and "not worth it here" in fast.describe()
-    assert fast.winner.update == "exact"
+    assert fast.lossy is not None and not is_worth_it(fast.lossy) and "not worth it here" in fast.describe()
+    assert describe_update(fast.winner.strategy) == "exact"
     document = result.to_json()
     assert [cell["winner"] for cell in document["cells"]] == [slow.winner.strategy.text, fast.winner.strategy.text]
     assert len(document["rows"]) == 22 and {"to_bf16_high", "sent_bytes", "update"} <= document["rows"][0].keys()
@@ -468,10 +470,10 @@ def test_a_tuning_races_bf16_and_the_best_lossy_one_and_chooses_neither():
     assert isinstance(result, TuneResult)
     assert [row.status for row in result.rows] == ["beaten", "use", "faster", "faster"]
     tables = {table.name: table for table in result.tables()}
-    measured = {row[0]: row[2] for row in tables["strategies"].rows}
+    measured = {row.strategy.text: row.measured_s for row in tables["strategies"].rows}
     assert measured["int8"] == pytest.approx(0.1001, rel=1e-3) and measured["diloco:100"] is None
     assert result.to_json()["race"][3]["strategy"] == "int8"
-    sent = {row[0]: row[3] for row in tables["strategies"].rows}
+    sent = {row.strategy.text: row.sent_bytes for row in tables["strategies"].rows}
     assert sent["dense"] == 8 * MIB and sent["diloco:100"] == 8 * MIB / 100 and math.isclose(sent["bf16"], 4 * MIB)
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 
 from paceline.errors import MeasurementError
+from paceline.predict.predictor import Prediction
 from paceline.records import CollectiveRecord, Samples
 from paceline.records.steps import list_points
 from paceline.records.store import Run, load_run
@@ -26,7 +27,6 @@ from paceline.studies.training_grid import summarize_seeds
 from .made_scaling import (
     COUNT,
     SEEDS,
-    PredictedPoint,
     interval,
     make_batch,
     make_batches,
@@ -267,13 +267,13 @@ def test_rows_of_predictions_follow_from_predicted_and_measured_steps(rng):
     known = {(r.variant, r.cell, r.world_size): r for r in records}
     num_matched = 0
     for p, row in zip(predicted, rows, strict=True):
-        ideal_s = p.alone_s if p.mode == "weak" else p.alone_s / p.world_size
+        ideal_s = p.local_s if p.mode == "weak" else p.local_s / p.world_size
         expected = {
             "efficiency": ideal_s / p.step_s, "efficiency_low": ideal_s / p.high_s,
             "efficiency_high": ideal_s / p.low_s, "speedup": p.world_size * ideal_s / p.step_s,
         }  # fmt: skip
         assert {name: float(row[name]) for name in expected} == pytest.approx(expected)
-        record = known.get((p.variant, (p.mode, p.cell_size), p.world_size))
+        record = known.get((p.label, (p.mode, p.cell_size), p.world_size))
         if record is None:
             assert not any(row[name] for name in ("measured_step_s", "measured_efficiency", "error", "is_covered"))
             continue
@@ -314,8 +314,8 @@ def test_predictions_from_steps_of_a_busy_machine_are_doubtful():
 
 
 def test_the_bands_of_a_prediction_hold_its_value():
-    point = PredictedPoint("x", "strong", 64, 4, 2.0, 1.0, 4.0, 4.0)
-    assert (point.band(point.speedup), point.band(point.efficiency)) == ((1.0, 4.0), (0.25, 1.0))
+    point = Prediction(step_s=2.0, low_s=1.0, high_s=4.0, local_s=4.0, mode="strong", cell_size=64, world_size=4)
+    assert (point.find_bounds(point.speedup), point.efficiency_bounds) == ((1.0, 4.0), (0.25, 1.0))
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
@@ -610,7 +610,7 @@ def test_recipes_without_a_baseline_stand_alone():
 def test_predictions_tell_their_error_and_what_lies_beyond():
     records = [make_steady(1, 0.010), make_steady(2, 0.010), make_steady(4, 0.0125)]
     predicted = [
-        replace(p, step_s=s, low_s=s / 2, high_s=2 * s, alone_s=0.01, network="10 Gb/s")
+        replace(p, step_s=s, low_s=s / 2, high_s=2 * s, local_s=0.01, network="10 Gb/s")
         for p, s in zip(make_predictions(counts=(2, 4, 8, 1024)), (0.011, 0.012, 0.02, 0.1), strict=True)
     ]
     lines = match_predictions(predicted, list_points(records))
@@ -619,7 +619,7 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
         "(paceline on gloo, 32 samples per rank); 2 of 2 within the 90 % interval."
     ]
     assert rank_scaling.describe_errors(lines[2:]) == []
-    lines[0] = replace(lines[0], measured=replace(lines[0].measured, is_disturbed=True))
+    lines[0] = replace(lines[0], is_disturbed=True)
     (text,) = rank_scaling.describe_errors(lines)
     assert text.startswith("Predictions from half the ranks, of 1 step on 4 ranks: mean error 4.0%, ")
     assert text.endswith("; 1 of 1 within the 90 % interval (1 disturbed step left out).")

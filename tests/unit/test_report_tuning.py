@@ -172,9 +172,9 @@ def test_an_unconfirmed_prediction(takes_lists):
     tuning = tune(SLOW, settings=replace(SETTINGS, takes_lists=takes_lists))
     answer = describe_answer(tuning)
     assert answer.endswith(f"predicted {tuning.choice.gain:.1%} faster than the default; no plan was run")
-    assert answer.startswith("use bucket size ") == (tuning.choice.cap_bytes > 0)
+    assert answer.startswith("use bucket size ") == (tuning.choice.best.cap_bytes > 0)
     assert describe_answer(tune(FREE)).startswith("flat: keep the default (8 buckets): ")
-    assert takes_lists or tuning.choice.cap_bytes > 0
+    assert takes_lists or tuning.choice.best.cap_bytes > 0
     assert describe_errors(tuning) == []
     assert len(tuning.points) >= 4 and tuning.measured == []
     result = make_result(tuning)
@@ -260,7 +260,7 @@ def test_tables_show_every_point_and_every_bucket():
     assert (grid.name, buckets.name) == ("grid", "buckets")
     text = grid.markdown()
     assert "| 1 MiB" in text and "| 4 MiB" in text and text.count("measured |") == 2
-    count = len(tuning.answer.estimate.step.buckets)
+    count = len(tuning.answer.step.buckets)
     assert len(buckets.rows_json()) == count and buckets.markdown().count("simulated") == count
     assert set(buckets.rows_json()[0]) == {
         "bucket", "num_bytes", "ready_s", "launch_s", "start_s", "done_s", "source",
@@ -277,7 +277,7 @@ def test_a_terminal_cuts_no_size_and_no_number(width):
     lines = [line.split() for line in result.table("grid").terminal(width).splitlines()]
     for size, predicted, measured in (("1", 0, "150.0"), ("4", 1, "110.0"), ("8", 2, "100.0")):
         (line,) = (cells for cells in lines if cells[:2] == [size, "MiB"])
-        assert measured in line and format_ms(result.candidates[predicted].estimate.step_s) in line
+        assert measured in line and format_ms(result.candidates[predicted].step_s) in line
     for bucket, line in zip(
         result.table("buckets").rows_json(), result.table("buckets").terminal(width).splitlines()[3:], strict=False
     ):
@@ -329,7 +329,7 @@ def test_the_emulated_network_is_what_messages_cost():
             others.check(ranks)
         assert caught.value.code == "ranks"
     tuning = tune(SLOW, settings=settings)
-    one = tuning.model.estimate(tuning.model.job.cut(8 * MIB))
+    one = tuning.model.predict(tuning.model.job.cut(8 * MIB))
     # A ring of four at 1 Gb/s: each byte goes 1.5 times over the wire.
     assert one.exposed_s > 1.5 * 8 * MIB / 125e6
 

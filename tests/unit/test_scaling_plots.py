@@ -112,23 +112,23 @@ def test_lines_of_ranks_start_at_one_rank_and_follow_the_seconds(mode, size, num
 
 def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
     best = make_predictions(counts=(4, 64, 1024))
-    slow = [replace(p, variant="torch on gloo", step_s=2 * p.step_s) for p in best]
+    slow = [replace(p, label="torch on gloo", step_s=2 * p.step_s) for p in best]
     panel = plot_predicted("weak", [*best, *slow]).axes[0]
     handles = dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
     [name] = [label for label in handles if "simulated" in label and "half" not in label]
     assert name == f"paceline on gloo, {best[0].network} (simulated)"
     line = handles[name]
     assert line.get_linestyle() == "--" and list(line.get_xdata())[1:] == [64, 1024]
-    assert list(line.get_ydata())[1:] == pytest.approx([p.alone_s / p.step_s for p in best[1:]])
+    assert list(line.get_ydata())[1:] == pytest.approx([p.local_s / p.step_s for p in best[1:]])
     mine = [p for p in POINTS if (p.record.variant, p.record.cell) == ("paceline on gloo", ("weak", best[0].cell_size))]
     last = max(mine, key=lambda point: point.record.world_size)
     assert (line.get_xdata()[0], line.get_ydata()[0]) == (last.record.world_size, pytest.approx(last.efficiency))
     bands = [c.get_paths()[0].vertices for c in panel.collections if "Fill" in type(c).__name__]
     (band,) = (vertices for vertices in bands if vertices[:, 0].max() == 1024)
-    assert band[:, 1].min() == pytest.approx(best[-1].alone_s / best[-1].high_s)
+    assert band[:, 1].min() == pytest.approx(best[-1].local_s / best[-1].high_s)
     crosses = [line for line in panel.lines if line.get_marker() == "x" and len(line.get_xdata())]
     assert sorted(float(line.get_ydata()[0]) for line in crosses) == pytest.approx(
-        sorted(p.alone_s / p.step_s for p in (best[0], slow[0]))
+        sorted(p.local_s / p.step_s for p in (best[0], slow[0]))
     )
 
 

@@ -154,7 +154,7 @@ def test_the_job_and_other_buckets_come_out_of_the_trace_of_one(marks):
     assert traced.fit.error == pytest.approx(0, abs=1e-3) and traced.fit.factor == pytest.approx(1, abs=0.01)
     for cuts in ((8,), (3, 8), (1, 2, 3, 4, 8), tuple(range(1, 9))):
         expected = simulate(job, cuts, FREE)
-        found = traced.predictor.estimate(cuts)
+        found = traced.predictor.predict(cuts)
         # The first two steps have a second micro-batch in front.
         around_s = traced.fit.job.before_s + traced.fit.job.after_s - job.before_s - job.after_s
         assert found.step_s - around_s == pytest.approx(expected.step_s, rel=0.01)
@@ -172,7 +172,7 @@ def test_contention_is_undone_and_done_again():
     assert traced.fit.job.backward_s == pytest.approx(JOB.backward_s, rel=1e-3)
     assert "assumed" in traced.fit.costs.contention.basis
     for other in ((8,), (3, 8)):
-        assert traced.predictor.estimate(other).step_s == pytest.approx(simulate(JOB, other, costs).step_s, rel=0.02)
+        assert traced.predictor.predict(other).step_s == pytest.approx(simulate(JOB, other, costs).step_s, rel=0.02)
 
 
 # A first message of 1 MiB next to computing, and the rest behind it, as torch's default buckets are; 10 ms and 160 ms.
@@ -187,7 +187,7 @@ def test_messages_of_a_link_are_not_taken_to_be_slowed_by_computing():
     assert traced.is_on_host and traced.fit.costs.contention.rates(MIB) == pytest.approx((1, 1), abs=0.06)
     assert traced.fit.costs.contention.basis.startswith("fitted")
     for other in ((9,), (1, 3, 9), tuple(range(1, 10))):
-        assert traced.predictor.estimate(other).step_s == pytest.approx(simulate(LINKED, other, costs).step_s, rel=0.02)
+        assert traced.predictor.predict(other).step_s == pytest.approx(simulate(LINKED, other, costs).step_s, rel=0.02)
 
 
 def test_of_larger_messages_next_to_computing_nothing_is_learned_about_contention():
@@ -206,7 +206,7 @@ def test_no_message_has_more_bandwidth_than_a_larger_one():
     curve, each = traced.fit.costs.curve, tuple(range(1, 10))
     times = [curve.estimate_s(size) / size for size in (64 * KIB, MIB, 2 * MIB, 8 * MIB, 16 * MIB, 32 * MIB)]
     assert times == pytest.approx(sorted(times, reverse=True), rel=1e-9)
-    assert traced.predictor.estimate(each).step_s == pytest.approx(simulate(LINKED, each, costs).step_s, rel=0.03)
+    assert traced.predictor.predict(each).step_s == pytest.approx(simulate(LINKED, each, costs).step_s, rel=0.03)
 
 
 def test_a_backward_without_messages_tells_what_messages_cost_it():
@@ -345,7 +345,7 @@ def test_messages_of_one_size_leave_the_latency_assumed_and_the_interval_wide():
     unlike = TracedJob(read(made_on_cpu(JOB, FREE, CUTS)))
     assert not alike.has_latency and unlike.has_latency
     assert any("assumed, since their sizes are similar" in note for note in alike.notes)
-    narrow, wide = (one.predictor.estimate(one.fit.job.cut(4 * MIB)) for one in (unlike, alike))
+    narrow, wide = (one.predictor.predict(one.fit.job.cut(4 * MIB)) for one in (unlike, alike))
     assert wide.high_s - wide.low_s > 0 and narrow.high_s - narrow.low_s > 0
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.predict.tuning import Judged, TuneSettings, judge_tuning, score_differences, score_predictions
+from paceline.predict.predictor import Prediction
+from paceline.predict.tuning import TuneSettings, judge_tuning, score_predictions
 from paceline.records import StepRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
@@ -19,12 +20,13 @@ from tests.unit.made_plans import plan_by_cap
 from tests.unit.made_tuning import MadeJob
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "validate_tuning.py"
+JOB = MadeJob(alpha_s=0.010, disturbed=((MIB, 1.0, 1.0),))
 CALM = tuple(1 + 0.001 * turn for turn in range(-4, 5))
 
 
 def judged(predicted_s, measured_s, half_s=0.1, shares=CALM):
-    turns_s = tuple(measured_s * share for share in shares)
-    return Judged(predicted_s, predicted_s - half_s, predicted_s + half_s, measured_s, turns_s)
+    measured = JOB.build_plan_step("judged", [measured_s * share for share in shares])
+    return Prediction(step_s=predicted_s, low_s=predicted_s - half_s, high_s=predicted_s + half_s, measured=measured)
 
 
 def test_errors_and_coverage_with_the_width_of_the_intervals():
@@ -33,7 +35,8 @@ def test_errors_and_coverage_with_the_width_of_the_intervals():
     assert scores == pytest.approx({"mape": 0.1, "max_error": 0.2, "coverage": 2 / 3, "width": 0.2})
 
 
-def test_r2_is_of_the_differences_within_a_case_and_not_of_the_case():
+def test_r2_is_of_the_differences_within_a_case_and_not_of_the_case(script):
+    score_differences = script.score_differences
     # Twice the mean, but the right differences; then half of the differences: 1 - (0.25 + 0.25) / (1 + 1).
     assert score_differences([[judged(21, 11), judged(19, 9)]]).r2 == pytest.approx(1.0)
     assert score_differences([[judged(10.5, 11), judged(9.5, 9)]]).r2 == pytest.approx(0.75)
@@ -45,7 +48,8 @@ def test_r2_is_of_the_differences_within_a_case_and_not_of_the_case():
     assert score_differences([]).r2 is None and score_differences([[judged(1, 2), judged(3, 2)]]).r2 is None
 
 
-def test_pairs_that_differ_clearly_are_ordered_right_or_not():
+def test_pairs_that_differ_clearly_are_ordered_right_or_not(script):
+    score_differences = script.score_differences
     points = [judged(1.0, 1.0), judged(1.2, 1.1), judged(1.1, 1.3)]
     found = score_differences([points])
     assert (found.num_pairs, found.num_right) == (3, 2)
@@ -65,7 +69,6 @@ def script():
     del sys.modules[spec.name]
 
 
-JOB = MadeJob(alpha_s=0.010, disturbed=((MIB, 1.0, 1.0),))
 ORDER = range(7, -1, -1)
 
 
@@ -80,10 +83,10 @@ def make_run(script, place, kind="real", slower=1.0, at_s=0.0):
     for point in calibrated.points:
         sizes = tuple(plan_by_cap(JOB.gradients, ORDER, point.cap_bytes).bucket_bytes)
         more = {"cap_bytes": point.cap_bytes, "bucket_bytes": sizes}
-        records.append(JOB.build_plan_step(f"cap {point.cap_bytes}", take(point.estimate), **more))
+        records.append(JOB.build_plan_step(f"cap {point.cap_bytes}", take(point), **more))
     for candidate in calibrated.candidates:
         more = {"note": "confirmed", "cap_bytes": candidate.cap_bytes, "bucket_bytes": candidate.plan.bucket_bytes}
-        records.append(JOB.build_plan_step(candidate.label, take(candidate.estimate), **more))
+        records.append(JOB.build_plan_step(candidate.label, take(candidate), **more))
     config = calibrated.settings.to_json(JOB.gradients, default, calibrated.predictions)
     result = TuneResult(Run("tune", config, capture_environment(), tuple(records)))
     return script.Measured(script.Case(kind, "made", ""), place, result, at_s)

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient
+from paceline.predict.curves import DRAWS as NUM_DRAWS
 from paceline.predict.curves import Resample
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import AssumedFabric, Network, build_measured_fabric, build_sweeps, find_network
 from paceline.predict.predictor import RankCosts, find_evidence, fit_rank
 from paceline.predict.scaling import estimate_wait
-from paceline.predict.whatif import DRAWS as NUM_DRAWS
 from paceline.predict.whatif import build_comm_table, describe_scenario, simulate_what_if
 from paceline.report.plots import render_png
-from paceline.report.predictions import WHAT_IF, plot_efficiency
+from paceline.report.prediction_rows import WHAT_IF
+from paceline.report.predictions import plot_efficiency
 from paceline.report.table import Table
 
 from .made_tuning import MadeJob
@@ -71,8 +72,8 @@ def test_efficiency_never_grows_with_ranks(latency_s, rate, ranks):
             assert more.efficiency <= fewer.efficiency * (1 + 2e-3)
         for row in rows:
             assert 0 < row.efficiency <= 1 + 1e-9 and row.low_s <= row.step_s <= row.high_s
-            assert row.efficiency_low <= row.efficiency <= row.efficiency_high <= 1 + 1e-9
-            assert row.plateau_low_bytes <= row.best_cap_bytes <= row.plateau_high_bytes
+            assert row.efficiency_bounds[0] <= row.efficiency <= row.efficiency_bounds[1] <= 1 + 1e-9
+            assert row.plateau[0] <= row.cap_bytes <= row.plateau[1]
             assert row.step_s == pytest.approx(row.local_s + row.exposed_s + row.straggler_s)
 
 
@@ -89,7 +90,7 @@ def test_a_row_by_hand():
 
 def test_large_latencies_ask_for_larger_buckets_than_the_default():
     (row,) = simulate(join(latency_s=0.05, rate=1e12, algorithm="ring"), [8])
-    assert row.plateau_low_bytes > 40 * MIB and row.gain > 0.1 and not row.keeps_default
+    assert row.plateau[0] > 40 * MIB and row.gain > 0.1 and not row.keeps_default
 
 
 def test_half_the_bytes_are_sent_in_half_the_time():
@@ -196,8 +197,8 @@ def test_the_comm_table_agrees_with_predict(device, world_size, build_collective
     if world_size > 1:
         assert all(row.step.exposed_s > 0 for row in rows)
     for row, fabric in zip(rows, fabrics, strict=True):
-        assert row.message_s == fabric.build_curve(world_size).estimate_s(68)
-        assert row.overhead == pytest.approx(row.message_s / (row.message_s + job.local_s))
+        assert row.step.message_s == fabric.build_curve(world_size).estimate_s(68)
+        assert row.step.overhead == pytest.approx(row.step.message_s / (row.step.message_s + job.local_s))
 
 
 def test_contention_is_that_of_cores_on_a_host_and_none_on_a_link(sweep):

@@ -33,10 +33,11 @@ from paceline.parallel.replicas import Options
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
 from paceline.predict.job import build_job_from_profile
+from paceline.predict.predictor import Prediction
 from paceline.predict.race import is_look, judge_race
 from paceline.predict.search import choose_caps
 from paceline.predict.strategy_costs import list_strategies
-from paceline.predict.tuning import DEFAULT, PREDICTIONS, Candidate, TuneSettings, judge_tuning, render_predictions
+from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, judge_tuning, render_predictions
 from paceline.records import ChunksRecord, CollectiveRecord, Record
 from paceline.records.steps import RACED, reduce_turns
 from paceline.runtime.session import Progress
@@ -162,7 +163,7 @@ class _Variants:
             plan = planner(order, rows)
         return [*records, profile], plan
 
-    def confirm(self, candidates: Sequence[Candidate], stops: bool = True) -> list[Record]:
+    def confirm(self, candidates: Sequence[Prediction], stops: bool = True) -> list[Record]:
         """Compare these plans in interleaved rounds until there is a decision or the time is up.
 
         Plans that are shown to be slower than another are dropped. Without `stops`, all plans run until the time is up.

@@ -12,6 +12,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,14 @@ from paceline.records import CollectiveRecord
 from paceline.records.samples import Samples, Summary, group_by, quantile
 from paceline.units import MIB, format_bytes
 
+T = TypeVar("T")
+
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
 # Beyond this multiple of the measured bytes or ranks, an estimate is a guess.
 _REACH = 2
+# Draws of the inputs for an interval.
+DRAWS = 40
+_SEED = 17
 # No single host has more ranks than this.
 _MOST_ON_ONE_HOST = 512
 
@@ -48,10 +54,24 @@ class Resample:
     """The repetitions that a fit uses: all of them or, given a random source, a bootstrap sample drawn with
     replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
     an unstable series (`UNSTABLE`) a draw is a single repetition: more samples do not average out the disturbance of a
-    busy machine."""
+    busy machine. Errors that no repetition shows are in standard deviations, and 0 if nothing is drawn: `error` is the
+    model's own, `noise` that of the measured median, `shift` that of the network, and `slowdown` that of ranks next to
+    each other."""
 
-    def __init__(self, source: random.Random | None = None, is_unstable: bool = False) -> None:
+    def __init__(
+        self,
+        source: random.Random | None = None,
+        is_unstable: bool = False,
+        error: float = 0.0,
+        noise: float = 0.0,
+        shift: float = 0.0,
+        slowdown: float = 0.0,
+    ) -> None:
         self.source = source
+        self.error = error
+        self.noise = noise
+        self.shift = shift
+        self.slowdown = slowdown
         self._is_unstable = is_unstable
         self._drawn: dict[int, Sequence[int]] = {}
 
@@ -81,6 +101,15 @@ def median_noise(timing: Samples) -> float:
 def find_nearest(counts: Iterable[int], world_size: int) -> int:
     """The nearest count by ratio; on a tie the larger one, since large worlds tell more about large ones."""
     return min(counts, key=lambda count: (abs(math.log(count / world_size)), -count))
+
+
+def draw(build: Callable[[Resample], T], count: int = DRAWS) -> tuple[T, list[T]]:
+    """What is built from the best known inputs, and from draws of them. The errors that no repetition shows take
+    equally spaced quantiles in random order: few draws would hardly reach the tails."""
+    source = random.Random(_SEED)
+    quantiles = [statistics.NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]
+    errors = zip(*(source.sample(quantiles, count) for _ in range(4)), strict=True)
+    return build(Resample()), [build(Resample(source, False, *one)) for one in errors]
 
 
 def hold_draws(value: float, draws: Sequence[float]) -> tuple[float, float]:

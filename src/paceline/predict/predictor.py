@@ -1,4 +1,4 @@
-"""Predictions with intervals, and the best plan, from the records of a tuning run or a profile. Pure.
+"""Every prediction: a calibrated job, its step with an interval, and the best plan. Pure.
 
 `Evidence` excludes the job's steps under its own plans, so a prediction never sees the data it is tested on.
 """
@@ -8,24 +8,24 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.errors import MeasurementError
 from paceline.machine import canonical_backend
 from paceline.plan import Gradient, Plan, cut_like, plan_by_cuts
-from paceline.predict.curves import CostCurve, Resample, fit_curve, hold_draws, median_noise
+from paceline.predict.curves import CostCurve, Resample, draw, fit_curve, hold_draws, median_noise
 from paceline.predict.job import Job, Lookup
-from paceline.predict.race import Limit
-from paceline.predict.search import estimate_caps, estimate_least_s, find_best_cuts
-from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.race import Interval, Limit
+from paceline.predict.search import PLATEAU, estimate_caps, estimate_least_s, find_best_cuts
+from paceline.predict.simulate import MODEL_ERROR, Contention, Layout, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, ParameterTimes, Record, StepRecord
 from paceline.records.traced import SERVERS
-from paceline.units import format_bytes, format_duration, format_ms
+from paceline.strategy import DENSE, Strategy
+from paceline.units import MIB, format_bytes, format_duration, format_ms
 
-_DRAWS, _SEED = 40, 11
-_Z90 = 1.645
+_HALVINGS = 20
 # A free plan that is not better than a single cap by this share is not worth its complexity.
 _WORTH = 0.002
 # Lower bound for the relative speed of compute or a message next to the other.
@@ -209,98 +209,283 @@ def _fit_contention(
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A predicted step; the measured step lies between `low_s` and `high_s` in 90 % of cases."""
+class Draw:
+    """All inputs of a step: the best known ones, or a draw of them. `error` is the model's own error as a share of the
+    exposed communication, and `noise` the logarithm of the error of the measured median that a prediction is compared
+    with. `wait_s` is the wait for the slowest rank, and `local_s` the step of one rank alone. `layout` are the buckets
+    if they are always the same."""
 
-    cuts: tuple[int, ...]
+    job: Job
+    costs: MachineCosts
+    error: float = 0.0
+    noise: float = 0.0
+    wait_s: float = 0.0
+    local_s: float = 0.0
+    layout: Layout | None = None
+
+    def estimate_s(self, cuts: Sequence[int]) -> float:
+        step = simulate(self.job, self.layout or cuts, self.costs)
+        return (step.step_s + self.error * max(0.0, step.exposed_s) + self.wait_s) * math.exp(self.noise)
+
+
+def calibrate(
+    job: Job,
+    buckets: Layout | Sequence[int],
+    scale: Callable[[float], MachineCosts],
+    step_s: float,
+    bounds: tuple[float, float],
+) -> tuple[float, float]:
+    """Calibrate to one measured step: the factor between these bounds for which a step with the costs `scale(factor)`
+    takes as long as it was measured to, and the seconds that no factor explains."""
+
+    def miss(factor: float) -> float:
+        return step_s - simulate(job, buckets, scale(factor)).step_s
+
+    low, high = bounds
+    if (missed_s := miss(high)) >= 0:
+        return high, missed_s
+    if (missed_s := miss(low)) <= 0:
+        return low, missed_s
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        if miss(middle) >= 0:
+            low = middle
+        else:
+            high = middle
+    return low, miss(low)
+
+
+_NO_STEP = SimulatedStep((), 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A predicted step: the row of every prediction. A measured step should lie between `low_s` and `high_s` in 90 % of
+    cases. `exposed_s` is exposed communication, `local_s` the step of one rank alone, and `step` the simulated one,
+    which does not include the wait for the slowest rank (`straggler_s`). `drawn_s` is the step in each draw, and
+    `drawn_local_s` that of one rank alone.
+
+    It is for `world_size` ranks on a `network`, with a `strategy`, and with buckets that `cuts` end: those of a `plan`,
+    or of the cap `cap_bytes` (0 if no cap makes them). All caps on the `plateau` are as good, and `default_step_s` is
+    the step with torch's default buckets. `message_s` is a single message with all gradients, `sent_bytes` is what a
+    rank sends per step, `neighbours_s` the slowdown by other ranks of a CPU host, `algorithm` that of the messages,
+    `bound` the bottleneck, and `doubt` a reason not to trust the row.
+
+    `measured` is the same step if it was run, which must not be used if it `is_disturbed`; `ratios` compare the step
+    with others by their names, and `status` is what follows from that.
+    """
+
+    step_s: float
     low_s: float
     high_s: float
-    exposed_s: float
-    step: SimulatedStep
-
-    @property
-    def step_s(self) -> float:
-        return self.step.step_s
+    exposed_s: float = 0.0
+    local_s: float = 0.0
+    step: SimulatedStep = _NO_STEP
+    drawn_s: tuple[float, ...] = ()
+    drawn_local_s: tuple[float, ...] = ()
+    label: str = ""
+    network: str = ""
+    world_size: int = 0
+    mode: str = "weak"
+    cell_size: int = 0
+    strategy: Strategy = DENSE
+    cuts: tuple[int, ...] = ()
+    plan: Plan | None = None
+    cap_bytes: int = 0
+    plateau: tuple[int, int] = (0, 0)
+    default_step_s: float = math.nan
+    message_s: float = 0.0
+    sent_bytes: float = 0.0
+    straggler_s: float = 0.0
+    neighbours_s: float = 0.0
+    algorithm: str = ""
+    bound: str = ""
+    doubt: str = ""
+    source: str = "simulated"
+    measured: StepRecord | None = None
+    measured_efficiency: float | None = None
+    is_disturbed: bool = False
+    ratios: Mapping[str, Interval] = field(default_factory=dict)
+    status: str = ""
 
     @property
     def num_buckets(self) -> int:
         return len(self.cuts)
 
-    def stretch(self, factor: float) -> Estimate:
-        """The estimate for a machine on which everything takes this many times as long."""
-        names = ("before_s", "backward_s", "over_s", "after_s", "local_s")
-        step = replace(self.step, **{name: factor * getattr(self.step, name) for name in names})
-        return Estimate(self.cuts, factor * self.low_s, factor * self.high_s, factor * self.exposed_s, step)
+    @property
+    def cap_mib(self) -> float | None:
+        return self.cap_bytes / MIB if self.cap_bytes else None
+
+    @property
+    def bucket_bytes(self) -> tuple[int, ...]:
+        return tuple(bucket.num_bytes for bucket in self.step.buckets)
+
+    @property
+    def speedup(self) -> float:
+        """Throughput relative to one rank."""
+        return self.local_s / self.step_s * (self.world_size if self.mode == "weak" else 1)
+
+    @property
+    def efficiency(self) -> float:
+        """The speed-up as a share of the ideal one; in weak scaling T(1) / T(n)."""
+        return self.speedup / self.world_size
+
+    @property
+    def efficiency_bounds(self) -> tuple[float, float]:
+        return self.find_bounds(self.efficiency)
+
+    def find_bounds(self, value: float) -> tuple[float, float]:
+        """The bounds of a speed-up or an efficiency, each relative to one rank alone in the same draw."""
+        if not self.drawn_local_s:
+            return value * self.step_s / self.high_s, value * self.step_s / self.low_s
+        share = self.local_s / self.step_s
+        drawn = (local_s / step_s for local_s, step_s in zip(self.drawn_local_s, self.drawn_s, strict=True))
+        low, high = hold_draws(share, list(drawn))
+        return value * low / share, value * high / share
+
+    @property
+    def exposed_share(self) -> float:
+        return self.exposed_s / self.step_s
+
+    @property
+    def overhead(self) -> float:
+        """Communication as a share of the step without any overlap."""
+        return self.message_s / (self.message_s + self.local_s)
+
+    @property
+    def gain(self) -> float:
+        """The share of the step with default buckets that these save."""
+        return 1 - self.step_s / self.default_step_s
+
+    @property
+    def keeps_default(self) -> bool:
+        """Whether torch's default is on the plateau, so there is nothing to change."""
+        return self.gain <= PLATEAU
+
+    @property
+    def measured_s(self) -> float | None:
+        return None if self.measured is None else self.measured.timing.median_s
+
+    @property
+    def best_s(self) -> float:
+        """The best estimate of the step: measured if available, otherwise predicted."""
+        return self.step_s if self.measured_s is None else self.measured_s
+
+    @property
+    def measured_exposed_s(self) -> float | None:
+        return None if self.measured_s is None else self.measured_s - self.local_s
+
+    @property
+    def error(self) -> float | None:
+        """The predicted step over the measured one, minus 1; None if that is missing or disturbed."""
+        return None if self.measured_s is None or self.is_disturbed else self.step_s / self.measured_s - 1
+
+    @property
+    def is_covered(self) -> bool | None:
+        """Whether the measured step lies in the predicted interval; None if it is missing or disturbed."""
+        return None if self.measured_s is None or self.is_disturbed else self.low_s <= self.measured_s <= self.high_s
+
+    @property
+    def same_layout(self) -> bool:
+        """Whether the wrapper used the simulated buckets; also true if it did not run."""
+        return self.measured is None or self.measured.bucket_bytes == self.bucket_bytes
+
+    def compare(self, other: Prediction) -> Interval:
+        """The ratio of this step to another, with its interval. Both have the same draws."""
+        value = self.step_s / other.step_s
+        drawn = [here / there for here, there in zip(self.drawn_s, other.drawn_s, strict=True)]
+        return Interval(value, *hold_draws(value, drawn))
+
+    def stretch(self, factor: float) -> Prediction:
+        """The prediction for a machine on which everything takes this many times as long."""
+        names = ("step_s", "low_s", "high_s", "exposed_s", "local_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The buckets with the best prediction, and the prediction for the wrapper's default. `cap_bytes` is 0 if no single
-    cap produces them. `is_clear` means that they are better in nearly all draws, and by more than the noise."""
+    """The best buckets, and the wrapper's default. `is_clear` means that they are better in nearly all draws, and by
+    more than the noise."""
 
-    estimate: Estimate
-    default: Estimate
-    cap_bytes: int
+    best: Prediction
+    default: Prediction
     is_clear: bool
 
     @property
     def gain(self) -> float:
-        return 1 - self.estimate.step_s / self.default.step_s
+        return 1 - self.best.step_s / self.default.step_s
 
 
 class Predictor:
-    """The fitted job and costs, with `draws` of both that reflect the measurement uncertainty. `plain_s` is the step
-    without communication. `noise` is that of a measured median, assuming as many steps as were used for calibration."""
+    """A calibrated job: its best known inputs, with `draws` of them that reflect what is not known. `plain_s` is the
+    measured step without communication, if there is one. `noise` is that of a measured median, assuming as many steps
+    as were used for calibration."""
 
-    def __init__(
-        self, job: Job, costs: MachineCosts, draws: Sequence[tuple[Job, MachineCosts]], plain_s: float, noise: float
-    ) -> None:
-        self.job, self.costs, self.draws, self.plain_s, self.noise = job, costs, draws, plain_s, noise
+    def __init__(self, best: Draw, draws: Sequence[Draw], plain_s: float | None = None, noise: float = 0.0) -> None:
+        self.best = best
+        self.job = best.job
+        self.costs = best.costs
+        self.draws = draws
+        self.noise = noise
+        self.plain_s = best.job.local_s if plain_s is None else plain_s
         self._limits: dict[tuple[int, ...], Limit] = {}
 
     @classmethod
     def fit(cls, evidence: Evidence, curve: CostCurve | None = None) -> Predictor:
-        source, timing = random.Random(_SEED), evidence.plain.timing
-        draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
-        return cls(*fit_job(evidence, curve), draws, timing.median_s, median_noise(timing))
+        timing = evidence.plain.timing
+        noise = median_noise(timing)
+
+        def build(resample: Resample) -> Draw:
+            job, costs = fit_job(evidence, curve, resample)
+            return Draw(job, costs, MODEL_ERROR * resample.error, noise * resample.noise, local_s=timing.median_s)
+
+        return cls(*draw(build), timing.median_s, noise)
 
     def change(self, change: Callable[[Job, MachineCosts, Resample], MachineCosts]) -> Predictor:
         """The same job with another strategy, which sends whole gradients; applied to the draws, too."""
-        wholes = [(job.whole or job, costs) for job, costs in self.draws]
-        drawn = [(job, change(job, costs, Resample(random.Random(n)))) for n, (job, costs) in enumerate(wholes)]
-        job = self.job.whole or self.job
-        return Predictor(job, change(job, self.costs, Resample()), drawn, self.plain_s, self.noise)
 
-    def estimate(self, cuts: Sequence[int]) -> Estimate:
-        step = simulate(self.job, cuts, self.costs)
-        spread_s = statistics.stdev(simulate(job, cuts, costs).step_s for job, costs in self.draws)
-        exposed_s = step.step_s - self.plain_s
-        model_s = MODEL_ERROR * max(0.0, exposed_s)
-        sd_s = math.sqrt(spread_s**2 + model_s**2 + (self.noise * step.step_s) ** 2)
-        return Estimate(tuple(cuts), max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s, exposed_s, step)
+        def send(one: Draw, resample: Resample) -> Draw:
+            job = one.job.whole or one.job
+            return replace(one, job=job, costs=change(job, one.costs, resample))
 
-    def estimate_gain(self, cuts: Sequence[int], other: Sequence[int]) -> tuple[float, float, float]:
-        """The share of the step that these cuts save compared with others, with its 90 % interval. The upper end is
-        limited to what any plan can save."""
-        (mine, theirs), *drawn = (
-            [simulate(job, each, costs) for each in (cuts, other)]
-            for job, costs in [(self.job, self.costs), *self.draws]
+        drawn = [send(one, Resample(random.Random(number))) for number, one in enumerate(self.draws)]
+        return Predictor(send(self.best, Resample()), drawn, self.plain_s, self.noise)
+
+    def predict(self, cuts: Sequence[int] = ()) -> Prediction:
+        best = self.best
+        step = simulate(self.job, best.layout or cuts, self.costs)
+        step_s = step.step_s + best.wait_s
+        drawn_s = tuple(one.estimate_s(cuts) for one in self.draws)
+        low_s, high_s = hold_draws(step_s, drawn_s)
+        return Prediction(
+            step_s=step_s,
+            low_s=low_s,
+            high_s=high_s,
+            exposed_s=step.step_s - self.plain_s,
+            local_s=best.local_s or self.plain_s,
+            step=step,
+            drawn_s=drawn_s,
+            drawn_local_s=tuple(one.local_s for one in self.draws) if best.local_s else (),
+            cuts=tuple(cuts),
+            straggler_s=best.wait_s,
         )
-        gain, model = 1 - mine.step_s / theirs.step_s, MODEL_ERROR * abs(mine.step_s - theirs.step_s) / theirs.step_s
-        sd = math.hypot(statistics.stdev(1 - here.step_s / there.step_s for here, there in drawn), model)
-        return gain, gain - _Z90 * sd, max(gain, min(gain + _Z90 * sd, self.limit_gain(other).share))
+
+    def compare(self, mine: Prediction, other: Prediction) -> Interval:
+        """The ratio of one prediction to another. Its lower end is limited to what any plan can save."""
+        ratio = mine.compare(other)
+        return replace(ratio, low=min(ratio.value, max(ratio.low, 1 - self.limit_gain(other.cuts).share)))
 
     def limit_gain(self, cuts: Sequence[int]) -> Limit:
         """The most that any other buckets can save of the step with these cuts."""
         if (found := self._limits.get(tuple(cuts))) is None:
             shares, adds = [], []
-            for job, costs in [(self.job, self.costs), *self.draws]:
-                step = simulate(job, cuts, costs)
-                adds.append(step.exposed_s / step.step_s)
-                shares.append(max(0.0, 1 - estimate_least_s(job, costs) / step.step_s))
-            share, most = shares[0], hold_draws(adds[0], adds[1:])[1]
-            sd = math.hypot(statistics.stdev(shares[1:]), MODEL_ERROR * share)
-            found = self._limits[tuple(cuts)] = Limit(max(share, min(share + _Z90 * sd, most)), max(0.0, most))
+            for one in (self.best, *self.draws):
+                step = simulate(one.job, cuts, one.costs)
+                adds.append((1 + one.error) * step.exposed_s / step.step_s)
+                least_s = estimate_least_s(one.job, one.costs)
+                shares.append((1 + one.error) * max(0.0, 1 - least_s / step.step_s))
+            (_, share), (_, most) = (hold_draws(values[0], values[1:]) for values in (shares, adds))
+            found = self._limits[tuple(cuts)] = Limit(max(shares[0], min(share, most)), max(0.0, most))
         return found
 
     def estimate_doubts(self, cuts: Sequence[int]) -> dict[str, float]:
@@ -315,9 +500,9 @@ class Predictor:
         shares = {}
         for name, fields in inputs.items():
             times = []
-            for job, drawn in self.draws:
-                costs = replace(self.costs, **{field: getattr(drawn, field) for field in fields})
-                times.append(simulate(self.job if fields else job, cuts, costs).step_s)
+            for one in self.draws:
+                costs = replace(self.costs, **{field: getattr(one.costs, field) for field in fields})
+                times.append(simulate(self.job if fields else one.job, cuts, costs).step_s)
             shares[name] = statistics.stdev(times) / step_s
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
@@ -327,23 +512,21 @@ class Predictor:
 
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:
         """The best plan; with `only_caps`, the best that a single cap can produce."""
-        default, points = self.estimate(default_cuts), estimate_caps(self.job, self.costs).points
+        default, points = self.predict(default_cuts), estimate_caps(self.job, self.costs).points
         least_s = min(point.step.step_s for point in points)
         # Among equally good plans, choose the one with the fewest buckets: per-bucket cost is our least certain input.
         close = [point for point in points if point.step.step_s <= least_s * (1 + _WORTH)]
         found = min(close, key=lambda point: len(point.cuts))
-        best, cap_bytes = self.estimate(found.cuts), found.high_bytes
+        cuts, cap_bytes = found.cuts, found.high_bytes
         if not only_caps:
-            cuts, step = find_best_cuts(self.job, self.costs, (tuple(default_cuts), found.cuts))
-            if step.step_s < best.step_s * (1 - _WORTH):
-                best, cap_bytes = self.estimate(cuts), 0
-        wins = sum(
-            simulate(job, best.cuts, costs).step_s < simulate(job, default.cuts, costs).step_s
-            for job, costs in self.draws
-        )
-        choice = Choice(best, default, cap_bytes, False)
-        is_clear = wins >= 0.9 * len(self.draws) and choice.gain >= max(_WORTH, self.noise)
-        return replace(choice, is_clear=is_clear and best.cuts != default.cuts)
+            free, step = find_best_cuts(self.job, self.costs, (tuple(default_cuts), found.cuts))
+            if step.step_s < found.step.step_s * (1 - _WORTH):
+                cuts, cap_bytes = free, 0
+        best = replace(self.predict(cuts), cap_bytes=cap_bytes)
+        wins = sum(here < there for here, there in zip(best.drawn_s, default.drawn_s, strict=True))
+        gain = 1 - best.step_s / default.step_s
+        is_clear = wins >= 0.9 * len(self.draws) and gain >= max(_WORTH, self.noise)
+        return Choice(best, default, is_clear and best.cuts != default.cuts)
 
     def build_plan(self, gradients: Sequence[Gradient], cuts: Sequence[int], rule: str) -> Plan:
         """The plan for a wrapper, whose gradients are in model definition order."""

@@ -52,6 +52,11 @@ class Interval:
         return math.isfinite(self.high)
 
     @property
+    def saved(self) -> tuple[float, float, float]:
+        """The share of the other time that is saved, with its bounds."""
+        return 1 - self.value, 1 - self.high, 1 - self.low
+
+    @property
     def is_flat(self) -> bool:
         """Whether the ratio is shown to be within 1 % of 1."""
         return self.low >= 1 - PLATEAU and self.high <= 1 + PLATEAU

@@ -1,20 +1,19 @@
 """The predicted scaling curve: calibrated on steps of a few ranks and extrapolated to larger rank counts. Pure."""
 
 import bisect
+import functools
 import itertools
 import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
 from paceline.errors import ConfigError, RecordError
 from paceline.machine import canonical_backend
 from paceline.plan import plan_like_torch
 from paceline.predict import curves
-from paceline.predict.curves import CostCurve, DerivedCurve, Resample
-from paceline.predict.job import build_job_from_profile, draw_jobs
+from paceline.predict.curves import DRAWS, CostCurve, DerivedCurve, Resample
+from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import (
     ERROR_PER_DOUBLING,
     AssumedFabric,
@@ -22,13 +21,15 @@ from paceline.predict.networks import (
     build_measured_fabric,
     describe_uncertainty,
 )
-from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
+from paceline.predict.predictor import Draw, Prediction, Predictor, calibrate
+from paceline.predict.simulate import Contention, Layout, MachineCosts
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.samples import quantile
-from paceline.records.steps import ScalePoint, find_straggler
+from paceline.records.steps import find_straggler
 from paceline.units import format_ms
 
-_DRAWS, _SEED = 40, 17
+# Bounds of the factor on message times, relative to the sweep.
+_FACTORS = (1 / 3, 1.0)
 # Standard deviation of an extrapolated slowdown per doubling of the ranks, plus half of its growth. The last number
 # applies if only one rank was measured: neighbours are then unknown, and can only slow it down.
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
@@ -37,7 +38,7 @@ SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
 _COPIES_POWER = 2.0
 
 
-@lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
+@functools.lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
 def estimate_wait(spread: float, count: int) -> float:
     """How much longer than an average rank the slowest of `count` takes, as a share of the median, for lognormal times.
     `spread` is the standard deviation of a rank's time relative to the median."""
@@ -180,96 +181,46 @@ def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shif
     return continued * math.exp(shift * error)
 
 
-@dataclass(frozen=True)
-class PredictedPoint:
-    """A step on `world_size` ranks; a measured step should lie between `low_s` and `high_s` in 90 % of cases. `alone_s`
-    is the step of one rank alone, `network` connects the hosts (empty if all ranks are on this host), `doubt` is a
-    reason not to trust the point, and `measured` is the same step if it was measured."""
-
-    variant: str
-    mode: str
-    cell_size: int
-    world_size: int
-    step_s: float
-    low_s: float
-    high_s: float
-    alone_s: float
-    network: str = ""
-    doubt: str = ""
-    measured: ScalePoint | None = None
-    source: str = "simulated"
-
-    @property
-    def speedup(self) -> float:
-        """Throughput relative to one rank."""
-        return self.alone_s / self.step_s * (self.world_size if self.mode == "weak" else 1)
-
-    @property
-    def efficiency(self) -> float:
-        """The speed-up as a share of the ideal one."""
-        return self.speedup / self.world_size
-
-    def band(self, value: float) -> tuple[float, float]:
-        """The speed-up or efficiency at both ends of the interval."""
-        return value * self.step_s / self.high_s, value * self.step_s / self.low_s
-
-    @property
-    def measured_s(self) -> float | None:
-        return None if self.measured is None else self.measured.record.timing.median_s
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether the measured step must not be used."""
-        return self.measured is not None and self.measured.is_disturbed
-
-    @property
-    def error(self) -> float | None:
-        """The predicted step over the measured one, minus 1; None if that is missing or disturbed."""
-        return None if self.measured_s is None or self.is_disturbed else self.step_s / self.measured_s - 1
-
-    @property
-    def is_covered(self) -> bool | None:
-        """Whether the measured step lies in the predicted interval; None if it is missing or disturbed."""
-        return None if self.measured_s is None or self.is_disturbed else self.low_s <= self.measured_s <= self.high_s
-
-
 def simulate_scaling(
     evidence: ScalingEvidence, ranks: Sequence[int], networks: Sequence[Network] = ()
-) -> list[PredictedPoint]:
+) -> list[Prediction]:
     """One point per rank count. Above the capacity of this host, one point per network between such hosts."""
     if not ranks or min(ranks) < 1:
         raise ConfigError(f"ranks {list(ranks)}: give one or more numbers of at least 1")
     here, alone = evidence.most_on_host, evidence.alone
     if max(ranks) > here and not networks:
         raise ConfigError(f"{max(ranks)} ranks do not fit on this host ({here}): give a --network between hosts")
-    source = random.Random(_SEED)
-    best = _ScalingCurve(evidence, networks, Resample())
-    draws = [_ScalingCurve(evidence, networks, Resample(source)) for _ in range(_DRAWS)]
-    # The measured median that a prediction is compared with has sampling noise of its own.
-    noise = curves.median_noise(alone.timing)
-    noises = [math.exp(source.gauss(0, noise)) for _ in draws]
+    best, draws = curves.draw(functools.partial(_ScalingCurve, evidence, networks))
     points = []
     for world_size in ranks:
         for place in range(len(networks)) if world_size > here else (0,):
-            step_s = best.simulate_s(world_size, place)
-            times = [draw.simulate_s(world_size, place) * own for draw, own in zip(draws, noises, strict=True)]
-            low_s, high_s = curves.hold_draws(step_s, times)
-            network = networks[place].name if world_size > here else ""
-            doubt = best.describe_doubt(world_size, place)
-            where = evidence.variant, alone.mode, alone.cell_size, world_size
-            points.append(PredictedPoint(*where, step_s, low_s, high_s, best.alone_s, network, doubt))
+            model = Predictor(best.build(world_size, place), [one.build(world_size, place) for one in draws])
+            points.append(
+                replace(
+                    model.predict(),
+                    label=evidence.variant,
+                    mode=alone.mode,
+                    cell_size=alone.cell_size,
+                    world_size=world_size,
+                    network=networks[place].name if world_size > here else "",
+                    doubt=best.describe_doubt(world_size, place),
+                )
+            )
     return points
 
 
 class _ScalingCurve:
     """The curve from medians of the selected repetitions; with a random source, assumptions are drawn, too.
     `corrections` maps each calibrated rank count to a factor of at most 1 on the message times of the sweep, and to the
-    seconds that remain unexplained: copies and waits. `own_s` is the wrapper's overhead on one rank, None if not
-    measured. `shift` is the error of messages and copies on other rank counts, in standard deviations."""
+    seconds that remain unexplained: copies, waits and the model's own error. `own_s` is the wrapper's overhead on one
+    rank, None if not measured. `shift` is the error of messages and copies on other rank counts, in standard
+    deviations."""
 
     def __init__(self, evidence: ScalingEvidence, networks: Sequence[Network], resample: Resample) -> None:
         self.evidence, source, alone = evidence, resample.source, evidence.alone
         self.alone_s = resample.median(alone.timing)
+        # The measured median that a prediction is compared with has sampling noise of its own.
+        self.noise = resample.noise * curves.median_noise(alone.timing)
         drift = self.alone_s / alone.timing.median_s
         self.own_s = None
         if evidence.local is not None:
@@ -297,8 +248,8 @@ class _ScalingCurve:
         self.networks = [fabric.draw(source) if source else fabric for fabric in joined]
         self._inside: dict[int, CostCurve] = {}
         self.corrections = {
-            n: self._fit_correction(n, max(0.0, resample.median(record.timing) - self.compute_s(n)))
-            for n, record in zip(evidence.ranks[1:], evidence.shared, strict=True)
+            count: self._calibrate(count, max(0.0, resample.median(record.timing) - self.compute_s(count)))
+            for count, record in zip(evidence.ranks[1:], evidence.shared, strict=True)
         }
         self.shift = resample.gauss()
 
@@ -314,10 +265,12 @@ class _ScalingCurve:
             compute_s *= there / here
         return compute_s
 
-    def simulate_s(self, world_size: int, place: int = 0) -> float:
-        compute_s = self.compute_s(world_size)
+    def build(self, world_size: int, place: int = 0) -> Draw:
+        """The inputs of a step on this many ranks."""
+        job, layout = self._build_job(world_size)
         if world_size == 1:
-            return compute_s
+            silent = MachineCosts(DerivedCurve(lambda num_bytes: 0.0))
+            return Draw(job, silent, noise=self.noise, local_s=self.alone_s, layout=layout)
         here = min(world_size, self.evidence.most_on_host)
         nearest = curves.find_nearest(self.corrections, world_size) if self.corrections else 1
         factor, extra_s = self.corrections.get(nearest, (1.0, self.own_s or 0.0))
@@ -326,48 +279,44 @@ class _ScalingCurve:
         slowed, before = (estimate_slowdown(self.slowed, count) for count in (here, nearest))
         extra_s *= math.pow(slowed / before, _COPIES_POWER) * doubt
         if not self.corrections and self.own_s is None:
-            extra_s += abs(self.shift) * _UNKNOWN_ERROR * compute_s
-        return compute_s + max(0.0, self._build_exposed(world_size, place)(factor * doubt) + extra_s)
+            extra_s += abs(self.shift) * _UNKNOWN_ERROR * job.local_s
+        costs = replace(self._build_costs(world_size, place)(factor * doubt), finish_s=extra_s)
+        return Draw(job, costs, noise=self.noise, local_s=self.alone_s, layout=layout)
 
-    def _build_exposed(self, world_size: int, place: int = 0) -> Callable[[float], float]:
-        """The exposed communication in seconds, as a function of the factor on message times."""
+    def _build_job(self, world_size: int) -> tuple[Job, Layout]:
+        """The profiled job, stretched to the step without communication, and its buckets."""
         evidence, accumulate = self.evidence, [self.evidence.alone, *self.evidence.shared][-1].accumulate
         samples = evidence.count_samples(world_size) / accumulate
         sizes = [abs(math.log(profile.batch_size / samples)) for profile in evidence.profiles]
         job = self.jobs[sizes.index(min(sizes))].accumulate(accumulate)
-        # Stretch the profiled step to `compute_s`. The optimizer does not shrink with the batch.
+        # The optimizer does not shrink with the batch.
         compute_s = self.compute_s(world_size)
         slowed = estimate_slowdown(self.slowed, min(world_size, evidence.most_on_host), self.slowed_shift)
         after_s = min(job.after_s * slowed, compute_s / 2)
-        stretch = (compute_s - after_s) / job.computing_s
-        job = replace(job, ready_s=tuple(s * stretch for s in job.ready_s), backward_s=job.backward_s * stretch)
+        job = replace(job.stretch((compute_s - after_s) / job.computing_s), after_s=after_s)
         # A bucket is complete with the gradient at which the same share of all bytes is ready.
         buckets = evidence.list_buckets(world_size)
         ends = list(itertools.accumulate(buckets))
         places = [bisect.bisect_left(job.totals, end / ends[-1] * job.num_bytes) - 1 for end in ends]
-        layout = Layout(buckets, tuple(job.ready_s[min(max(0, number), len(job.sizes) - 1)] for number in places))
+        return job, Layout(buckets, tuple(job.ready_s[min(max(0, number), len(job.sizes) - 1)] for number in places))
+
+    def _build_costs(self, world_size: int, place: int = 0) -> Callable[[float], MachineCosts]:
+        """The costs as a function of the factor on message times."""
         curve, servers = self._build_curve(world_size, place), self.fabric.servers if self.fabric else 1
-        seconds: dict[float, float] = {size: curve.estimate_s(size) for size in buckets}
+        seconds: dict[float, float] = {size: curve.estimate_s(size) for size in self.evidence.list_buckets(world_size)}
         contention = self.find_contention(world_size).spread_over(curve)
 
-        def expose(factor: float) -> float:
+        def scale(factor: float) -> MachineCosts:
             slowed = DerivedCurve(lambda num_bytes: factor * seconds[num_bytes])
-            return simulate(job, layout, MachineCosts.assume(slowed, servers, contention)).exposed_s
+            return MachineCosts.assume(slowed, servers, contention)
 
-        return expose
+        return scale
 
-    def _fit_correction(self, world_size: int, exposed_s: float) -> tuple[float, float]:
-        """The factor on messages for which simulated and measured exposed communication agree, and the remaining
-        seconds."""
-        expose = self._build_exposed(world_size)
-        low, high = 1 / 3.0, 1.0  # relative to the sweep
-        as_alone_s, least_s = expose(high), expose(low)
-        if exposed_s >= as_alone_s or least_s >= exposed_s:
-            return (high, exposed_s - as_alone_s) if exposed_s >= as_alone_s else (low, exposed_s - least_s)
-        for _ in range(20):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if expose(middle) <= exposed_s else (low, middle)
-        return low, exposed_s - expose(low)
+    def _calibrate(self, world_size: int, exposed_s: float) -> tuple[float, float]:
+        """The factor on messages, relative to the sweep, that explains measured exposed communication, and the
+        remaining seconds."""
+        job, layout = self._build_job(world_size)
+        return calibrate(job, layout, self._build_costs(world_size), job.local_s + exposed_s, _FACTORS)
 
     def find_contention(self, world_size: int) -> Contention:
         here = min(world_size, self.evidence.most_on_host)
@@ -433,7 +382,7 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
             f"{evidence.spread:.1%} (one standard deviation) without communication",
         ]
     lines.append(
-        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; standard deviations of "
+        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs; standard deviations of "
         f"{SLOWDOWN_ERROR:.0%} for compute per doubling of the ranks, and for messages {describe_uncertainty(networks)}"
     )
     return lines

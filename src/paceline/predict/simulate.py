@@ -7,7 +7,6 @@ strategy (`Sending`) determines a bucket's messages and what its codec computes 
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import random
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient, Plan, find_late
-from paceline.predict.curves import CostCurve
+from paceline.predict.curves import CostCurve, interpolate_sizes
 from paceline.predict.job import Job
 from paceline.strategy import Strategy
 
@@ -104,13 +103,11 @@ class Contention:
 
     def rates(self, num_bytes: int) -> tuple[float, float]:
         """The speed of compute while such a message is in flight, and the speed of the message meanwhile."""
-        right = bisect.bisect_right(self.sizes, num_bytes)
-        left, right = max(0, right - 1), min(right, len(self.sizes) - 1)
-        if left == right:
-            return self.compute_rates[left], self.message_rates[left]
-        share = math.log(num_bytes / self.sizes[left]) / math.log(self.sizes[right] / self.sizes[left])
+        if len(self.sizes) == 1:
+            return self.compute_rates[0], self.message_rates[0]
         compute, message = (
-            rates[left] + share * (rates[right] - rates[left]) for rates in (self.compute_rates, self.message_rates)
+            interpolate_sizes(list(zip(self.sizes, rates, strict=True)), num_bytes)
+            for rates in (self.compute_rates, self.message_rates)
         )
         return compute, message
 
@@ -202,8 +199,9 @@ class MachineCosts:
     """Costs of messages. Times are for a rank that does nothing else, unless stated otherwise. `servers` is the number
     of concurrent messages (1 on NCCL and shm, 2 on gloo). `launch_s` is the host time per bucket. `gather_s_per_byte`
     covers the copies into and out of a bucket. `pair_rate` is the speed of each of two concurrent messages. `finish_s`
-    follows the last message. Without `sending`, each bucket is one all-reduce. `inside` is the curve for messages
-    inside a host if there are two levels; `curve` is then for messages between hosts."""
+    follows the last message; if it is negative, communication ends sooner, but not before backward. Without `sending`,
+    each bucket is one all-reduce. `inside` is the curve for messages inside a host if there are two levels; `curve` is
+    then for messages between hosts."""
 
     curve: CostCurve
     servers: int = 1
@@ -296,7 +294,9 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     for rows in tail:
         run.hand_over(rows, (Load(rows.num_bytes),), 0.0)
     run.drain()
-    over_s, after_s = max([backward_s, *(span.done_s for span in (*done, *tail))]) + costs.finish_s, job.after_s
+    over_s = max([backward_s, *(span.done_s for span in (*done, *tail))])
+    over_s = max(job.backward_s, over_s + costs.finish_s)
+    after_s = job.after_s
     if sending is not None:
         over_s += 0.0 if sending.is_plain else costs.curve.estimate_s(_WORDS_BYTES)
         if sending.strategy.is_sharded:

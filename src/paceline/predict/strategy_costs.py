@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigError
-from paceline.predict.curves import Resample, hold_draws
+from paceline.predict.curves import Resample
 from paceline.predict.job import Job
-from paceline.predict.race import Interval
+from paceline.predict.predictor import Prediction, calibrate
 from paceline.predict.search import PLATEAU
-from paceline.predict.simulate import LARGE_BYTES, MachineCosts, Sending, simulate
-from paceline.predict.whatif import WhatIfRow
+from paceline.predict.simulate import LARGE_BYTES, MachineCosts, Sending
 from paceline.records import CodecRecord
 from paceline.strategy import DENSE, Strategy, parse_strategies
 
@@ -26,7 +25,7 @@ EVERY = ("all",)
 MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:1", "diloco:1", "zero1")
 BF16 = Strategy.parse("bf16")
 # Range of a codec's time in a step relative to its time alone.
-_FACTORS, _HALVINGS = (0.5, 5.0), 12
+_FACTORS = (0.5, 5.0)
 # Where crossings are searched, in bits per second.
 BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400))
 
@@ -150,14 +149,11 @@ def _fit_round(strategy: Strategy, records: Sequence[CodecRecord], resample: Res
 def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float) -> float:
     """The slowdown of a codec in a step, from a step with these cuts that took `step_s`: other threads share the core
     and the memory, and ranks wait for each other at every message."""
-    sending, (low, high) = costs.sending, _FACTORS
+    sending = costs.sending
     if sending is None or not any(map(sum, sending.parts)):
         return 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        is_longer = simulate(job, cuts, replace(costs, sending=sending.scale(middle))).step_s > step_s
-        low, high = (low, middle) if is_longer else (middle, high)
-    return (low + high) / 2
+    factor, _ = calibrate(job, cuts, lambda factor: replace(costs, sending=sending.scale(factor)), step_s, _FACTORS)
+    return factor
 
 
 def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:
@@ -190,39 +186,21 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
     return lines
 
 
-@dataclass(frozen=True)
-class StrategyRow:
-    """A strategy on one network and number of ranks. `to_dense` and `to_bf16` are ratios of its step to theirs, each
-    with its best buckets, with 90 % intervals."""
-
-    strategy: Strategy
-    step: WhatIfRow
-    to_dense: Interval
-    to_bf16: Interval
-
-    @property
-    def update(self) -> str:
-        return describe_update(self.strategy)
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether it is shown to be more than 1 % faster than bf16."""
-        return self.to_bf16.value < 1 - PLATEAU and self.to_bf16.high < 1
+def is_worth_it(row: Prediction) -> bool:
+    """Whether the strategy is shown to be more than 1 % faster than bf16."""
+    ratio = row.ratios[BF16.text]
+    return ratio.value < 1 - PLATEAU and ratio.high < 1
 
 
-def compare_rows(rows: Mapping[str, WhatIfRow], strategies: Sequence[Strategy]) -> list[StrategyRow]:
-    """Compare strategies on one network and number of ranks; `rows` maps their texts to predictions."""
-
-    def compare(mine: WhatIfRow, other: WhatIfRow) -> Interval:
-        value = mine.step_s / other.step_s
-        drawn = [here / there for here, there in zip(mine.drawn_s, other.drawn_s, strict=True)]
-        return Interval(value, *hold_draws(value, drawn))
-
-    dense, bf16 = rows[DENSE.text], rows[BF16.text]
-    return [
-        StrategyRow(one, rows[one.text], compare(rows[one.text], dense), compare(rows[one.text], bf16))
-        for one in strategies
-    ]
+def compare_rows(rows: Mapping[str, Prediction], strategies: Sequence[Strategy]) -> list[Prediction]:
+    """Compare strategies, each with its best buckets, on one network and number of ranks; `rows` maps their texts to
+    predictions. `ratios` are to dense gradients and to bf16."""
+    bases = {base.text: rows[base.text] for base in (DENSE, BF16)}
+    found = []
+    for one in strategies:
+        row = replace(rows[one.text], strategy=one)
+        found.append(replace(row, ratios={name: row.compare(base) for name, base in bases.items()}))
+    return found
 
 
 def _choose_each_step(steps_s: Mapping[str, float]) -> str:

@@ -8,7 +8,6 @@ without them; otherwise they are assumed.
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,18 +19,17 @@ import numpy as np
 
 from paceline.errors import MeasurementError, RecordError
 from paceline.plan import Gradient, cut_like
-from paceline.predict.curves import MeasuredCurve, Resample, fit_line
+from paceline.predict.curves import MeasuredCurve, Resample, draw, fit_line
 from paceline.predict.job import Job
 from paceline.predict.networks import MeasuredFabric, build_measured_fabric
-from paceline.predict.predictor import Predictor, RankCosts
-from paceline.predict.simulate import Contention, MachineCosts, simulate
+from paceline.predict.predictor import Draw, Predictor, RankCosts, calibrate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, simulate
 from paceline.predict.traces import Floats
 from paceline.records import CollectiveRecord
 from paceline.records.samples import Samples, group_by
 from paceline.records.traced import SERVERS, TracedStepRecord
 from paceline.units import KIB, format_bytes, format_duration, format_number_of
 
-_DRAWS, _SEED = 30, 17
 # Sizes within this factor form one point of the curve: their times differ only by noise.
 _ALIKE = 1.25
 # Assumed latency of a message between two ranks, and its uncertainty as a factor (one standard deviation): about the
@@ -44,7 +42,7 @@ _ERROR_OF_TWICE = 0.05
 # A trace of fewer steps than this does not show how much they vary.
 _FEW_STEPS, _FEW_NOISE = 3, 0.05
 # Bounds of the factor on message times that makes the simulation reproduce the traced step.
-_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+_FACTORS = (0.5, 2.0)
 # Minimum share of the overlapped message time that the compared kernels must cover.
 _LEAST_COMPARED = 0.1
 # A smaller relative change of the step says nothing about its messages.
@@ -126,11 +124,13 @@ class TracedJob:
     def predictor(self) -> Predictor:
         """The calibrated job, with draws that reflect the spread of its steps and the uncertainty of the
         assumptions."""
-        source = random.Random(_SEED)
-        draws = [self._fit(Resample(source)) for _ in range(_DRAWS)]
         noise = _FEW_NOISE if self.is_short else 1.25 * self.spread / math.sqrt(len(self.steps))
-        job, costs = self.fit.job, self.fit.costs
-        return Predictor(job, costs, [(fit.job, fit.costs) for fit in draws], job.local_s, noise)
+
+        def build(resample: Resample) -> Draw:
+            fit = self._fit(resample) if resample.source else self.fit
+            return Draw(fit.job, fit.costs, MODEL_ERROR * resample.error, noise * resample.noise)
+
+        return Predictor(*draw(build), noise=noise)
 
     @property
     def is_short(self) -> bool:
@@ -167,7 +167,7 @@ class TracedJob:
     @property
     def is_off(self) -> bool:
         """Whether no allowed factor on message times reproduces the traced step."""
-        return self.fit.factor in (_LEAST_FACTOR, _MOST_FACTOR)
+        return self.fit.factor in _FACTORS
 
     @property
     def notes(self) -> list[str]:
@@ -315,18 +315,13 @@ class TracedJob:
         def scale(factor: float) -> MachineCosts:
             return replace(costs, curve=MeasuredCurve(curve.sizes, tuple(factor * s for s in curve.seconds)))
 
-        low, high = _LEAST_FACTOR, _MOST_FACTOR
-        least_s, own_s, most_s = (simulate(job, cuts, scale(each)).step_s for each in (low, 1.0, high))
-        error, factor = own_s / step_s - 1, 1.0
-        if not least_s < step_s < most_s:  # use the nearer bound, unless messages are hidden and it changes nothing
-            end, there_s = (low, least_s) if step_s <= least_s else (high, most_s)
-            factor = end if abs(there_s - own_s) > _HIDDEN * step_s else 1.0
-        else:
-            for _ in range(16):
-                factor = (low + high) / 2
-                low, high = (factor, high) if simulate(job, cuts, scale(factor)).step_s < step_s else (low, factor)
-        rest_s = step_s - simulate(job, cuts, scale(factor)).step_s
-        return _Fit(replace(job, after_s=max(0.0, job.after_s + rest_s)), scale(factor), error, factor)
+        own_s = simulate(job, cuts, costs).step_s
+        factor, rest_s = calibrate(job, cuts, scale, step_s, _FACTORS)
+        # At its bound, the factor explains nothing if messages are hidden.
+        if factor in _FACTORS and abs(step_s - rest_s - own_s) <= _HIDDEN * step_s:
+            factor, rest_s = 1.0, step_s - own_s
+        fitted = replace(job, after_s=max(0.0, job.after_s + rest_s))
+        return _Fit(fitted, scale(factor), own_s / step_s - 1, factor)
 
 
 def _find_layout(rank: int, steps: Sequence[TracedStepRecord]) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ Pure, so a saved run always gives the same answer; the measurements are taken in
 """
 
 import hashlib
-import itertools
 import json
 import math
 import statistics
@@ -23,8 +22,8 @@ from paceline.plan import Gradient, Plan, cut_like
 from paceline.predict.curves import CostCurve, Resample, median_noise
 from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, find_network
-from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
-from paceline.predict.race import Interval, Race, estimate_ratio, judge_race
+from paceline.predict.predictor import Choice, Evidence, Prediction, Predictor
+from paceline.predict.race import Interval, Race, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.predict.simulate import MachineCosts
 from paceline.predict.strategy_costs import (
@@ -44,21 +43,6 @@ from paceline.units import MIB, format_bytes
 DEFAULT, RECOMMENDED, PREDICTIONS = "default", "recommended", "predictions.json"
 # Maximum number of plans to confirm.
 _MOST_CANDIDATES = 6
-# Two measured steps differ clearly if the interval of their paired ratios excludes 1, with this error probability on
-# each side.
-_CLEAR = 0.005
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One compared plan and its prediction. A wrapper gets its cap if `cap_bytes` is not 0, no arguments if it is the
-    default, and otherwise the plan; and always the strategy."""
-
-    label: str
-    cap_bytes: int
-    plan: Plan
-    estimate: Estimate
-    strategy: Strategy = DENSE
 
 
 @dataclass(frozen=True)
@@ -145,116 +129,38 @@ class TuneSettings:
         }
 
 
-@dataclass(frozen=True)
-class Judged:
-    """The prediction for one plan and its measured time. `turns_s` are its step times, interleaved with the other
-    plans."""
-
-    predicted_s: float
-    low_s: float
-    high_s: float
-    measured_s: float
-    turns_s: Sequence[float]
-
-    @property
-    def error(self) -> float:
-        return self.predicted_s / self.measured_s - 1
-
-
-def score_predictions(points: Sequence[Judged]) -> dict[str, float]:
+def score_predictions(points: Sequence[Prediction]) -> dict[str, float]:
     """Prediction accuracy, as fractions: `coverage` is the share of measured steps inside their 90 % intervals, `width`
     is the median half-width of those intervals."""
-    errors = [abs(point.error) for point in points]
+    errors = [abs(point.error or 0.0) for point in points]
     return {
         "mape": statistics.fmean(errors),
         "max_error": max(errors),
-        "coverage": statistics.fmean(point.low_s <= point.measured_s <= point.high_s for point in points),
-        "width": statistics.median((point.high_s - point.low_s) / 2 / point.predicted_s for point in points),
+        "coverage": statistics.fmean(bool(point.is_covered) for point in points),
+        "width": statistics.median((point.high_s - point.low_s) / 2 / point.step_s for point in points),
     }
 
 
 @dataclass(frozen=True)
-class Differences:
-    """Accuracy of the predicted differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2, where m
-    is a measured step minus the mean of its case, p is the same for the predicted step, and both are divided by the
-    measured mean. `num_pairs` pairs of plans clearly differ as measured; `num_right` of them are predicted in that
-    order."""
-
-    r2: float | None
-    num_pairs: int
-    num_right: int
-
-
-def score_differences(cases: Sequence[Sequence[Judged]]) -> Differences:
-    """Score all cases; the plans of each case were interleaved in one run."""
-    wrong = total = 0.0
-    num_pairs = num_right = 0
-    for points in cases:
-        measured, predicted = np.array([(point.measured_s, point.predicted_s) for point in points]).T
-        here, there = measured - measured.mean(), predicted - predicted.mean()
-        wrong += float(((there - here) ** 2).sum() / measured.mean() ** 2)
-        total += float((here**2).sum() / measured.mean() ** 2)
-        for one, other in itertools.combinations(points, 2):
-            if (ratio := estimate_ratio(one.turns_s, other.turns_s, _CLEAR)).is_clear:
-                num_pairs += 1
-                num_right += (one.predicted_s < other.predicted_s) == (ratio.high < 1)
-    return Differences(1 - wrong / total if total else None, num_pairs, num_right)
-
-
-@dataclass(frozen=True)
-class GridPoint:
-    """One cap: its prediction and, if the job was run with it, its measurement."""
-
-    cap_bytes: int
-    estimate: Estimate
-    plain_s: float
-    measured: StepRecord | None = None
-
-    @property
-    def measured_s(self) -> float | None:
-        return None if self.measured is None else self.measured.timing.median_s
-
-    @property
-    def best_s(self) -> float:
-        """The best estimate of the step time: measured if available, otherwise predicted."""
-        return self.estimate.step_s if self.measured_s is None else self.measured_s
-
-    @property
-    def error(self) -> float | None:
-        return None if self.measured_s is None else self.estimate.step_s / self.measured_s - 1
-
-    @property
-    def exposed_s(self) -> float | None:
-        """Measured exposed communication."""
-        return None if self.measured_s is None else self.measured_s - self.plain_s
-
-    @property
-    def same_layout(self) -> bool:
-        """Whether the wrapper used the same buckets as the simulation."""
-        simulated = tuple(bucket.num_bytes for bucket in self.estimate.step.buckets)
-        return self.measured is None or self.measured.bucket_bytes == simulated
-
-
-@dataclass(frozen=True)
 class Tuning:
-    """The predictor fitted to the calibration records, its choice, and its accuracy. `points` are a sweep of caps.
-    `candidates` are the compared plans, the default first. `race` compares those that leave the update unchanged and is
-    None if none was run; `whole` also includes the strategies that change the update. `predicted` has the prediction
-    for every strategy at its best cap, in the order of `list_strategies`."""
+    """The predictor fitted to the calibration records, and the compared plans (`candidates`), the default first. A
+    wrapper gets the cap of a candidate if it is not 0, no arguments for the default, and otherwise the plan; and always
+    the strategy. `choice` is the best plan, of those that ran if any did. `points` are a sweep of caps. `race` compares
+    the candidates that leave the update unchanged and is None if none was run; `whole` also includes the strategies
+    that change it. `predicted` has the prediction for every strategy at its best cap, as in `list_strategies`."""
 
     settings: TuneSettings
     records: tuple[Record, ...]
     model: Predictor
     choice: Choice
-    points: tuple[GridPoint, ...]
-    candidates: tuple[Candidate, ...]
-    confirmed: Mapping[str, StepRecord]
-    race: Race | None
+    points: tuple[Prediction, ...]
+    candidates: tuple[Prediction, ...]
+    race: Race | None = None
     whole: Race | None = None
-    predicted: Mapping[str, Estimate] = field(default_factory=dict)
+    predicted: Mapping[str, Prediction] = field(default_factory=dict)
 
     @property
-    def offers(self) -> list[tuple[Candidate, Interval, Interval]]:
+    def offers(self) -> list[tuple[Prediction, Interval, Interval]]:
         """The compared plans that change the update, each with its step time relative to the default and to bf16."""
         if self.whole is None:
             return []
@@ -280,52 +186,51 @@ class Tuning:
             return self.race.verdict
         if self.choice.is_clear and any(candidate.label == RECOMMENDED for candidate in self.candidates):
             return "use"
-        exact = (c.estimate for c in self.candidates if c.strategy.is_exact)
-        estimates = [*exact, *(point.estimate for point in self.points)]
-        ratios = [estimate.step_s / self.choice.default.step_s for estimate in estimates]
+        exact = (candidate for candidate in self.candidates if candidate.strategy.is_exact)
+        ratios = [one.step_s / self.choice.default.step_s for one in (*exact, *self.points)]
         return "flat" if min(ratios) >= 1 - PLATEAU and max(ratios) <= 1 + PLATEAU else "default"
 
     @property
-    def answer(self) -> Candidate:
+    def answer(self) -> Prediction:
         """The plan to use."""
         label = RECOMMENDED if self.verdict == "use" else DEFAULT
         label = label if self.race is None else self.race.winner
         return next(candidate for candidate in self.candidates if candidate.label == label)
 
-    def find_cap(self, candidate: Candidate) -> int:
+    def find_cap(self, candidate: Prediction) -> int:
         """The largest cap that produces these buckets, or 0 if none does."""
-        return enumerate_caps(self.model.job.sizes).get(candidate.estimate.cuts, (0, 0))[1]
+        return enumerate_caps(self.model.job.sizes).get(candidate.cuts, (0, 0))[1]
 
     def estimate_more_s(self) -> float:
         """Estimated time of the further rounds that would decide the comparison."""
         if self.race is None:
             return 0.0
-        labels = [c.label for c in self.candidates if c.label in (*self.race.left, DEFAULT)]
-        running = [self.confirmed[label] for label in labels]
-        return self.race.rounds_to_decide * sum(record.steps_per_turn * record.timing.median_s for record in running)
+        running = [c.measured for c in self.candidates if c.label in (*self.race.left, DEFAULT)]
+        turns_s = (record.steps_per_turn * record.timing.median_s for record in running if record is not None)
+        return self.race.rounds_to_decide * sum(turns_s)
 
     @property
     def predictions(self) -> list[dict[str, Any]]:
         """The prediction for every plan that will be run, to save before the comparison."""
         return [
-            {"label": c.label, "cap_bytes": c.cap_bytes, "bucket_bytes": list(c.plan.bucket_bytes),
-             "cuts": list(c.estimate.cuts), "step_s": c.estimate.step_s, "low_s": c.estimate.low_s,
-             "high_s": c.estimate.high_s, "strategy": c.strategy.text}
-            for c in self.candidates
-        ]  # fmt: skip
-
-    @property
-    def measured(self) -> list[GridPoint]:
-        return [point for point in self.points if point.measured is not None]
-
-    @property
-    def judged(self) -> list[Judged]:
-        """The bucket sizes of the sweep that were run."""
-        return [
-            Judged(p.estimate.step_s, p.estimate.low_s, p.estimate.high_s, p.best_s, p.measured.turns_s)
-            for p in self.points
-            if p.measured is not None
+            {
+                "label": one.label,
+                "cap_bytes": one.cap_bytes,
+                "bucket_bytes": list(one.plan.bucket_bytes),
+                "cuts": list(one.cuts),
+                "step_s": one.step_s,
+                "low_s": one.low_s,
+                "high_s": one.high_s,
+                "strategy": one.strategy.text,
+            }
+            for one in self.candidates
+            if one.plan is not None
         ]
+
+    @property
+    def measured(self) -> list[Prediction]:
+        """The bucket sizes of the sweep that were run."""
+        return [point for point in self.points if point.measured is not None]
 
     @cached_property
     def scores(self) -> dict[str, float | None]:
@@ -336,11 +241,11 @@ class Tuning:
         if not points:
             names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "width", "kendall_tau")
             return dict.fromkeys(names)
-        pairs = [(point.estimate.step_s, point.best_s) for point in points]
-        added_s = sum(abs(point.exposed_s or 0.0) for point in points)
-        wrong_s = sum(abs(point.estimate.exposed_s - (point.exposed_s or 0.0)) for point in points)
+        pairs = [(point.step_s, point.best_s) for point in points]
+        added_s = sum(abs(point.measured_exposed_s or 0.0) for point in points)
+        wrong_s = sum(abs(point.exposed_s - (point.measured_exposed_s or 0.0)) for point in points)
         return {
-            **score_predictions(self.judged),
+            **score_predictions(points),
             "exposed_error": wrong_s / added_s if added_s else None,
             "exposed_step_error": sum(abs(here - there) for here, there in pairs) / sum(there for _, there in pairs),
             "kendall_tau": kendall_tau(pairs),
@@ -359,11 +264,11 @@ class Tuning:
         return max(times) / min(times) - 1
 
     @property
-    def best_predicted(self) -> GridPoint:
-        return min(self.points, key=lambda point: point.estimate.step_s)
+    def best_predicted(self) -> Prediction:
+        return min(self.points, key=lambda point: point.step_s)
 
     @property
-    def best_measured(self) -> GridPoint | None:
+    def best_measured(self) -> Prediction | None:
         return min(self.measured, key=lambda point: point.best_s, default=None)
 
 
@@ -390,65 +295,84 @@ def judge_tuning(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan,
     predictions: Sequence[Mapping[str, Any]] = (),
 ) -> Tuning:  # fmt: skip
-    """Derive a tuning from its records; the predictor uses only the calibration records. If plans were run,
-    `predictions` gives the cuts of each, which cannot be recovered from its bucket sizes when dtypes are mixed."""
+    """Derive a tuning from its records; the predictor uses only the calibration records. Before plans are run, the best
+    ones are searched. Afterwards `predictions` gives the cuts of each, which cannot be recovered from its bucket sizes
+    when dtypes are mixed."""
     model = Predictor.fit(Evidence(records), settings.build_curve())
-    choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
     jobs = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
+    ran = {record.label: record for record in jobs if record.note}
+    named = list_strategies(settings.strategies) if settings.strategies else ()
+    models = {one.text: _send_by(model, one, records) for one in named} | {DENSE.text: model}
+
+    def build(label: str, one: Prediction, strategy: Strategy = DENSE) -> Prediction:
+        what = f"cap {format_bytes(one.cap_bytes)}" if one.cap_bytes else "free"
+        plan = models.get(strategy.text, model).build_plan(gradients, one.cuts, f"tuned: {what}")
+        return replace(one, label=label, plan=plan, strategy=strategy, measured=ran.get(label))
+
+    points = _sweep_caps(settings, model, jobs)
+    default_cuts = model.cut_like(default_plan.bucket_bytes)
+    others = []
+    if ran:  # report the plans that ran, not those that would be chosen today
+        known = {one["label"]: one for one in predictions}
+        for record in ran.values():
+            found = known.get(record.label, {})
+            strategy = Strategy.parse(found.get("strategy"))
+            cuts = found.get("cuts") or model.cut_like(record.bucket_bytes)
+            one = replace(models.get(strategy.text, model).predict(cuts), cap_bytes=record.cap_bytes)
+            others += [build(record.label, one, strategy)] if record.label != DEFAULT else []
+        default = model.predict(default_cuts)
+        exact = [one for one in others if one.strategy.is_exact]
+        choice = Choice(min([default, *exact], key=lambda one: one.step_s), default, False)
+    else:
+        choice = model.choose(default_cuts, only_caps=not settings.takes_lists)
+    predicted = {}
+    for strategy in named:
+        sender = models[strategy.text]
+        best = choice.best
+        if strategy != DENSE:
+            best = sender.choose(sender.cut_like(default_plan.bucket_bytes), only_caps=True).best
+        predicted[strategy.text] = replace(best, strategy=strategy)
+    if not ran:
+        others.append(build(RECOMMENDED, replace(choice.best, cap_bytes=0)))
+    if not ran and named:  # bf16 and the lossy strategies: all that are named, or the best one
+        lossy = [strategy for strategy in named if describe_update(strategy) == "lossy"]
+        lossy.sort(key=lambda strategy: predicted[strategy.text].step_s)
+        chosen = (BF16, *(lossy[:1] if settings.strategies == EVERY else lossy))
+        others += [build(each.text, replace(predicted[each.text], cap_bytes=0), each) for each in chosen]
+    elif not ran:
+        # The best of the sweep, and every plan whose prediction may be as good as the best.
+        best_s = min((point.best_s for point in points if point.measured is not None), default=None)
+        may_win = [point for point in points if point.measured is not None and point.best_s == best_s][:1]
+        may_win += sorted((p for p in points if p.low_s < choice.best.high_s), key=lambda point: point.step_s)
+        others += [build(f"cap {format_bytes(point.cap_bytes)}", point) for point in may_win]
+    first = replace(choice.default, label=DEFAULT, plan=default_plan, measured=ran.get(DEFAULT))
+    unique = dict[tuple[str, tuple[int, ...]], Prediction]()
+    for candidate in (first, *others):  # plans with the same buckets count once
+        assert candidate.plan is not None
+        sizes = candidate.plan.bucket_bytes if candidate.measured is None else candidate.measured.bucket_bytes
+        if ran or candidate is first or settings.wrapper != "torch" or candidate.plan.fits_torch:
+            unique.setdefault((candidate.strategy.text, sizes), candidate)
+    kept = list(unique.values())
+    kept = kept if ran or named else kept[:_MOST_CANDIDATES]
+    race = whole = None
+    if DEFAULT in ran:
+        turns_s = {c.label: c.measured.turns_s for c in kept if c.measured is not None}
+        unchanged = {c.label: turns_s[c.label] for c in kept if c.strategy.is_exact}
+        race = judge_race(unchanged, DEFAULT, model.limit_gain(default_cuts))
+        whole = judge_race(turns_s, DEFAULT) if named else None
+    return Tuning(settings, tuple(records), model, choice, points, tuple(kept), race, whole, predicted)
+
+
+def _sweep_caps(settings: TuneSettings, model: Predictor, jobs: Sequence[StepRecord]) -> tuple[Prediction, ...]:
+    """The caps that the job was run with; without any, those that it would be run with."""
     grid: list[tuple[int, StepRecord | None]] = [(record.cap_bytes, record) for record in jobs if not record.note]
     if not grid:
         caps = settings.caps_bytes or choose_caps(model.job.sizes, settings.amount.num_caps)
         grid = [(cap, None) for cap in caps]
-    points = tuple(GridPoint(cap, model.estimate(model.job.cut(cap)), model.plain_s, record) for cap, record in grid)
-
-    def build(label: str, cap_bytes: int, estimate: Estimate, strategy: Strategy = DENSE) -> Candidate:
-        what = f"cap {format_bytes(cap_bytes)}" if cap_bytes else "free"
-        sender = model if strategy == DENSE else models.get(strategy.text, model)
-        plan = sender.build_plan(gradients, estimate.cuts, f"tuned: {what}")
-        return Candidate(label, cap_bytes, plan, estimate, strategy)
-
-    default = Candidate(DEFAULT, 0, default_plan, choice.default)
-    ran = [record for record in jobs if record.note]
-    strategies = list_strategies(settings.strategies) if settings.strategies else ()
-    models, sizes = {one.text: _send_by(model, one, records) for one in strategies}, default_plan.bucket_bytes
-    predicted = {
-        text: choice.estimate if text == DENSE.text else one.choose(one.cut_like(sizes), only_caps=True).estimate
-        for text, one in models.items()
-    }
-    if ran:  # report the plans that ran, not those that would be chosen today
-        known, others = {one["label"]: one for one in predictions}, []
-        for record in (record for record in ran if record.label != DEFAULT):
-            found = known.get(record.label, {})
-            strategy = Strategy.parse(found.get("strategy"))
-            cuts = found.get("cuts") or model.cut_like(record.bucket_bytes)
-            estimate = models.get(strategy.text, model).estimate(cuts)
-            others.append(build(record.label, record.cap_bytes, estimate, strategy))
-    elif strategies:  # bf16 and the lossy strategies: all that are named, or the best one
-        others = [build(RECOMMENDED, 0, choice.estimate)]
-        lossy = [one for one in strategies if describe_update(one) == "lossy"]
-        lossy.sort(key=lambda one: predicted[one.text].step_s)
-        chosen = lossy[:1] if settings.strategies == EVERY else lossy
-        others += [build(one.text, 0, predicted[one.text], one) for one in (BF16, *chosen)]
-    else:
-        others = [build(RECOMMENDED, 0, choice.estimate)]
-        # The best of the sweep, and every plan whose prediction may be as good as the best.
-        best = min((point for point in points if point.measured is not None), key=lambda p: p.best_s, default=None)
-        may_win = (point for point in points if point.estimate.low_s < choice.estimate.high_s)
-        for point in [*filter(None, [best]), *sorted(may_win, key=lambda point: point.estimate.step_s)]:
-            others.append(build(f"cap {format_bytes(point.cap_bytes)}", point.cap_bytes, point.estimate))
-    confirmed, unique = {record.label: record for record in ran}, dict[tuple[str, tuple[int, ...]], Candidate]()
-    for candidate in (default, *others):  # plans with the same buckets count once
-        measured = confirmed.get(candidate.label)
-        found_sizes = candidate.plan.bucket_bytes if measured is None else measured.bucket_bytes
-        unique.setdefault((candidate.strategy.text, found_sizes), candidate)
-    kept = [c for c in unique.values() if ran or c is default or settings.wrapper != "torch" or c.plan.fits_torch]
-    kept = kept if ran or strategies else kept[:_MOST_CANDIDATES]
-    race = whole = None
-    if DEFAULT in confirmed:
-        turns_s = {c.label: confirmed[c.label].turns_s for c in kept if c.strategy.is_exact}
-        race = judge_race(turns_s, DEFAULT, model.limit_gain(choice.default.cuts))
-        whole = judge_race({c.label: confirmed[c.label].turns_s for c in kept}, DEFAULT) if strategies else None
-    return Tuning(settings, tuple(records), model, choice, points, tuple(kept), confirmed, race, whole, predicted)
+    return tuple(
+        replace(model.predict(model.job.cut(cap_bytes)), cap_bytes=cap_bytes, measured=record)
+        for cap_bytes, record in grid
+    )
 
 
 def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) -> Predictor:

@@ -1,14 +1,13 @@
 """The cost of a step on networks and rank counts that were not measured. Everything here is simulated."""
 
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.plan import plan_like_torch
-from paceline.predict.curves import Resample, hold_draws
+from paceline.predict.curves import DRAWS, Resample, draw
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
@@ -18,73 +17,20 @@ from paceline.predict.networks import (
     describe_uncertainty,
     list_networks,
 )
-from paceline.predict.predictor import Evidence, RankCosts, describe_rank, fit_rank
+from paceline.predict.predictor import Draw, Evidence, Prediction, Predictor, RankCosts, describe_rank, fit_rank
 from paceline.predict.scaling import estimate_slowdown, estimate_wait
-from paceline.predict.search import PLATEAU, estimate_caps
+from paceline.predict.search import estimate_caps
 from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
 from paceline.records import LayerProfileRecord
 from paceline.records.samples import group_by
 from paceline.strategy import DENSE
 from paceline.units import format_bytes
 
-DRAWS = 50
 # How ranks send: a function of their number, their compute time relative to one rank alone, and a resample of the
 # measurements.
 Send = Callable[[int, float, Resample], Sending | None]
 # Below this share of a time, differences between plans and waits are negligible.
 _NOTHING = 1e-3
-
-
-@dataclass(frozen=True)
-class WhatIfRow:
-    """One fabric and number of ranks with the best bucket size; the step is between `low_s` and `high_s` in 90 % of
-    draws, and its efficiency, relative to the local step of the same draw, between `efficiency_low` and
-    `efficiency_high`. `exposed_s` is exposed communication, `straggler_s` the wait for the slowest rank, and
-    `neighbours_s` the slowdown by other ranks on a CPU host. `default_step_s` is the step with torch's default buckets.
-    `bound` names the bottleneck, `doubt` a reason not to trust the row. `sent_bytes` is what a rank sends per step, and
-    `drawn_s` the step in each draw."""
-
-    network: str
-    world_size: int
-    algorithm: str
-    step_s: float
-    low_s: float
-    high_s: float
-    efficiency_low: float
-    efficiency_high: float
-    local_s: float
-    exposed_s: float
-    straggler_s: float
-    best_cap_bytes: int
-    plateau_low_bytes: int
-    plateau_high_bytes: int
-    num_buckets: int
-    default_step_s: float
-    bound: str
-    doubt: str = ""
-    neighbours_s: float = 0.0
-    source: str = "simulated"
-    sent_bytes: float = 0.0
-    drawn_s: tuple[float, ...] = ()
-
-    @property
-    def efficiency(self) -> float:
-        """Weak-scaling efficiency, T(1) / T(P)."""
-        return self.local_s / self.step_s
-
-    @property
-    def exposed_share(self) -> float:
-        return self.exposed_s / self.step_s
-
-    @property
-    def gain(self) -> float:
-        """The share of the step with default buckets that the best size saves."""
-        return 1 - self.step_s / self.default_step_s
-
-    @property
-    def keeps_default(self) -> bool:
-        """Whether torch's default is on the plateau, so there is nothing to change."""
-        return self.gain <= PLATEAU
 
 
 def _fill_contention(job: Job, fabric: Fabric, rank: RankCosts, source: random.Random | None = None) -> RankCosts:
@@ -137,83 +83,88 @@ def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: 
     return job.stretch(estimate_slowdown(rank.neighbours, here, shift))
 
 
-class _Draw(NamedTuple):
-    """One draw of all inputs: `shift` is the error of the slowdown next to other ranks and `error` the model's own
-    error, both in standard deviations."""
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a job, a fabric and what a rank pays, or a draw of that. `error` is the model's own error as a
+    share, `shift` the error of the slowdown next to other ranks in standard deviations, and `seed` draws codecs (None
+    for the best known costs)."""
 
-    job: Job
+    alone: Job
     fabric: Fabric
     rank: RankCosts
-    shift: float
     error: float
-    resample: Resample
+    shift: float
+    seed: int | None
+
+    def build(self, world_size: int, spread: float, send: Send) -> Draw:
+        job = _stretch(self.alone, self.fabric, world_size, self.rank, self.shift)
+        resample = Resample() if self.seed is None else Resample(random.Random(self.seed))
+        sending = send(world_size, job.backward_s / self.alone.backward_s, resample)
+        # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
+        is_ours = self.rank.wrapper == "paceline" and job.device != "cuda"
+        if is_ours and not is_shared(self.fabric) and (sending is None or sending.is_plain):
+            job = job.split(world_size)
+        costs = _build_costs(job, self.fabric, world_size, self.rank, sending)
+        wait_s = estimate_wait(spread, world_size) * job.computing_s
+        return Draw(job, costs, self.error, 0.0, wait_s, self.alone.local_s)
 
 
 def simulate_what_if(
     job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
     evidence: Evidence | None = None, known: RankCosts | None = None, send: Send = lambda *_: None, most_caps: int = 0,
-) -> list[WhatIfRow]:  # fmt: skip
-    """One row per number of ranks. `draws` are the job as it might have been measured. A step has `accumulate`
-    micro-batches, and the compute times of ranks have a relative standard deviation of `spread`. `evidence` is what the
-    profile shows about copies, contention and neighbours; without it they are `known`, or assumed. At most `most_caps`
-    bucket sizes are tried (0 means all). Calls that differ only in `send` use the same draws."""
-    job, source = job.accumulate(accumulate), random.Random(2024)
-    # The network error dominates an interval: use its quantiles in random order, since few draws would reach the tails.
-    shifts = [statistics.NormalDist().inv_cdf((place + 0.5) / len(draws)) for place in range(len(draws))]
-    source.shuffle(shifts)
-    varied: list[_Draw] = []
-    for draw, shift in zip(draws, shifts, strict=True):
-        rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, Resample(source))
-        found = fabric.draw(source, shift)
-        rank = _fill_contention(job, found, rank, source)
-        shifted = source.gauss(0, 1), source.gauss(0, 1)
-        varied.append(_Draw(draw.accumulate(accumulate), found, rank, *shifted, Resample(random.Random(len(varied)))))
-    rank = _fill_contention(job, fabric, (known or RankCosts()) if evidence is None else fit_rank(evidence))
-    return [_build_row(job, fabric, rank, varied, world_size, spread, send, most_caps) for world_size in ranks]
+) -> list[Prediction]:  # fmt: skip
+    """One row per number of ranks, with the best bucket size. `draws` are the job as it might have been measured. A
+    step has `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`.
+    `evidence` is what the profile shows about copies, contention and neighbours; without it they are `known`, or
+    assumed. At most `most_caps` bucket sizes are tried (0 means all). Calls that differ only in `send` use the same
+    draws."""
+    jobs = enumerate([job, *draws])
+
+    def build(resample: Resample) -> _Known:
+        number, alone = next(jobs)
+        alone = alone.accumulate(accumulate)
+        there = fabric if resample.source is None else fabric.draw(resample.source, resample.shift)
+        rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, resample)
+        rank = _fill_contention(alone, there, rank, resample.source)
+        return _Known(alone, there, rank, MODEL_ERROR * resample.error, resample.slowdown, number or None)
+
+    best, drawn = draw(build, len(draws))
+    rows = []
+    for world_size in ranks:
+        here, *others = (one.build(world_size, spread, send) for one in (best, *drawn))
+        model = Predictor(here, others)
+        rows.append(_choose_caps(model, fabric, world_size, best.alone, most_caps))
+    return rows
 
 
-def _build_row(
-    alone: Job, fabric: Fabric, rank: RankCosts, draws: Sequence[_Draw], world_size: int, spread: float, send: Send,
-    most_caps: int,
-) -> WhatIfRow:  # fmt: skip
-    wait, job = estimate_wait(spread, world_size), _stretch(alone, fabric, world_size, rank)
-    sending = send(world_size, job.backward_s / alone.backward_s, Resample())
-    costs = _build_costs(alone, fabric, world_size, rank, sending)
-    # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
-    is_ours = rank.wrapper == "paceline" and alone.device != "cuda"
-    splits = is_ours and not is_shared(fabric) and (sending is None or sending.is_plain)
-    job = job.split(world_size) if splits else job
+def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, most_caps: int) -> Prediction:
+    """The best bucket size, as a row."""
+    job, costs, sending = model.job, model.costs, model.costs.sending
     caps = estimate_caps(job, costs, most_caps)
     # Even if launches are modelled as free, they are not: among plans with the same time, take the fewest buckets.
     same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: len(point.cuts))
-    low, high = next(sizes for sizes in caps.plateaus if sizes[0] <= best.high_bytes <= sizes[1])
     default = simulate(job, plan_like_torch(job.gradients, range(len(job.gradients))), costs)
-    times, efficiencies = [], []
-    for draw in draws:
-        drawn = _stretch(draw.job, draw.fabric, world_size, draw.rank, draw.shift)
-        sends = send(world_size, drawn.backward_s / draw.job.backward_s, draw.resample)
-        drawn = drawn.split(world_size) if splits else drawn
-        step = simulate(drawn, best.cuts, _build_costs(drawn, draw.fabric, world_size, draw.rank, sends))
-        left_out_s = MODEL_ERROR * draw.error * max(0.0, step.exposed_s)
-        times.append(step.step_s + left_out_s + wait * drawn.computing_s)
-        efficiencies.append(draw.job.local_s / times[-1])
-    straggler_s = wait * job.computing_s
-    step_s = best.step.step_s + straggler_s
-    low_s, high_s = hold_draws(step_s, times)
-    efficiency_low, efficiency_high = hold_draws(alone.local_s / step_s, efficiencies)
-    moved = sorted((bucket.num_bytes for bucket in best.step.buckets), reverse=True)
+    row = model.predict(best.cuts)
+    moved = sorted(row.bucket_bytes, reverse=True)
     names = dict.fromkeys(costs.curve.explain(size)[0] for size in moved)
     neighbours_s = job.local_s - alone.local_s
-    return WhatIfRow(
-        network=fabric.name, world_size=world_size, algorithm="none" if world_size == 1 else " + ".join(names),
-        step_s=step_s, low_s=low_s, high_s=high_s, efficiency_low=efficiency_low, efficiency_high=efficiency_high,
-        local_s=alone.local_s, exposed_s=max(0.0, best.step.exposed_s), straggler_s=straggler_s,
-        best_cap_bytes=best.high_bytes, plateau_low_bytes=low, plateau_high_bytes=high, num_buckets=len(best.cuts),
-        default_step_s=default.step_s + straggler_s, bound=_find_bound(best.step, straggler_s, neighbours_s),
-        doubt="" if world_size == 1 else costs.curve.explain(moved[0])[1], neighbours_s=neighbours_s,
-        sent_bytes=(sending or Sending(DENSE, world_size)).count_sent(job, best.cuts), drawn_s=tuple(times),
-    )  # fmt: skip
+    return replace(
+        row,
+        network=fabric.name,
+        world_size=world_size,
+        algorithm="none" if world_size == 1 else " + ".join(names),
+        exposed_s=max(0.0, best.step.exposed_s),
+        cap_bytes=best.high_bytes,
+        plateau=next(sizes for sizes in caps.plateaus if sizes[0] <= best.high_bytes <= sizes[1]),
+        default_step_s=default.step_s + row.straggler_s,
+        bound=_find_bound(best.step, row.straggler_s, neighbours_s),
+        doubt="" if world_size == 1 else costs.curve.explain(moved[0])[1],
+        neighbours_s=neighbours_s,
+        strategy=DENSE if sending is None else sending.strategy,
+        message_s=costs.curve.estimate_s(alone.num_bytes),
+        sent_bytes=(sending or Sending(DENSE, world_size)).count_sent(job, best.cuts),
+    )
 
 
 def _find_bound(step: SimulatedStep, straggler_s: float, neighbours_s: float = 0.0) -> str:
@@ -251,24 +202,13 @@ def describe_scenario(
     ]
 
 
-@dataclass(frozen=True)
-class CommRow:
-    """One model, network and number of ranks: the prediction, and the all-reduce of all gradients at once. `message_s`
-    is that single message after backward, with nothing to hide it; `step` is the step with the best bucket size."""
+class CommRow(NamedTuple):
+    """A profile and what is predicted for it on one network and number of ranks."""
 
-    model: str
-    batch_size: int
-    num_bytes: int
-    backward_s: float
-    compute_source: str
-    message_s: float
-    step: WhatIfRow
+    profile: LayerProfileRecord
+    job: Job
+    step: Prediction
     assumption: str
-
-    @property
-    def overhead(self) -> float:
-        """Communication as a share of the step without any overlap."""
-        return self.message_s / (self.message_s + self.step.local_s)
 
 
 def build_comm_table(
@@ -285,9 +225,6 @@ def build_comm_table(
         if not known:
             counts = ", ".join(map(str, ranks))
             raise ConfigError(f"{fabric.name} was not measured on {counts} ranks: run `bench allreduce` there")
-        assumption = "; ".join(fabric.assumptions)
-        for row in simulate_what_if(job, draws, fabric, known, evidence=evidence):
-            message_s = fabric.build_curve(row.world_size).estimate_s(job.num_bytes)
-            what = (profile.model, profile.batch_size, job.num_bytes, job.backward_s, profile.source)
-            rows.append(CommRow(*what, message_s, row, assumption))
+        found = simulate_what_if(job, draws, fabric, known, evidence=evidence)
+        rows += [CommRow(profile, job, row, "; ".join(fabric.assumptions)) for row in found]
     return rows

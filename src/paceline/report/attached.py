@@ -13,6 +13,7 @@ from paceline.errors import RecordError
 from paceline.plan import TORCH_CAP_BYTES
 from paceline.predict.advice import blame_buckets
 from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
+from paceline.predict.predictor import Prediction
 from paceline.predict.race import Limit, Race, judge_race
 from paceline.predict.traces import Lateness
 from paceline.records import StepRecord, TracedStepRecord
@@ -20,7 +21,7 @@ from paceline.records.samples import group_by
 from paceline.records.steps import RACED
 from paceline.records.training import list_ranks, pick_like_last
 from paceline.report.plots import COLORS, build_panels
-from paceline.report.predictions import RACE, RaceRow, say_status
+from paceline.report.prediction_rows import RACE, compare_plans, get_saved, name_buckets
 from paceline.report.result import Result
 from paceline.report.table import Column, Table
 from paceline.report.traced import TracedResult, round_cap
@@ -95,14 +96,13 @@ class AttachedResult(Result):
         if self.buckets is not None:
             self.exposed_s, self.verdict = self.buckets.traced.exposed_s, self.buckets.verdict
             self.rival = self.buckets.candidate if self.verdict == "use" else self.buckets.find_rival()
-            self.saves = self.rival.gain
+            self.saves = get_saved(self.rival)
             self.cap_mib = self.buckets.best.cap_mib if self.verdict == "use" else None
         self.raced = {record.label: record for record in timed if record.note == RACED}
         if self.raced:
             turns_s = {label: record.turns_s for label, record in self.raced.items()}
             self.race = judge_race(turns_s, NOW, Limit() if self.buckets is None else self.buckets.limit)
-            self.verdict, gain = self.race.verdict, self.race.gain
-            self.saves = 1 - gain.value, 1 - gain.high, 1 - gain.low
+            self.verdict, self.saves = self.race.verdict, self.race.gain.saved
             self.cap_mib = self.config["plans"][self.race.winner]
         self.rows = self._list_rows(recorded)
         saved = None
@@ -130,7 +130,7 @@ class AttachedResult(Result):
     def _find_messages(self) -> tuple[float, float, float] | None:
         if self.buckets is None:
             return None
-        best, curve = self.buckets.best.estimate, self.buckets.costs.curve
+        best, curve = self.buckets.best, self.buckets.costs.curve
         took_s = sum(curve.estimate_s(bucket.num_bytes) for bucket in best.step.buckets)
         job = self.buckets.job  # the part that grows with the batch, without the optimizer
         computes_s = max(0.0, job.before_s + job.backward_s - self.waits.median_s)
@@ -212,7 +212,9 @@ class AttachedResult(Result):
         if self.verdict in ("keep", "default"):
             return f"Keep the current buckets: no others save more than 1 % ({basis})."
         if race is None:
-            return f"Undecided: {self.rival.name} may save {gain} ({basis}); measure it with `paceline tune --`."
+            return (
+                f"Undecided: {name_buckets(self.rival)} may save {gain} ({basis}); measure it with `paceline tune --`."
+            )
         return f"Undecided after {race.num_rounds} rounds; about {race.rounds_to_decide} more would decide."
 
     @property
@@ -234,16 +236,15 @@ class AttachedResult(Result):
             found.append(Table("race", "plan comparison; baseline: your current buckets", RACE, rows))
         return [*found, *self.buckets.tables()]
 
-    def _list_race(self, race: Race) -> list[RaceRow]:
+    def _list_race(self, race: Race) -> list[Prediction]:
         assert self.buckets is not None
         # The machine may differ between two runs, so predictions are scaled to the current buckets in the comparison's
         # run.
-        rows, factor = [], self.raced[NOW].timing.median_s / self.buckets.now.estimate.step_s
+        rows, factor = [], self.raced[NOW].timing.median_s / self.buckets.now.step_s
         for label, record in self.raced.items():
-            candidate = self.buckets.build_row(label, self.buckets.model.cut_like(record.bucket_bytes))
-            candidate = replace(candidate, estimate=candidate.estimate.stretch(factor))
-            rows.append(RaceRow(candidate, record, race.to_default[label], say_status(race, label)))
-        return rows
+            row = self.buckets.build_row(label, self.buckets.model.cut_like(record.bucket_bytes))
+            rows.append(replace(row.stretch(factor), measured=record))
+        return compare_plans(race, rows)
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         return {} if self.buckets is None else self.buckets.figures()

@@ -8,16 +8,15 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
-from paceline.predict.curves import fit_curve, fit_line, hold_draws
+from paceline.predict.curves import DRAWS, Resample, draw, fit_curve, fit_line
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
@@ -27,8 +26,8 @@ from paceline.predict.networks import (
     find_network,
     find_networks,
 )
-from paceline.predict.predictor import Estimate, find_evidence
-from paceline.predict.race import Interval, Race
+from paceline.predict.predictor import Draw, Prediction, Predictor, find_evidence
+from paceline.predict.race import Interval
 from paceline.predict.search import (
     PLATEAU,
     CapCurve,
@@ -44,14 +43,12 @@ from paceline.predict.strategy_costs import describe_update
 from paceline.predict.tuning import (
     DEFAULT,
     PREDICTIONS,
-    Candidate,
-    GridPoint,
     TuneSettings,
     Tuning,
     hash_predictions,
     load_tuning,
 )
-from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
+from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records import (
     CapTimeRecord,
     CollectiveRecord,
@@ -64,49 +61,29 @@ from paceline.records.doubts import add_busy
 from paceline.records.samples import group_by
 from paceline.records.store import load_json
 from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
+from paceline.report.prediction_rows import (
+    BUCKETS,
+    GRID,
+    PREDICTED,
+    RACE,
+    WHAT_IF,
+    advise_size,
+    compare_plans,
+    draw_caps,
+    join_sizes,
+    say_ratio,
+)
 from paceline.report.result import Result, describe_job
-from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
-from paceline.strategy import DENSE, Strategy
+from paceline.report.table import Column, Table, build_row, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # rows shown on the terminal: the widest ranges of bucket sizes, and the last one; the CSV has all of them
 _MOST_ROWS = 24
 _ROWS = (256, 1024, 4096)  # assumed distinct tokens per rank, used when the tables do not give the number
 _SAID = ("contention ", "interval: ", "measured: ")  # prefixes of lines that already name their source
-
-
-def _advise(row: WhatIfRow) -> str:
-    return "the default" if row.keeps_default else _join(row.plateau_low_bytes, row.plateau_high_bytes)
-
-
-def _join(low_bytes: int, high_bytes: int) -> str:
-    return f"{format_bytes(low_bytes)} to {format_bytes(high_bytes)}"
-
-
-WHAT_IF = (
-    *text_columns("network", is_key=True),
-    Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
-    *text_columns("algorithm", priority=1),
-    Column("step", "step_s", "ms", "step_s", priority=9),
-    Column("90 % (ms)", lambda r: f"{format_ms(r.low_s)} to {format_ms(r.high_s)}", str, priority=8),
-    Column("efficiency", "efficiency", "percent.1", "efficiency", priority=7),
-    Column("doubtful", lambda r: bool(r.doubt) or None, "yes", priority=6),
-    Column("exposed", "exposed_s", "ms", "exposed_s", priority=5),
-    Column("of step", "exposed_share", "percent.1", "exposed_share"),
-    Column("slowest rank", lambda r: r.straggler_s or None, "ms"),
-    Column("bucket size", _advise, str, priority=4),
-    Column("buckets", "num_buckets", "count", "num_buckets"),
-    Column("saves", lambda r: max(0.0, r.gain), "percent.1", priority=3),
-    Column("bound by", "bound", str, "bound", priority=2),
-    *raw_columns("low_s", "high_s", "efficiency_low", "efficiency_high", "straggler_s", "best_cap_bytes"),
-    *raw_columns("plateau_low_bytes", "plateau_high_bytes", "default_step_s", "gain", "keeps_default"),
-    *raw_columns("doubt", "source", "neighbours_s", local_step_s="local_s"),
-    Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", "text"),
-)
 
 
 class PredictResult(Result):
@@ -130,14 +107,14 @@ class PredictResult(Result):
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         self.scenario["evidence"] = find_evidence(self.records)
         self.busy: Sequence[str] = config["busy"]  # the inputs that a busy machine measured
-        self.rows: list[WhatIfRow] = []
+        self.rows: list[Prediction] = []
         self._simulate(draw_jobs(self.profile, self.job, DRAWS))
 
     def _simulate(self, draws: Sequence[Job]) -> None:
         for fabric in self.fabrics:
             self.rows += self._simulate_on(fabric, draws, self.config["ranks"])
 
-    def _simulate_on(self, fabric: Fabric, draws: Sequence[Job], ranks: Sequence[int], **more: Any) -> list[WhatIfRow]:
+    def _simulate_on(self, fabric: Fabric, draws: Sequence[Job], ranks: Sequence[int], **more: Any) -> list[Prediction]:
         swept = MeasuredFabric in (type(fabric), type(getattr(fabric, "inside", None)))
         busy = [name for name in self.busy if name == "profile" or swept]
         rows = simulate_what_if(self.job, draws, fabric, ranks, **self.scenario, **more)
@@ -163,7 +140,7 @@ class PredictResult(Result):
         return self._only.exposed_s
 
     @property
-    def _only(self) -> WhatIfRow:
+    def _only(self) -> Prediction:
         if len(self.rows) != 1:
             raise RecordError(f"{len(self.rows)} networks and rank counts were predicted; read `rows` instead")
         return self.rows[0]
@@ -171,7 +148,7 @@ class PredictResult(Result):
     @property
     def answer(self) -> str:
         row = max(self.rows, key=lambda row: row.world_size)
-        buckets = "" if row.keeps_default else f"; buckets of {_advise(row)} save {max(0.0, row.gain):.1%}"
+        buckets = "" if row.keeps_default else f"; buckets of {advise_size(row)} save {max(0.0, row.gain):.1%}"
         busy = ", from times measured on a busy machine" if self.busy else ""
         return (
             f"{self.profile.model} on {row.world_size:,} ranks over {row.network}: a step takes "
@@ -214,13 +191,13 @@ class PredictResult(Result):
         return super().to_json() | more
 
 
-def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
+def plot_efficiency(rows: Sequence[Prediction], title: str, subtitle: str) -> Figure:
     """Weak-scaling efficiency against ranks: one line with its interval per network, hollow markers for doubtful
     rows."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     for number, (network, found) in enumerate(group_by(rows, lambda row: row.network).items()):
         line = sorted(found, key=lambda row: row.world_size)
-        shares = [(row.world_size, row.efficiency, row.efficiency_low, row.efficiency_high) for row in line]
+        shares = [(row.world_size, row.efficiency, *row.efficiency_bounds) for row in line]
         draw_line(axes, number, [(n, *(100 * s for s in rest)) for n, *rest in shares], f"{network} (simulated)", "--")
         for row in (row for row in line if row.doubt):
             marker, color = MARKERS[number % len(MARKERS)], COLORS[number % len(COLORS)]
@@ -232,7 +209,7 @@ def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Fig
 
 
 POINTS = (
-    Column("bucket size", lambda p: _join(p.low_bytes, p.high_bytes), "text", is_key=True),
+    Column("bucket size", lambda p: join_sizes(p.low_bytes, p.high_bytes), "text", is_key=True),
     *raw_columns("low_bytes", "high_bytes"),
     Column("buckets", lambda p: len(p.cuts), "count", "num_buckets", priority=2),
     Column("backward", "backward_s", "ms", "backward_s", priority=3),
@@ -242,7 +219,7 @@ POINTS = (
 CHANGES = (
     Column("changed", lambda c: c.what or "nothing", key="changed", is_key=True),
     Column("by", "factor", "x {:g}".format, "factor", is_key=True),
-    Column("best bucket size", lambda c: _join(*c.plateau), priority=3),
+    Column("best bucket size", lambda c: join_sizes(*c.plateau), priority=3),
     Column(None, lambda c: c.plateau[0], key="plateau_low_bytes"),
     Column(None, lambda c: c.plateau[1], key="plateau_high_bytes"),
     Column("buckets", lambda c: len(c.chosen.cuts), "count", "num_buckets", priority=1),
@@ -257,7 +234,7 @@ CHANGES = (
 SPLITS = (
     Column("rows per rank", "num_rows", "count", "num_rows", is_key=True),
     Column("lookup rows", "num_bytes", "bytes", "num_bytes", priority=2),
-    Column("best bucket size", lambda s: _join(*s.caps.plateau), priority=3),
+    Column("best bucket size", lambda s: join_sizes(*s.caps.plateau), priority=3),
     Column(None, lambda s: s.caps.plateau[0], key="plateau_low_bytes"),
     Column(None, lambda s: s.caps.plateau[1], key="plateau_high_bytes"),
     Column("backward", "caps.best.backward_s", "ms", "backward_s", priority=3),
@@ -322,14 +299,20 @@ class CapsResult(Result):
         self.shared = self.caps.list_ranges(lambda point: self.caps.is_fast(point) and point.cuts in fast)
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
         self.default_s, self.default_expected_s = (simulate(self.job, default, c).over_s for c in (costs, slowed))
-        times, source = [], random.Random(DRAWS)
-        for _ in range(DRAWS):
-            contention = Contention.assume(device, is_on_host=False, source=source).spread_over(self.cost)
-            step = simulate(self.job, self.expected.best.cuts, replace(costs, contention=contention))
-            times.append(step.over_s + MODEL_ERROR * source.gauss(0, 1) * max(0.0, step.exposed_s))
-        self.interval = hold_draws(self.expected.best.backward_s, times)
+        self.interval = self._estimate_interval(costs, device)
         self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
+
+    def _estimate_interval(self, costs: MachineCosts, device: str) -> tuple[float, float]:
+        """Of backward with the best buckets."""
+        job = replace(self.job, before_s=0.0, after_s=0.0)
+
+        def build(resample: Resample) -> Draw:
+            contention = Contention.assume(device, is_on_host=False, source=resample.source).spread_over(self.cost)
+            return Draw(job, replace(costs, contention=contention), MODEL_ERROR * resample.error)
+
+        found = Predictor(*draw(build)).predict(self.expected.best.cuts)
+        return found.low_s, found.high_s
 
     def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
         """From the tables alone, which do not give the number of distinct tokens per rank."""
@@ -363,15 +346,16 @@ class CapsResult(Result):
     def answer(self) -> str:
         beyond = "; some messages are larger than any in the table" if self.changes[0].is_beyond else ""
         interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
-        text = f"Use a bucket size of {_join(*self.caps.plateau)}; all are within 1 % of the best, "
+        text = f"Use a bucket size of {join_sizes(*self.caps.plateau)}; all are within 1 % of the best, "
         text += f"{format_ms(self.caps.best.backward_s)} ms for backward with communication"
         default = f"torch's default takes {format_ms(self.default_s)}"
         if not self.is_on_gpu:
             return f"{text}{interval}; {default} ms. Simulated{beyond}."
-        both = "no size" if not self.shared else _join(*max(self.shared, key=lambda sizes: sizes[1] / sizes[0]))
+        both = "no size" if not self.shared else join_sizes(*max(self.shared, key=lambda sizes: sizes[1] / sizes[0]))
         return (
-            f"{text}, from the tables alone. If NCCL slows the GPU down as published: {_join(*self.expected.plateau)}, "
-            f"within 1 % of {format_ms(self.expected.best.backward_s)} ms{interval}. Good in both cases: {both}; "
+            f"{text}, from the tables alone. If NCCL slows the GPU down as published: "
+            f"{join_sizes(*self.expected.plateau)}, within 1 % of "
+            f"{format_ms(self.expected.best.backward_s)} ms{interval}. Good in both cases: {both}; "
             f"{default} and {format_ms(self.default_expected_s)} ms. Simulated{beyond}."
         )
 
@@ -420,7 +404,7 @@ class CapsResult(Result):
     def _describe_ranges(self, name: str, curve: CapCurve) -> list[str]:
         others = [sizes for sizes in curve.plateaus if sizes != curve.plateau]
         more = f"{format_number_of(len(others), 'more range')} of sizes within 1 % of the best, {name}"
-        return [f"{more}: {_join(others[0][0], others[-1][1])}"] if others else []
+        return [f"{more}: {join_sizes(others[0][0], others[-1][1])}"] if others else []
 
     def _describe_measured(self, name: str, curve: CapCurve) -> str:
         errors = [self.predict_s(record, curve) / record.timing.center_s - 1 for record in self.measured]
@@ -575,91 +559,6 @@ def plot_split(result: CapsResult) -> Figure:
     return figure
 
 
-def draw_caps(
-    axes: Axes, points: Sequence[CapPoint], of: Callable[[CapPoint], float], best: tuple[int, float], alone_s: float
-) -> None:
-    """Times against bucket sizes (flat over each interval of caps), the best size, and the time without
-    communication."""
-    xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
-    ys = [of(point) * 1e3 for point in points for _ in range(2)]
-    axes.plot(xs, ys, color=COLORS[0], label="predicted for every bucket size")
-    axes.plot([best[0] / MIB], [best[1] * 1e3], "D", color=COLORS[2], markersize=8, label="best predicted")
-    axes.axhline(alone_s * 1e3, color=COLORS[6], ls=":", lw=1, label="without communication")
-    axes.set(xscale="log", xlabel="bucket size (MiB)")
-
-
-def _say_exposed(seconds: float) -> str:
-    """A step that is faster with communication than without it is noise, not a gain."""
-    return format_ms(seconds) if seconds > 0 else "within the noise"
-
-
-GRID = (
-    Column("bucket size", "cap_bytes", "bytes", "cap_bytes", is_key=True),
-    Column("buckets", "estimate.num_buckets", "count", "num_buckets", priority=2),
-    Column("predicted", "estimate.step_s", "ms", "predicted_s", priority=5),
-    Column("90 % (ms)", lambda p: f"{format_ms(p.estimate.low_s)} to {format_ms(p.estimate.high_s)}", str, priority=1),
-    Column("measured", "measured_s", "ms", "measured_s", priority=5),
-    Column("error", "error", "{:+.1%}".format, priority=4),
-    Column("predicted exposed (ms)", "estimate.exposed_s", _say_exposed, "predicted_exposed_s"),
-    Column("measured exposed (ms)", "exposed_s", _say_exposed, "measured_exposed_s"),
-    *raw_columns("estimate.low_s", "estimate.high_s", "same_layout"),
-    Column("source", lambda p: "simulated" if p.measured is None else p.measured.source, key="source"),
-)
-BUCKETS = (
-    Column("bucket", lambda row: row[0], "count", "bucket", is_key=True),
-    Column("size", lambda row: row[1].num_bytes, "bytes", "num_bytes", is_key=True),
-    Column("ready", lambda row: row[1].ready_s, "ms", "ready_s", priority=3),
-    Column(None, lambda row: row[1].launch_s, key="launch_s"),
-    Column(None, lambda row: row[1].start_s, key="start_s"),
-    Column("queued", lambda row: row[1].queue_s, "ms"),
-    Column("in flight", lambda row: row[1].done_s - row[1].start_s, "ms", priority=2),
-    Column("done", lambda row: row[1].done_s, "ms", "done_s", priority=3),
-    Column("after backward", lambda row: max(0.0, row[1].done_s - row[2]), "ms", priority=1),
-    Column("source", lambda row: "simulated", key="source"),
-)
-
-
-RACE = (
-    Column("plan", "candidate.label", key="plan", is_key=True),
-    # Candidates of an attached program have no strategy.
-    Column(None, lambda row: getattr(row.candidate, "strategy", DENSE).text, key="strategy"),
-    Column("buckets", "candidate.estimate.num_buckets", "count", "num_buckets", priority=1),
-    Column("predicted", "candidate.estimate.step_s", "ms", "predicted_s", priority=3),
-    Column("90 % (ms)", lambda r: _say_interval(r.candidate.estimate), str, priority=0),
-    Column("measured", "record.timing.median_s", "ms", "measured_s", priority=4),
-    Column("compared with the default", "ratio", lambda ratio: _say_difference(ratio), priority=5),
-    Column("rounds", lambda r: len(r.record.turns_s), "count", "num_rounds", priority=2),
-    Column("", "status", key="status", priority=4),
-    *raw_columns(ratio="ratio.value", low_s="candidate.estimate.low_s", high_s="candidate.estimate.high_s"),
-    Column(None, lambda r: r.ratio.low if r.ratio.is_known else None, key="ratio_low"),
-    Column(None, lambda r: r.ratio.high if r.ratio.is_known else None, key="ratio_high"),
-)
-
-
-PREDICTED = (
-    Column("strategy", lambda r: r[0], key="strategy", is_key=True),
-    Column("update", lambda r: describe_update(Strategy.parse(r[0])), key="update", priority=2),
-    Column("sent", lambda r: r[3], lambda size: format_bytes(round(size)), "sent_bytes", priority=3),
-    Column("buckets", lambda r: r[1].num_buckets, "count", "num_buckets"),
-    Column("predicted", lambda r: r[1].step_s, "ms", "predicted_s", priority=5),
-    Column("90 % (ms)", lambda r: _say_interval(r[1]), str, priority=1),
-    Column(None, lambda r: r[1].low_s, key="low_s"),
-    Column(None, lambda r: r[1].high_s, key="high_s"),
-    Column("measured", lambda r: r[2], "ms", "measured_s", priority=4),
-)
-
-
-@dataclass(frozen=True)
-class RaceRow:
-    """One compared plan: its prediction (`candidate.label`, `candidate.estimate`), its measurement, and its step time
-    relative to the default's."""
-
-    candidate: Any
-    record: StepRecord
-    ratio: Interval
-    status: str
-
-
 class TuneResult(Result):
     """Result of `tune`; `plan` is the answer. `verdict` is "use" (this plan), "default" (the default is best), "flat"
     (all compared plans take the same time, or none can save 1 %) or "undecided". `gain` is the plan's time over the
@@ -673,7 +572,9 @@ class TuneResult(Result):
 
     @property
     def plan(self) -> Plan:
-        return self.tuning.answer.plan
+        plan = self.tuning.answer.plan
+        assert plan is not None
+        return plan
 
     @property
     def gain(self) -> Interval | None:
@@ -691,7 +592,7 @@ class TuneResult(Result):
         return self.tuning.verdict
 
     @property
-    def candidates(self) -> Sequence[GridPoint]:
+    def candidates(self) -> Sequence[Prediction]:
         return self.tuning.points
 
     @property
@@ -700,16 +601,9 @@ class TuneResult(Result):
         return super().noise if self.tuning.race is None else [self.answer] if self.verdict == "undecided" else []
 
     @property
-    def rows(self) -> list[RaceRow]:
-        tuning, race = self.tuning, self.tuning.race
-        if race is None:
-            return []
-        whole = tuning.whole or race
-        return [
-            RaceRow(c, tuning.confirmed[c.label], whole.to_default[c.label],
-                    say_status(race, c.label) if c.label in race.to_default else _say_offer(whole.to_default[c.label]))
-            for c in tuning.candidates
-        ]  # fmt: skip
+    def rows(self) -> list[Prediction]:
+        tuning = self.tuning
+        return [] if tuning.race is None else compare_plans(tuning.race, tuning.candidates, tuning.whole)
 
     @property
     def step(self) -> StepRecord:
@@ -731,14 +625,14 @@ class TuneResult(Result):
     @property
     def findings(self) -> Sequence[str]:
         tuning = self.tuning
-        doubts = tuning.model.estimate_doubts(tuning.answer.estimate.cuts)
+        doubts = tuning.model.estimate_doubts(tuning.answer.cuts)
         first, listed = next(iter(doubts)), ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
         return [
             *describe_errors(tuning),
             f"standard deviation of the prediction by input: {listed}; to reduce it, measure {first} again",
             f"contention: {tuning.model.costs.contention.basis}",
             *self._check_predictions(),
-            describe_torch(tuning),
+            describe_torch(tuning, self.plan),
             *tuning.notes,
         ]
 
@@ -754,7 +648,7 @@ class TuneResult(Result):
 
     def tables(self) -> list[Table]:
         answer, rows = self.tuning.answer, self.rows
-        step = answer.estimate.step
+        step = answer.step
         buckets = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
         title = "default plan" if answer.label == DEFAULT else "recommended plan"
         return [
@@ -765,16 +659,15 @@ class TuneResult(Result):
             Table("buckets", f"{title} (predicted)", BUCKETS, buckets),
         ]  # fmt: skip
 
-    def _list_strategies(self) -> list[tuple[str, Estimate, float | None, float]]:
-        """Each strategy with its prediction, its measured time and the bytes that a rank sends per step."""
-        tuning, found = self.tuning, []
-        measured = {c.strategy.text: tuning.confirmed[c.label].timing.median_s for c in tuning.candidates
-                    if c.label in tuning.confirmed and c.label != DEFAULT}  # fmt: skip
-        for text, estimate in tuning.predicted.items():
-            sending = Sending(Strategy.parse(text), self.step.world_size, is_in_place=self.step.backend == "shm")
-            sent = sending.count_sent(tuning.model.job, estimate.cuts)
-            found.append((text, estimate, measured.get(text), sent))
-        return found
+    def _list_strategies(self) -> list[Prediction]:
+        """Each strategy with its measured step, and the bytes that a rank sends."""
+        tuning, rows = self.tuning, []
+        measured = {c.strategy.text: c.measured for c in tuning.candidates if c.label != DEFAULT}
+        for text, one in tuning.predicted.items():
+            sending = Sending(one.strategy, self.step.world_size, is_in_place=self.step.backend == "shm")
+            sent_bytes = sending.count_sent(tuning.model.job, one.cuts)
+            rows.append(replace(one, measured=measured.get(text), sent_bytes=sent_bytes))
+        return rows
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         tuning, title = self.tuning, f"Step time against bucket size: {self.title}"
@@ -807,7 +700,6 @@ class TuneResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         tuning, step = self.tuning, self.step
-        times = {label: record.timing.median_s for label, record in tuning.confirmed.items()}
         best, gain, regret = tuning.best_measured, self.gain, self.regret or (None, None)
         bounds = (None, None) if gain is None or not gain.is_known else (1 - gain.high, 1 - gain.low)
         return super().to_json() | tuning.scores | {
@@ -821,44 +713,16 @@ class TuneResult(Result):
             "best_measured_cap_bytes": None if best is None else best.cap_bytes,
             "predicted_gain": tuning.choice.gain,
             "plan": None if self.folder is None else str(self.folder / "plan.json"),
-            "plan_measured_s": times.get(tuning.answer.label),
-            "default_measured_s": times.get(DEFAULT),
+            "plan_measured_s": tuning.answer.measured_s, "default_measured_s": tuning.candidates[0].measured_s,
         }  # fmt: skip
-
-
-def _say_interval(estimate: Estimate) -> str:
-    return f"{format_ms(estimate.low_s)} to {format_ms(estimate.high_s)}"
-
-
-def _say_difference(ratio: Interval) -> str:
-    """A ratio as a percentage difference, with its interval."""
-    if ratio.low == ratio.high:
-        return "0"
-    ends = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}" if ratio.is_known else "too few rounds"
-    return f"{ratio.value - 1:+.1%} ({ends})"
-
-
-def say_status(race: Race, label: str) -> str:
-    if label == race.winner:
-        return "keep" if label == race.default else "use"
-    if label == race.default:
-        return "beaten"
-    if race.to_default[label].is_flat:
-        return "within 1 %"
-    return "" if label in race.left else "slower"
-
-
-def _say_offer(ratio: Interval) -> str:
-    """Status of a strategy that changes the update and is therefore never chosen automatically."""
-    return "within 1 %" if ratio.is_flat else "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else ""
 
 
 def describe_offers(tuning: Tuning) -> str:
     """What strategies that change the update would gain, in sentences; empty if none was requested."""
-    said = [f"{c.label} takes {_say_difference(to_default)} compared with the default" for c, to_default, _ in
+    said = [f"{c.label} takes {say_ratio(to_default)} compared with the default" for c, to_default, _ in
             tuning.offers]  # fmt: skip
     if tuning.whole is None:  # fastest first
-        others = [(e.step_s, text) for text, e in tuning.predicted.items() if not Strategy.parse(text).is_exact]
+        others = [(one.step_s, text) for text, one in tuning.predicted.items() if not one.strategy.is_exact]
         said = [f"{text} is predicted to take {format_ms(step_s)} ms" for step_s, text in sorted(others)[:2]]
     if not said:
         return ""
@@ -877,7 +741,7 @@ def describe_errors(tuning: Tuning) -> list[str]:
         scores = {name: "unknown" if score is None else f"{score:.1%}" for name, score in tuning.scores.items()}
         said = {name: score.replace("100.0%", "100%") for name, score in scores.items()}
         tau = tuning.scores["kendall_tau"]
-        added = statistics.median((point.exposed_s or 0.0) / point.best_s for point in tuning.measured)
+        added = statistics.median((point.measured_exposed_s or 0.0) / point.best_s for point in tuning.measured)
         by = f"is off by {said['exposed_error']}, or {said['exposed_step_error']} of a step"
         lines.append(
             f"predicted steps are off by {said['mape']} on average and by {said['max_error']} at most; "
@@ -889,8 +753,8 @@ def describe_errors(tuning: Tuning) -> list[str]:
     return [*lines, f"the wrapper's buckets differ from the simulation at {', '.join(odd)}"] if odd else lines
 
 
-def describe_plan(tuning: Tuning, candidate: Candidate) -> str:
-    count = format_number_of(candidate.estimate.num_buckets, "bucket")
+def describe_plan(tuning: Tuning, candidate: Prediction) -> str:
+    count = format_number_of(candidate.num_buckets, "bucket")
     cap = candidate.cap_bytes or tuning.find_cap(candidate)
     if candidate.label == DEFAULT:
         return f"the default ({count})"
@@ -933,12 +797,12 @@ def describe_network(settings: TuneSettings) -> str:
     return f" --network {settings.network} --network-ranks {settings.network_ranks}" if settings.network else ""
 
 
-def describe_torch(tuning: Tuning) -> str:
+def describe_torch(tuning: Tuning, plan: Plan) -> str:
     """The same plan as arguments of torch's own wrapper."""
     if tuning.answer.label == DEFAULT and tuning.settings.wrapper == "torch":
         return "for torch's own wrapper: DistributedDataParallel(model), without options"
     try:
-        arguments = tuning.answer.plan.as_torch_kwargs()
+        arguments = plan.as_torch_kwargs()
     except ConfigError as error:
         return f"torch's own wrapper cannot use this plan: {error}"
     listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
@@ -961,13 +825,14 @@ def plot_race(result: TuneResult, subtitle: str) -> Figure:
     for place, row in enumerate(rows):
         color, label = styles[row.status]
         seen = {text.get_label() for text in axes.get_lines()}
-        value, low, high = (100 * (end - 1) for end in (row.ratio.value, row.ratio.low, row.ratio.high))
-        if row.ratio.is_known:
+        ratio = row.ratios[DEFAULT]
+        value, low, high = (100 * (end - 1) for end in (ratio.value, ratio.low, ratio.high))
+        if ratio.is_known:
             axes.plot([low, high], [place, place], "|-", color=color, lw=2, ms=9)
         axes.plot([value], [place], "o", color=color, ms=7, label="_" if label in seen else label)
-        predicted = 100 * (row.candidate.estimate.step_s / tuning.choice.default.step_s - 1)
+        predicted = 100 * (row.step_s / tuning.choice.default.step_s - 1)
         axes.plot([predicted], [place], "D", color=COLORS[6], mfc="none", ms=7, label="_" if place else "predicted")
-    names = [f"{r.candidate.label} ({format_number_of(r.candidate.estimate.num_buckets, 'bucket')})" for r in rows]
+    names = [f"{row.label} ({format_number_of(row.num_buckets, 'bucket')})" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8.5)
     axes.set(ylim=(-0.6, len(rows) - 0.4), xlabel="step compared with the default (%), with its interval")
     place_legend(figure, axes)
@@ -983,9 +848,9 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
     caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
     best = tuning.best_predicted
-    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.estimate.step_s), tuning.model.plain_s)
+    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s)
     axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
-    low, high = [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points]
+    low, high = [p.low_s * 1e3 for p in points], [p.high_s * 1e3 for p in points]
     sizes = [point.cap_bytes / MIB for point in points]
     axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
     timings = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]

@@ -451,7 +451,7 @@ class CommTableResult(Result):
             for curve, networks, sweeps in parts:
                 for row in build_comm_table(profile, networks, sweeps, ranks, evidence):
                     doubt = add_busy(row.step.doubt, [one for one in (name, curve) if one in busy])
-                    self.rows.append(replace(row, step=replace(row.step, doubt=doubt)))
+                    self.rows.append(row._replace(step=replace(row.step, doubt=doubt)))
         # keep models next to each other in each
         groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))
         self.rows = [row for rows in groups.values() for row in rows]
@@ -462,12 +462,13 @@ class CommTableResult(Result):
         is_one = len(self._profiles) == 1
 
         def say(row: CommRow) -> str:
-            of = f" of {row.model} (batch {row.batch_size}, {format_bytes(row.num_bytes)} of gradients)"
+            size = format_bytes(row.job.num_bytes)
+            of = f" of {row.profile.model} (batch {row.profile.batch_size}, {size} of gradients)"
             where = f"{row.step.network} with {row.step.world_size:,} ranks"
             return f"{row.step.exposed_share:.1%} of a step{'' if is_one else of} on {where}"
 
-        took = f"A step of {best.model} computes for {format_duration(best.step.local_s)} and sends "
-        took += f"{format_bytes(best.num_bytes)} of gradients. "
+        took = f"A step of {best.profile.model} computes for {format_duration(best.step.local_s)} and sends "
+        took += f"{format_bytes(best.job.num_bytes)} of gradients. "
         exposed = "Predicted exposed communication, with the best bucket size: "
         return f"{took if is_one else ''}{exposed}{', '.join(dict.fromkeys((say(best), say(worst))))}."
 
@@ -494,21 +495,22 @@ def load_sweeps(path: str | Path, ranks: Sequence[int]) -> list[MeasuredFabric]:
 
 
 COMM = (
-    *text_columns("model", priority=1),
-    Column("batch", "batch_size", "number", "batch_size", is_key=True),
-    Column("gradients", "num_bytes", "bytes", "gradient_bytes", is_key=True),
+    *text_columns("profile.model", priority=1),
+    Column("batch", "profile.batch_size", "number", "batch_size", is_key=True),
+    Column("gradients", "job.num_bytes", "bytes", "gradient_bytes", is_key=True),
     *text_columns("step.network", is_key=True),
     Column("ranks", "step.world_size", "number", "world_size", is_key=True),
     Column("compute", "step.local_s", "ms", "compute_s", priority=1),
-    Column("compute per MiB", lambda r: r.step.local_s * MIB / r.num_bytes, "ms", priority=-1),
-    Column("comm", "message_s", "ms", "comm_s", priority=1),
-    Column("overhead", "overhead", "percent.1", "overhead", priority=2),
+    Column("compute per MiB", lambda r: r.step.local_s * MIB / r.job.num_bytes, "ms", priority=-1),
+    Column("comm", "step.message_s", "ms", "comm_s", priority=1),
+    Column("overhead", "step.overhead", "percent.1", "overhead", priority=2),
     Column("step", "step.step_s", "ms", "step_s", priority=3),
     Column("exposed", "step.exposed_share", "percent.1", "exposed_overhead", priority=3),
     Column("doubtful", lambda r: bool(r.step.doubt) or None, "yes", priority=2),
-    *raw_columns("backward_s", "compute_source", "step.algorithm", "step.low_s", "step.high_s", "step.exposed_s"),
-    *raw_columns("step.best_cap_bytes", "assumption", "step.doubt", "step.source"),
-    Column("source", lambda r: f"compute {r.compute_source}, comm {r.step.source}", priority=-2),
+    *raw_columns("job.backward_s", compute_source="profile.source"),
+    *raw_columns("step.algorithm", "step.low_s", "step.high_s", "step.exposed_s", best_cap_bytes="step.cap_bytes"),
+    *raw_columns("assumption", "step.doubt", "step.source"),
+    Column("source", lambda r: f"compute {r.profile.source}, comm {r.step.source}", priority=-2),
 )
 
 

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
+from paceline.predict.predictor import Prediction
 from paceline.predict.race import Interval
 from paceline.predict.strategy_costs import (
     BF16,
     UPDATES,
-    StrategyRow,
     Sweep,
     choose_fastest,
     compare_rows,
     describe_strategies,
+    describe_update,
     fit_sending,
+    is_worth_it,
     list_strategies,
     prefer,
     sweep_bandwidths,
@@ -26,8 +28,9 @@ from paceline.predict.strategy_costs import (
 from paceline.predict.whatif import count_per_host, is_shared
 from paceline.records import CodecRecord
 from paceline.report.plots import draw_line, label_values, new_figure, place_legend
+from paceline.report.prediction_rows import interval_column, say_ratio
 from paceline.report.predictions import PredictResult
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.strategy import DENSE, Strategy
 from paceline.units import format_bytes, format_ms
 
@@ -41,9 +44,11 @@ ACCURACY = "a lossy strategy may cost accuracy, which is not predicted here: see
 
 
 def _say_change(ratio: Interval) -> str:
-    if ratio.low == ratio.high:
-        return "="
-    return f"{ratio.value - 1:+.0%} ({ratio.low - 1:+.0%} to {ratio.high - 1:+.0%})"
+    return "=" if ratio.low == ratio.high else say_ratio(ratio, "{:+.0%}")
+
+
+def _get_bound(base: str, bound: str, row: Prediction) -> float:
+    return float(getattr(row.ratios[base], bound))
 
 
 def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -> float:
@@ -51,20 +56,24 @@ def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -
 
 
 STRATEGIES = (
-    Column("network", "step.network", key="network", is_key=True),
-    Column("ranks", "step.world_size", "{:,}".format, "world_size", is_key=True),
+    *text_columns("network", is_key=True),
+    Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
     Column("strategy", "strategy.text", key="strategy", is_key=True),
-    Column("update", "update", key="update", priority=7),
-    Column("sent", "step.sent_bytes", lambda size: format_bytes(round(size)), "sent_bytes", priority=5),
-    Column("step", "step.step_s", "ms", "step_s", priority=9),
-    Column("90 % (ms)", lambda r: f"{format_ms(r.step.low_s)} to {format_ms(r.step.high_s)}", str, priority=3),
-    Column("to dense", "to_dense", _say_change, priority=2),
-    Column("to bf16", "to_bf16", _say_change, priority=6),
-    Column("bucket size", lambda r: None if r.strategy.outer else r.step.best_cap_bytes, "bytes", "best_cap_bytes"),
-    *raw_columns(low_s="step.low_s", high_s="step.high_s", num_buckets="step.num_buckets", doubt="step.doubt"),
-    *raw_columns(exposed_s="step.exposed_s", is_worth_it="is_worth_it", source="step.source"),
-    *raw_columns(to_dense="to_dense.value", to_dense_low="to_dense.low", to_dense_high="to_dense.high"),
-    *raw_columns(to_bf16="to_bf16.value", to_bf16_low="to_bf16.low", to_bf16_high="to_bf16.high"),
+    Column("update", lambda r: describe_update(r.strategy), key="update", priority=7),
+    Column("sent", "sent_bytes", lambda size: format_bytes(round(size)), "sent_bytes", priority=5),
+    Column("step", "step_s", "ms", "step_s", priority=9),
+    interval_column(3),
+    Column("to dense", lambda r: r.ratios[DENSE.text], _say_change, priority=2),
+    Column("to bf16", lambda r: r.ratios[BF16.text], _say_change, priority=6),
+    Column("bucket size", lambda r: None if r.strategy.outer else r.cap_bytes, "bytes", "best_cap_bytes"),
+    *raw_columns("low_s", "high_s", "num_buckets", "doubt", "exposed_s"),
+    Column(None, is_worth_it, key="is_worth_it"),
+    *raw_columns("source"),
+    *(
+        Column(None, functools.partial(_get_bound, base.text, bound), key=f"to_{base.text}{end}")
+        for base in (DENSE, BF16)
+        for bound, end in (("value", ""), ("low", "_low"), ("high", "_high"))
+    ),
 )
 
 
@@ -72,34 +81,34 @@ class Cell:
     """The strategies on one network and number of ranks: the fastest exact one, the fastest lossy one that sends in
     every step, and the fastest schedule."""
 
-    def __init__(self, rows: Sequence[StrategyRow]) -> None:
-        self.rows, self.network, self.world_size = rows, rows[0].step.network, rows[0].step.world_size
+    def __init__(self, rows: Sequence[Prediction]) -> None:
+        self.rows, self.network, self.world_size = rows, rows[0].network, rows[0].world_size
         self._by_name = {row.strategy.text: row for row in rows}
         self.dense, self.bf16 = self._by_name[DENSE.text], self._by_name[BF16.text]
         self.exact, _, self.lossy, self.schedule = map(self._find_fastest, UPDATES)
 
-    def _find_fastest(self, update: str) -> StrategyRow | None:
-        steps_s = {row.strategy.text: row.step.step_s for row in self.rows if row.update == update}
+    def _find_fastest(self, update: str) -> Prediction | None:
+        steps_s = {row.strategy.text: row.step_s for row in self.rows if describe_update(row.strategy) == update}
         return self._by_name[choose_fastest(steps_s)] if steps_s else None
 
     @property
-    def winner(self) -> StrategyRow:
+    def winner(self) -> Prediction:
         """The fastest one that sends in every step; within 1 %, the one that changes the update least."""
         names = prefer(row.strategy for row in self.rows if not row.strategy.outer)
-        return self._by_name[choose_fastest({one.text: self._by_name[one.text].step.step_s for one in names})]
+        return self._by_name[choose_fastest({one.text: self._by_name[one.text].step_s for one in names})]
 
     def describe(self) -> str:
         """Which strategies to choose, in words."""
         assert self.exact is not None
-        text = f"The fastest exact strategy is {self.exact.strategy.text}, {format_ms(self.exact.step.step_s)} ms"
-        text += f"; bf16 takes {format_ms(self.bf16.step.step_s)} ms."
+        text = f"The fastest exact strategy is {self.exact.strategy.text}, {format_ms(self.exact.step_s)} ms"
+        text += f"; bf16 takes {format_ms(self.bf16.step_s)} ms."
         for row, kind in ((self.lossy, "lossy strategy"), (self.schedule, "schedule")):
             if row is None:
                 continue
-            name, ratio = row.strategy.text, row.to_bf16
-            if row.is_worth_it:
+            name, ratio = row.strategy.text, row.ratios[BF16.text]
+            if is_worth_it(row):
                 less = f"{1 - ratio.value:.0%} less than bf16 (90 %: {1 - ratio.high:.0%} to {1 - ratio.low:.0%})"
-                text += f" The fastest {kind} is {name}, {format_ms(row.step.step_s)} ms, {less}."
+                text += f" The fastest {kind} is {name}, {format_ms(row.step_s)} ms, {less}."
             else:
                 why = f"none is shown to be more than 1 % faster than bf16 ({name}: {_say_change(ratio)})"
                 text += f" A {kind} is not worth it here: {why}."
@@ -122,7 +131,7 @@ class StrategyStepsResult(PredictResult):
                 if world_size > 1:
                     rows = {text: rows[place] for text, rows in found.items()}
                     self.cells.append(Cell(compare_rows(rows, self.strategies)))
-        self.rows = [row.step for cell in self.cells for row in cell.rows]
+        self.rows = [row for cell in self.cells for row in cell.rows]
 
     def _send_by(self, strategy: Strategy, fabric: Fabric, most_caps: int) -> dict[str, Any]:
         def send(world_size: int, factor: float, resample: Any) -> Any:
@@ -161,8 +170,8 @@ class StrategyStepsResult(PredictResult):
     def answer(self) -> str:
         cell = max(self.cells, key=lambda cell: cell.world_size)
         busy = ", from times of a busy machine" if self.busy else ""
-        is_worth_it = any(row is not None and row.is_worth_it for row in (cell.lossy, cell.schedule))
-        lossy = f" Note: {ACCURACY}." if is_worth_it else ""
+        has_gain = any(row is not None and is_worth_it(row) for row in (cell.lossy, cell.schedule))
+        lossy = f" Note: {ACCURACY}." if has_gain else ""
         where = f"{self.profile.model} on {cell.world_size:,} ranks over {cell.network}"
         return f"{where}. {cell.describe()} Simulated{busy}.{lossy}"
 
@@ -197,7 +206,6 @@ class StrategyStepsResult(PredictResult):
         return [f"on {world_size:,} ranks the fastest schedule is {' and '.join(found)}"]
 
     def tables(self) -> list[Table]:
-        rows = [row for cell in self.cells for row in cell.rows]
         swept = [(n, *row) for n, sweep in self.sweeps.items() for row in sweep.rows]
         columns = (
             Column("ranks", lambda r: r[0], "{:,}".format, "world_size", is_key=True),
@@ -209,7 +217,7 @@ class StrategyStepsResult(PredictResult):
         )  # fmt: skip
         title = f"{self.profile.model}: the fastest by bandwidth, at a latency of {self._latency}"
         return [
-            Table("strategies", f"{self.profile.model}: a step under each strategy", STRATEGIES, rows, key="rows"),
+            Table("strategies", f"{self.profile.model}: a step under each strategy", STRATEGIES, self.rows, key="rows"),
             Table("bandwidths", title, columns, swept, key="bandwidths"),
         ]
 
@@ -228,7 +236,7 @@ class StrategyStepsResult(PredictResult):
              "exact": cell.exact.strategy.text if cell.exact else None,
              "lossy": cell.lossy.strategy.text if cell.lossy else None,
              "schedule": cell.schedule.strategy.text if cell.schedule else None,
-             "is_worth_it": cell.lossy is not None and cell.lossy.is_worth_it}
+             "is_worth_it": cell.lossy is not None and is_worth_it(cell.lossy)}
             for cell in self.cells
         ]  # fmt: skip
         crossings = [

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.plan import TORCH_CAP_BYTES, Plan, plan_by_cuts, plan_like_torch
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
-from paceline.predict.predictor import Estimate
+from paceline.predict.predictor import Prediction
 from paceline.predict.race import Interval, Limit, judge
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estimate_caps, find_cuts
-from paceline.predict.simulate import simulate
 from paceline.predict.traced_job import TracedJob
-from paceline.predict.whatif import WhatIfRow, describe_scenario, simulate_what_if
+from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records.traced import TracedStepRecord
 from paceline.report.plots import COLORS, new_figure, place_legend
-from paceline.report.predictions import WHAT_IF, draw_caps
+from paceline.report.prediction_rows import CAPS, MESSAGES, TRACED, WHAT_IF, draw_caps, get_saved, name_buckets
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.table import Table
 from paceline.units import MIB, format_bytes, format_ms, format_number_of
 
 if TYPE_CHECKING:
@@ -30,54 +29,6 @@ _NUM_CAPS = 8
 # Steps that vary by more than this share were disturbed by other load.
 _NOISY = 0.15
 _MOST_MESSAGES = 12  # last messages shown on the terminal; the CSV has all
-
-
-@dataclass(frozen=True)
-class CapRow:
-    """A bucket size; `cap_bytes` is 0 if no cap produces these buckets. `gain` is the share of the traced step that it
-    saves, with its 90 % interval. `is_beyond` means that some message is more than twice the largest or less than half
-    the smallest traced one."""
-
-    label: str
-    cap_bytes: int
-    estimate: Estimate
-    gain: tuple[float, float, float]
-    is_beyond: bool
-
-    @property
-    def cap_mib(self) -> float | None:
-        return self.cap_bytes / MIB if self.cap_bytes else None
-
-    @property
-    def name(self) -> str:
-        return f"bucket_cap_mb={self.cap_mib:g}" if self.cap_bytes else self.label or "another"
-
-
-CAPS = (
-    Column("bucket_cap_mb", "cap_mib", "{:.4g}".format, "bucket_cap_mb", is_key=True),
-    Column("", "label", str, "label", is_key=True),
-    Column("buckets", "estimate.num_buckets", "count", "num_buckets", priority=2),
-    Column("step", "estimate.step_s", "ms", "step_s", priority=6),
-    Column("90 % (ms)", lambda r: f"{format_ms(r.estimate.low_s)} to {format_ms(r.estimate.high_s)}", str, priority=3),
-    Column("saves", lambda r: r.gain[0], "{:+.1%}".format, "gain", priority=5),
-    Column("90 %", lambda r: f"{r.gain[1]:+.1%} to {r.gain[2]:+.1%}", str, priority=4),
-    Column("exposed", "estimate.exposed_s", "ms", "exposed_s", priority=1),
-    Column("beyond the trace", lambda r: r.is_beyond or None, "yes", priority=1),
-    Column(None, lambda r: r.gain[1], key="gain_low"),
-    Column(None, lambda r: r.gain[2], key="gain_high"),
-    *raw_columns("estimate.low_s", "estimate.high_s", "cap_bytes", "is_beyond"),
-    Column(None, lambda r: "simulated", key="source"),
-)
-MESSAGES = (
-    Column("bucket", lambda row: row[0], "count", "bucket", is_key=True),
-    Column("size", lambda row: row[1].num_bytes, "bytes", "num_bytes", is_key=True),
-    Column("launched", lambda row: row[1].launch_s, "ms", "launch_s", priority=2),
-    Column("begun", lambda row: row[1].start_s, "ms", "start_s", priority=1),
-    Column("done", lambda row: row[1].done_s, "ms", "done_s", priority=2),
-    Column("in flight", lambda row: row[1].done_s - row[1].start_s, "ms", priority=3),
-    Column("after backward", lambda row: max(0.0, row[1].done_s - row[2]), "ms", priority=3),
-    Column("source", lambda row: "measured", key="source"),
-)
 
 
 class TracedResult(Result):
@@ -93,25 +44,31 @@ class TracedResult(Result):
         self._caps = enumerate_caps(self.job.sizes)
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
         self._now_cuts, self._default_cuts = map(self.model.cut_like, (self.traced.layout, default.bucket_bytes))
+        self._base = self.model.predict(self._now_cuts)
         self.is_default = self._now_cuts == self._default_cuts
         self.now = self.build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
-        self.candidate = self.build_row("best", choice.estimate.cuts)
+        self.candidate = self.build_row("best", choice.best.cuts)
         # A model that does not reproduce the traced step gives no limit.
         self.limit = Limit() if self.traced.is_off else self.model.limit_gain(self._now_cuts)
-        ratios = [Interval(1 - value, 1 - high, 1 - low) for value, low, high in (row.gain for row in self.rows)]
-        self.verdict = judge(ratios, _is_sure(self.candidate.gain), self.limit).replace("default", "keep")
+        ratios = [row.ratios[TRACED] for row in self.rows]
+        self.verdict = judge(ratios, _is_sure(self.candidate.ratios[TRACED]), self.limit).replace("default", "keep")
         if self.verdict == "use" and self.traced.is_off:
             self.verdict = "undecided"
         self.best = self.candidate if self.verdict == "use" else self.now
         self.elsewhere = self._predict_elsewhere()
 
-    def build_row(self, label: str, cuts: tuple[int, ...]) -> CapRow:
-        estimate, gain = self.model.estimate(cuts), self.model.estimate_gain(cuts, self._now_cuts)
-        sizes = [bucket.num_bytes for bucket in estimate.step.buckets]
+    def build_row(self, label: str, cuts: tuple[int, ...]) -> Prediction:
+        row = self.model.predict(cuts)
         low, high = min(self.traced.layout), max(self.traced.layout)
-        cap_bytes = round_cap(*self._caps[cuts]) if cuts in self._caps else 0
-        return CapRow(label, cap_bytes, estimate, gain, 2 * min(sizes) < low or max(sizes) > 2 * high)
+        is_beyond = 2 * min(row.bucket_bytes) < low or max(row.bucket_bytes) > 2 * high
+        return replace(
+            row,
+            label=label,
+            cap_bytes=round_cap(*self._caps[cuts]) if cuts in self._caps else 0,
+            ratios={TRACED: self.model.compare(row, self._base)},
+            doubt="beyond the trace" if is_beyond else "",
+        )
 
     @cached_property
     def fabrics(self) -> list[Fabric]:
@@ -122,9 +79,9 @@ class TracedResult(Result):
         inside, algorithm = find_network(config["inside"] or "nvlink"), config["algorithm"]
         return [AssumedFabric(network, inside, per_node, algorithm) for network in find_networks(config["network"])]
 
-    def _predict_elsewhere(self) -> list[WhatIfRow]:
+    def _predict_elsewhere(self) -> list[Prediction]:
         ranks = self.config["ranks"] or [self.traced.world_size]
-        draws, known = [job for job, _ in self.model.draws], self.traced.rank_costs
+        draws, known = [one.job for one in self.model.draws], self.traced.rank_costs
         found = (simulate_what_if(self.job, draws, fabric, ranks, known=known) for fabric in self.fabrics)
         return [row for rows in found for row in rows]
 
@@ -132,28 +89,28 @@ class TracedResult(Result):
     def plan(self) -> Plan:
         """The recommended buckets: the traced ones if they stay, otherwise the best ones. One cap per bucket, which
         torch 2.13 accepts, is used if that is better and as certain. Gradients are in ready order."""
-        cuts, label = self.best.estimate.cuts, "traced"
+        cuts, label = self.best.cuts, "traced"
         if self.verdict == "use":
             free, label = tuple(find_cuts(self.job, self.costs.curve, self.costs.launch_s)), "from a trace"
-            first_s, other_s = (simulate(self.job, each, self.costs).step_s for each in (cuts, free))
-            if other_s < first_s and _is_sure(self.model.estimate_gain(free, self._now_cuts)):
+            other = self.build_row(label, free)
+            if other.step_s < self.best.step_s and _is_sure(other.ratios[TRACED]):
                 cuts, label = free, "free, from a trace"
         return plan_by_cuts(self.job.gradients, range(len(self.job.gradients)), cuts, label)
 
     @property
     def answer(self) -> str:
-        now, best, (gain, low, high) = self.now.estimate, self.best, self.best.gain
+        now, best, (gain, low, high) = self.now, self.best, get_saved(self.best)
         where = f"The traced job on {self.traced.where}"
         if self.verdict == "use":
             return (
-                f"{where}: use bucket_cap_mb={best.cap_mib:g} "
-                f"({format_number_of(best.estimate.num_buckets, 'bucket')}): a step takes "
-                f"{format_ms(best.estimate.step_s)} ms, {gain:.1%} less than with the traced buckets (90 %: "
+                f"{where}: use {name_buckets(best)} "
+                f"({format_number_of(best.num_buckets, 'bucket')}): a step takes "
+                f"{format_ms(best.step_s)} ms, {gain:.1%} less than with the traced buckets (90 %: "
                 f"{low:.1%} to {high:.1%}). Simulated."
             )
         kept = f"keep its {format_number_of(now.num_buckets, 'bucket')}{', the default' if self.is_default else ''}"
         other = self.find_rival()
-        saves = "{} would save {:.1%} (90 %: {:.1%} to {:.1%})".format(other.name, *other.gain)
+        saves = "{} would save {:.1%} (90 %: {:.1%} to {:.1%})".format(name_buckets(other), *get_saved(other))
         reason = {
             "keep": f"no bucket size saves more than 1 %: {saves}",
             "flat": str(self.limit) if self.limit.is_nothing else f"all bucket sizes are within 1 %: {saves}",
@@ -162,15 +119,15 @@ class TracedResult(Result):
         added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"
         return f"{where}: {kept}{'' if self.verdict == 'keep' else f' ({self.verdict})'}: {reason}; {added}. Simulated."
 
-    def find_rival(self) -> CapRow:
+    def find_rival(self) -> Prediction:
         """The alternative bucket size with the largest possible saving."""
-        return max(self.rows[1:], key=lambda row: row.gain[2], default=self.now)
+        return max(self.rows[1:], key=lambda row: get_saved(row)[2], default=self.now)
 
     @cached_property
-    def rows(self) -> list[CapRow]:
+    def rows(self) -> list[Prediction]:
         """Bucket sizes over the whole range, each with different buckets: the traced ones first, then others that
         include torch's default and the best."""
-        rows = {self.candidate.estimate.cuts: self.candidate} | {self._now_cuts: self.now}
+        rows = {self.candidate.cuts: self.candidate} | {self._now_cuts: self.now}
         caps = (TORCH_CAP_BYTES, *choose_caps(self.job.sizes, _NUM_CAPS))
         for cuts in (self._default_cuts, *map(self.job.cut, caps)):
             if cuts not in rows:
@@ -185,7 +142,7 @@ class TracedResult(Result):
         count, left_out = len(traced.steps), traced.num_left_out
         without = f"; {left_out} excluded because of other buckets or missing ranks" if left_out else ""
         off = f"{abs(traced.fit.error):.1%} {'longer' if traced.fit.error > 0 else 'shorter'}"
-        free = self.model.estimate(self.model.cut_like(plan.bucket_bytes))
+        free = self.model.predict(self.model.cut_like(plan.bucket_bytes))
         spread = f"median ±{self.model.noise:.1%}{', assumed' if traced.is_short else ''}"
         lines = [
             f"traced: {format_number_of(count, 'step')} of rank {traced.rank}{without}; {format_ms(traced.step_s)} ms "
@@ -196,7 +153,7 @@ class TracedResult(Result):
             "assumed: all times include the profiler's overhead; copies cost the same for every bucket size",
             "interval: 90 %, from the spread of the steps, the assumptions, and 10 % of exposed communication",
         ]
-        if free.step_s < (1 - PLATEAU) * self.best.estimate.step_s:
+        if free.step_s < (1 - PLATEAU) * self.best.step_s:
             lines.append(
                 f"with one cap per bucket ({len(plan.buckets)}; bucket_cap_mb_list of torch 2.13), a step takes "
                 f"{format_ms(free.step_s)} ms: the JSON and `result.plan` have the list"
@@ -208,7 +165,7 @@ class TracedResult(Result):
                 f"doubtful: even message times multiplied by {traced.fit.factor:g}, the limit, do not reproduce the "
                 "traced step; trace more steps, and all ranks"
             )
-        if any(row.is_beyond for row in self.rows):
+        if any(row.doubt for row in self.rows):
             sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
             lines.append(
                 f"beyond the trace: its messages have {sizes[0]} to {sizes[1]}; trace another bucket size as well"
@@ -237,14 +194,14 @@ class TracedResult(Result):
     @property
     def next_steps(self) -> Sequence[str]:
         if self.verdict == "use":
-            return (f"DistributedDataParallel(model, bucket_cap_mb={self.best.cap_mib:g})",)
+            return (f"DistributedDataParallel(model, {name_buckets(self.best)})",)
         return () if self.elsewhere else ("paceline predict --trace FILE... --network 10gbe --ranks 8,64",)
 
     def to_json(self) -> dict[str, Any]:
         traced, best = self.traced, self.best
         return super().to_json() | {
             "verdict": self.verdict, "best_bucket_cap_mb": best.cap_mib, "best_cap_bytes": best.cap_bytes,
-            "gain": best.gain[0], "gain_low": best.gain[1], "gain_high": best.gain[2], "step_s": best.estimate.step_s,
+            **dict(zip(("gain", "gain_low", "gain_high"), get_saved(best), strict=True)), "step_s": best.step_s,
             "traced_step_s": traced.step_s, "traced_exposed_s": traced.exposed_s, "self_check": traced.fit.error,
             "factor": traced.fit.factor, "world_size": traced.world_size, "backend": traced.backend,
             "device": traced.device, "rank": traced.rank, "num_steps": len(traced.steps),
@@ -252,8 +209,8 @@ class TracedResult(Result):
         }  # fmt: skip
 
 
-def _is_sure(gain: tuple[float, float, float]) -> bool:
-    return gain[1] > 0 and gain[0] > PLATEAU
+def _is_sure(ratio: Interval) -> bool:
+    return ratio.high < 1 and ratio.value < 1 - PLATEAU
 
 
 def round_cap(low_bytes: int, high_bytes: int) -> int:
@@ -273,11 +230,9 @@ def plot_traced(result: TracedResult) -> Figure:
     rows = sorted((row for row in result.rows if row.cap_bytes), key=lambda row: row.cap_bytes)
     points, best = estimate_caps(result.job, result.costs).points, result.candidate
     points = tuple(point for point in points if point.high_bytes >= rows[0].cap_bytes)
-    ends = best.cap_bytes, best.estimate.step_s
+    ends = best.cap_bytes, best.step_s
     draw_caps(axes, points, lambda point: point.step.step_s, ends, result.job.local_s)
-    sizes, low, high = zip(
-        *((r.cap_bytes / MIB, r.estimate.low_s * 1e3, r.estimate.high_s * 1e3) for r in rows), strict=True
-    )
+    sizes, low, high = zip(*((r.cap_bytes / MIB, r.low_s * 1e3, r.high_s * 1e3) for r in rows), strict=True)
     axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
     seconds, where = [step.step_s * 1e3 for step in result.traced.steps], max(result.traced.layout) / MIB
     axes.plot([where] * len(seconds), seconds, ".", color=COLORS[1], alpha=0.5, label="traced steps (measured)")

@@ -18,7 +18,8 @@ from paceline.errors import MeasurementError, PacelineError, refuse
 from paceline.measure.settings import BACKENDS, CollectiveSettings
 from paceline.options import Option, option
 from paceline.predict.networks import find_links, find_networks
-from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_assumptions, simulate_scaling
+from paceline.predict.predictor import Prediction
+from paceline.predict.scaling import ScalingEvidence, describe_assumptions, simulate_scaling
 from paceline.records import CollectiveRecord, Record, StepRecord
 from paceline.records.doubts import add_busy, is_busy
 from paceline.records.layers import LayerProfileRecord
@@ -250,7 +251,7 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
     return lines
 
 
-def _say_cell(record: StepRecord | PredictedPoint, unit: str = " samples") -> str:
+def _say_cell(record: StepRecord | Prediction, unit: str = " samples") -> str:
     return f"{record.cell_size}{unit} {'per rank' if record.mode == 'weak' else 'in all'}"
 
 
@@ -316,15 +317,26 @@ BANDWIDTH = (
 )
 
 
-def match_predictions(predicted: Sequence[PredictedPoint], points: Sequence[ScalePoint]) -> list[PredictedPoint]:
+def match_predictions(predicted: Sequence[Prediction], points: Sequence[ScalePoint]) -> list[Prediction]:
     """Each prediction, in order, with the measurement of the same variant, cell and ranks."""
     known = {(p.record.variant, p.record.cell, p.record.world_size): p for p in points}
-    return [replace(q, measured=known.get((q.variant, (q.mode, q.cell_size), q.world_size))) for q in predicted]
+    found = []
+    for row in predicted:
+        point = known.get((row.label, (row.mode, row.cell_size), row.world_size))
+        if point is not None:
+            row = replace(
+                row,
+                measured=point.record,
+                measured_efficiency=point.efficiency,
+                is_disturbed=point.is_disturbed,
+            )
+        found.append(row)
+    return found
 
 
 # `source` is that of the prediction.
 PREDICTED = (
-    Column("wrapper", "variant", key="variant", is_key=True),
+    Column("wrapper", "label", key="variant", is_key=True),
     *text_columns("network", is_key=True),
     Column("samples", lambda q: _say_cell(q, ""), is_key=True),
     Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
@@ -335,11 +347,11 @@ PREDICTED = (
     Column("error", "error", "{:+.1%}".format, "error", priority=3),
     Column("predicted speed-up", "speedup", "ratio", "speedup", priority=-2),
     Column("predicted efficiency", "efficiency", _three, "efficiency", priority=0),
-    Column(None, lambda q: q.band(q.efficiency)[0], key="efficiency_low"),
-    Column(None, lambda q: q.band(q.efficiency)[1], key="efficiency_high"),
-    Column("measured efficiency", "measured.efficiency", _three, "measured_efficiency", priority=-1),
-    *raw_columns("mode", "cell_size", "alone_s", "is_covered", "doubt", "source"),
-    *raw_columns(measured_source="measured.record.source"),
+    Column(None, lambda q: q.efficiency_bounds[0], key="efficiency_low"),
+    Column(None, lambda q: q.efficiency_bounds[1], key="efficiency_high"),
+    Column("measured efficiency", "measured_efficiency", _three, "measured_efficiency", priority=-1),
+    *raw_columns("mode", "cell_size", "is_covered", "doubt", "source"),
+    *raw_columns(alone_s="local_s", measured_source="measured.source"),
     *_MARK,
     Column("source", lambda q: f"{q.source}{', doubtful' if q.doubt else ''}", priority=-2),
 )
@@ -443,7 +455,7 @@ def describe_comparisons(lines: Sequence[ScaleLine]) -> list[str]:
     return texts
 
 
-def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
+def describe_errors(points: Sequence[Prediction]) -> list[str]:
     """The errors of predictions for held-out measurements."""
     known = [(abs(point.error), point) for point in points if point.error is not None]
     if not known:
@@ -455,40 +467,38 @@ def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
     left = f" ({format_number_of(num_left, 'disturbed step')} left out)" if num_left else ""
     return [
         f"Predictions from half the ranks, of {format_number_of(len(known), 'step')} on {ranks} ranks: mean error "
-        f"{mean:.1%}, largest {worst:.1%} ({point.variant}, {_say_cell(point)}); {inside} of {len(known)} within the "
+        f"{mean:.1%}, largest {worst:.1%} ({point.label}, {_say_cell(point)}); {inside} of {len(known)} within the "
         f"90 % interval{left}."
     ]
 
 
-def describe_predictions(points: Sequence[PredictedPoint]) -> list[str]:
+def describe_predictions(points: Sequence[Prediction]) -> list[str]:
     """What the best variant of the largest cell of each mode reaches on the fewest and the most ranks of a network."""
     texts = []
     networked = [point for point in points if point.network]
     for (mode, network), found_here in group_by(networked, lambda point: (point.mode, point.network)).items():
         here = [point for point in found_here if point.cell_size == max(other.cell_size for other in found_here)]
         last = max(here, key=lambda point: (point.world_size, point.efficiency))
-        first = min((point for point in here if point.variant == last.variant), key=lambda point: point.world_size)
+        first = min((point for point in here if point.label == last.label), key=lambda point: point.world_size)
         found = []
-        for point in dict.fromkeys((first, last)):
+        for point in [first] if first is last else [first, last]:
             word, value = ("efficiency", point.efficiency) if mode == "weak" else ("speed-up", point.speedup)
-            low, high = point.band(value)
+            low, high = point.find_bounds(value)
             found.append(f"{word} {value:.2f} ({low:.2f} to {high:.2f}) on {point.world_size:,} ranks")
         doubt = first.doubt or last.doubt  # more ranks are not less doubtful
-        text = f"More ranks ({last.source}), {last.variant}, {_say_cell(last)} ({network}): {', '.join(found)}"
+        text = f"More ranks ({last.source}), {last.label}, {_say_cell(last)} ({network}): {', '.join(found)}"
         texts.append(f"{text}; doubtful: {doubt}." if doubt else f"{text}.")
     return texts
 
 
-def plot_ranks(
-    mode: str, points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[PredictedPoint] = ()
-) -> Figure:
+def plot_ranks(mode: str, points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[Prediction] = ()) -> Figure:
     """Weak-scaling efficiency, or strong-scaling speed-up on log axes, against ranks: a panel for each batch size, with
     the ideal line and predictions."""
     is_weak = mode == "weak"
     kept = [p for p in points if p.record.mode == mode and p.record.world_size > 1]
     beyond = [q for q in predicted if q.mode == mode]
     sizes = sorted({p.record.cell_size for p in kept} | {q.cell_size for q in beyond})
-    names = list(dict.fromkeys([p.record.variant for p in kept] + [q.variant for q in beyond]))
+    names = list(dict.fromkeys([p.record.variant for p in kept] + [q.label for q in beyond]))
     where = "per rank" if is_weak else "over all ranks"
     figure, panels = build_panels([f"{size:,} samples {where}" for size in sizes], f"{mode} scaling", subtitle)
     for axes, size in zip(panels, sizes, strict=True):
@@ -510,19 +520,19 @@ def plot_ranks(
 
 
 def _draw_ranks(
-    axes: Axes, points: Sequence[ScalePoint], predicted: Sequence[PredictedPoint], names: Sequence[str], is_weak: bool
+    axes: Axes, points: Sequence[ScalePoint], predicted: Sequence[Prediction], names: Sequence[str], is_weak: bool
 ) -> None:
     """A line for each variant and source, from one rank alone on. Predictions of measured ranks are crosses; those of
     more ranks continue the line of the best variant, dashed and with their interval: all would hide each other."""
 
-    def value(point: ScalePoint | PredictedPoint) -> float:
+    def value(point: ScalePoint | Prediction) -> float:
         return point.efficiency if is_weak else point.speedup
 
     def noise(point: ScalePoint) -> float:
         return (point.efficiency_noise if is_weak else point.ratio.noise) or 0.0
 
     beyond = sorted((q for q in predicted if q.measured is None), key=lambda q: q.world_size)
-    leader = max(beyond, key=lambda q: (q.world_size, value(q))).variant if beyond else ""
+    leader = max(beyond, key=lambda q: (q.world_size, value(q))).label if beyond else ""
     for number, name in enumerate(names):
         color = COLORS[number % len(COLORS)]
         found = sorted((p for p in points if p.record.variant == name), key=lambda p: p.record.world_size)
@@ -533,14 +543,14 @@ def _draw_ranks(
         late = [(p.record.world_size, value(p)) for p in found if p.is_disturbed]
         if late:
             axes.plot(*zip(*late, strict=True), MARKERS[number % len(MARKERS)], color=color, mfc="white", ms=5)
-        for q in (q for q in predicted if q.variant == name and q.measured is not None):
+        for q in (q for q in predicted if q.label == name and q.measured is not None):
             axes.plot(q.world_size, value(q), "x", color=color, ms=6, mew=1.4)
         networks = dict.fromkeys(q.network for q in beyond) if name == leader else {}
         for style, network in zip(("--", "-.", ":") * len(networks), networks, strict=False):
-            curve = [q for q in beyond if (q.variant, q.network) == (name, network)]
+            curve = [q for q in beyond if (q.label, q.network) == (name, network)]
             used = [p for p in found if not p.is_disturbed]
             joined = [(p.record.world_size, value(p), value(p), value(p)) for p in used[-1:]]
-            joined += [(q.world_size, value(q), *q.band(value(q))) for q in curve]
+            joined += [(q.world_size, value(q), *q.find_bounds(value(q))) for q in curve]
             draw_line(axes, number, joined, f"{name}, {network} ({curve[0].source})", style, marker=".", ms=3, lw=1.1)
     if len(beyond) < len(predicted):
         axes.plot([], [], "x", color="#555555", label="predicted from half the ranks (simulated)")
@@ -605,7 +615,7 @@ class RanksResult(StudyResult):
         return super().failure or self._lines[1]
 
     @cached_property
-    def _predicted(self) -> tuple[list[PredictedPoint], list[str]]:
+    def _predicted(self) -> tuple[list[Prediction], list[str]]:
         """Predictions for more ranks, from all measurements; and for the largest measured number from half as many, to
         compare them. Nothing where no layers were profiled. With the assumptions, or why there is no prediction."""
         if not self.several or not self.only(LayerProfileRecord):
@@ -615,7 +625,7 @@ class RanksResult(StudyResult):
         counts = [n for n in parse_counts(self.config["predict_ranks"], "--predict-ranks") if n > most]
         cores = self.run.environment.cores // self.several[0].threads
         at_hand = most if self.several[0].device == "cuda" else max(cores, most)
-        points: list[PredictedPoint] = []
+        points: list[Prediction] = []
         notes: dict[str, None] = {}
         for mode, size, wrapper, backend in dict.fromkeys((*r.cell, r.wrapper, r.backend) for r in self.several):
             if wrapper == "dp":
