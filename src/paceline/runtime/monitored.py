@@ -322,7 +322,8 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def __exit__(self, *_: object) -> None:
         for link in list(self._peers.values()):
-            link.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            with contextlib.suppress(OSError):  # its thread closes it, or already has
+                link.shutdown(socket.SHUT_RDWR)
         if self._gate is not None:
             self._gate.close()
 
