@@ -193,13 +193,13 @@ def test_variables_are_not_on_a_command_line_that_all_users_see(tmp_path):
 
 
 def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(hosts, "_LEAVE_S", 0.2)
+    monkeypatch.setattr(hosts, "_LEAVE_S", 2.0)
     wait = "while read -r line; do case $line in '{\"ask\"'*) break;; esac; done"  # for the request, after the source
     ssh = write_ssh(tmp_path, f"{wait}\nfor line in 1 2 3 4 5 6; do echo $line; done")
     shown = []
 
     def show(stream: str, text: str) -> None:
-        time.sleep(0.15)
+        time.sleep(0.4)
         shown.append(text)
 
     with open_agents(["a"], ssh) as (one,):
