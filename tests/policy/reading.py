@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "src" / "paceline"
 
 # The half that never imports torch.
-STARRED = ("plan", "records", "predict", "report", "units", "errors", "machine")
+STARRED = ("plan", "records", "predict", "report", "units", "errors", "machine", "options")
 
 # torch is found, but it cannot be loaded. Not an ImportError: `except ImportError` must not hide the attempt.
 _BLOCK_TORCH = """
