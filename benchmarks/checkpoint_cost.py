@@ -19,8 +19,8 @@ from paceline.training.build import build_job
 from paceline.training.checkpoints import RunFiles
 from paceline.training.journal import Position
 from paceline.training.loader import load_windows
-from paceline.training.settings import TrainSettings
 from paceline.training.step import NoPhases, find_bad_parameter, take_step
+from paceline.training.train_settings import TrainSettings
 
 
 def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[float], list[float], list[float]]:

@@ -40,7 +40,7 @@ from typing import Any
 import psutil
 
 from paceline.records.training import METRICS_FILE, load_config, load_metrics
-from paceline.runtime import pulse
+from paceline.runtime.faults import pulse
 
 _PACELINE = (sys.executable, "-m", "paceline")
 _LOOK_S = 0.02

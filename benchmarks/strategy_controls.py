@@ -25,7 +25,7 @@ from paceline.strategy import count_kept
 from paceline.studies.training_grid import TrainingCell
 from paceline.studies.training_runs import train_cell
 from paceline.training.build import build_job, open_world
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.training.workers import build_workers
 
 WORKERS, DENSITY, EVERY = 4, 0.01, 8

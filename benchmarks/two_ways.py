@@ -23,7 +23,7 @@ import paceline
 from paceline.records.samples import compare_times
 from paceline.training.build import load_sets
 from paceline.training.loader import load_windows
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.workloads.data.sharding import EpochOrder
 from paceline.workloads.models import compute_outcome
 from paceline.workloads.registry import build_model

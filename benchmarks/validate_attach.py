@@ -41,9 +41,9 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import paceline
-from paceline.measure.attach import Observer, Settings
+from paceline.measure.observer import Observer, Settings
 from paceline.predict.race import estimate_ratio
-from paceline.report.attached import AttachedResult
+from paceline.report.observed import AttachedResult
 from paceline.studies.fault_places import HOST_ADDRESS, HOST_PORT, link_hosts
 from paceline.units import MIB, format_bytes, format_ms, parse_sizes
 

@@ -19,16 +19,16 @@ import time
 from typing import Any
 
 import paceline
-from paceline.measure.profiles import open_job
-from paceline.measure.steps import Variant
-from paceline.measure.tuning import _Variants
+from paceline.measure.job_profile import open_job
+from paceline.measure.plan_bench import _Variants
+from paceline.measure.step_bench import Variant
 from paceline.plan import Plan, plan_like_torch
 from paceline.predict.predictor import Prediction
 from paceline.predict.race import Race, judge_race
 from paceline.predict.tuning import DEFAULT, TuneSettings
 from paceline.records import StepRecord
 from paceline.report.predictions import TuneResult
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 TWIN = "twin"
 Trial = tuple[float, str, int, float, float, bool]

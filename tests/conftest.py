@@ -21,8 +21,8 @@ import pytest
 
 from paceline.report import plots
 from paceline.report.plots import render_png, render_svg
-from paceline.runtime import launch
-from paceline.runtime.launch import RankPool
+from paceline.runtime.ranks import launch
+from paceline.runtime.ranks.launch import RankPool
 from paceline.transport import why_not
 from paceline.verbs.train import JOB_MODULES
 
@@ -113,7 +113,7 @@ def run_as_if_fresh(fn: Callable[..., Any], *args: Any) -> Any:
 
 def run_on_backend(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a rank where `auto` means this backend on the CPU."""
-    from paceline.runtime import world
+    from paceline.runtime.ranks import world
 
     choose = world._choose_backend
     world._choose_backend = lambda device, *rest: backend if device.type == "cpu" else choose(device, *rest)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from paceline.plan import Plan
     from paceline.records.store import Run, load_run
     from paceline.report.result import Result, load_result
-    from paceline.runtime.environment import is_launched
-    from paceline.runtime.launch import RankPool, run_ranks
-    from paceline.runtime.monitored import monitor
-    from paceline.runtime.pulse import slow
-    from paceline.runtime.world import Ranks, World, get, init, ranks, set_seed, shutdown
+    from paceline.runtime.faults.monitored import monitor
+    from paceline.runtime.faults.pulse import slow
+    from paceline.runtime.ranks.launch import RankPool, run_ranks
+    from paceline.runtime.ranks.place import is_launched
+    from paceline.runtime.ranks.world import Ranks, World, get, init, ranks, set_seed, shutdown
     from paceline.strategy import Strategy
     from paceline.studies import scale
     from paceline.studies.fault_trials import faults
@@ -53,9 +53,9 @@ _HOMES = {
     "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm", "comm_hook", "swap_wrapper"),
     "paceline.plan": ("Plan",), "paceline.predict": ("predict",),  # a package that can be called
     "paceline.records.store": ("Run", "load_run"), "paceline.report.result": ("Result", "load_result"),
-    "paceline.runtime.environment": ("is_launched",), "paceline.runtime.launch": ("RankPool", "run_ranks"),
-    "paceline.runtime.monitored": ("monitor",), "paceline.runtime.pulse": ("slow",),
-    "paceline.runtime.world": ("Ranks", "World", "get", "init", "ranks", "set_seed", "shutdown"),
+    "paceline.runtime.ranks.place": ("is_launched",), "paceline.runtime.ranks.launch": ("RankPool", "run_ranks"),
+    "paceline.runtime.faults.monitored": ("monitor",), "paceline.runtime.faults.pulse": ("slow",),
+    "paceline.runtime.ranks.world": ("Ranks", "World", "get", "init", "ranks", "set_seed", "shutdown"),
     "paceline.strategy": ("Strategy",), "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),

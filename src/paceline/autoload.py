@@ -10,8 +10,8 @@ import os
 # The variable, the module that it needs, and the function there.
 _CALLS = (
     ("PACELINE_WRAPPER", "paceline.parallel", "swap_wrapper"),
-    ("PACELINE_ATTACH", "paceline.measure.attach", "attach"),
-    ("PACELINE_MONITOR", "paceline.runtime.monitored", "attach"),
+    ("PACELINE_ATTACH", "paceline.measure.observer", "attach"),
+    ("PACELINE_MONITOR", "paceline.runtime.faults.monitored", "attach"),
 )
 
 

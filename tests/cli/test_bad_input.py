@@ -58,7 +58,7 @@ def test_bad_input_is_one_line_and_exit_2(command, tmp_path, monkeypatch, argume
         raise AssertionError("a rank was started")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.runtime.launch.RankPool.start", start)
+    monkeypatch.setattr("paceline.runtime.ranks.launch.RankPool.start", start)
     answer = command(*arguments)
     assert answer.code == 2
     assert answer.out == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline import load_run
-from paceline.measure.settings import WRAPPERS
+from paceline.measure.bench_settings import WRAPPERS
 from paceline.records import StepRecord
 
 ROW_KEYS = {

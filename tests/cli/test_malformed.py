@@ -194,8 +194,8 @@ def starts_nothing(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("paceline.machine.count_gpus", lambda: 0)
-    monkeypatch.setattr("paceline.runtime.launch.RankPool.start", refuse)
-    monkeypatch.setattr("paceline.runtime.launch.RankPool.run", refuse)
+    monkeypatch.setattr("paceline.runtime.ranks.launch.RankPool.start", refuse)
+    monkeypatch.setattr("paceline.runtime.ranks.launch.RankPool.run", refuse)
     monkeypatch.setattr("paceline.studies.fault_trials.measure_fault", refuse)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.report.page import save_page
 from paceline.report.result import load_result
-from paceline.runtime.session import lock_folder
+from paceline.runtime.ranks.session import lock_folder
 from paceline.verbs import watch as watching
 from tests.browser import CHROMIUM, Browser
 from tests.unit.made_runs import Job, make_folder, make_rows

@@ -16,7 +16,7 @@ from paceline import load_result
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import FaultRecord
 from paceline.records.store import Run, save_run
-from paceline.runtime.monitor import Monitor
+from paceline.runtime.faults.monitor import Monitor
 from paceline.verbs.predict import predict_goodput
 from tests.unit.made_runs import make_folder, make_rows
 

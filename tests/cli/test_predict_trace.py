@@ -16,7 +16,7 @@ from paceline.predict.traces import RankTrace, merge_traces, read_ranks, render_
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.report.prediction_rows import get_saved
-from paceline.report.traced import TracedResult, round_cap
+from paceline.report.trace_predictions import TracedResult, round_cap
 from paceline.units import KIB, MIB
 from paceline.verbs.predict import load_traced_steps
 from tests.unit.made_ddp import NODE, build_document, made_job, made_on_cpu, made_on_gpu

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.runtime import agent
-from paceline.runtime.hosts import open_agents, run_agents
+from paceline.runtime.hosts import agent
+from paceline.runtime.hosts.ssh import open_agents, run_agents
 from tests.conftest import wait_until
 from tests.dist.made_hosts import find_commands
 
@@ -188,7 +188,7 @@ def test_a_rank_ends_where_both_processes_of_the_agent_are_killed(ssh, tmp_path)
 def test_ranks_end_with_the_launcher(ssh, tmp_path):
     """The launcher is killed, and nothing is left of what it started."""
     source = (
-        "import sys\nfrom paceline.runtime.hosts import open_agents, run_agents\n"
+        "import sys\nfrom paceline.runtime.hosts.ssh import open_agents, run_agents\n"
         "with open_agents(['a'], sys.argv[1]) as agents:\n"
         "    request = {'arguments': ['sh', '-c', 'echo $$ > pid; exec sleep 60'], 'variables': {}, 'grace_s': 5}\n"
         "    run_agents(agents, [request], lambda *_: None, 5)\n"

@@ -16,7 +16,7 @@ from paceline import load_run
 from paceline.records import LargeBatchRecord, Record
 from paceline.records.environment import Environment
 from paceline.records.store import Study
-from paceline.runtime.session import Session
+from paceline.runtime.ranks.session import Session
 from paceline.studies import scale
 from tests.cli.test_scale import BATCH, LARGE, PICTURES, RANKS, TINY, assert_links
 from tests.cli.test_train import type_alone, type_command

@@ -25,9 +25,9 @@ import pytest
 
 from paceline.records.environment import capture_environment
 from paceline.records.training import METRICS_FILE, load_config, load_metrics
-from paceline.report.training import render_config
-from paceline.runtime.launch import SAME_REQUEST_S, RankPool
-from paceline.training.settings import TrainSettings
+from paceline.report.training_result import render_config
+from paceline.runtime.ranks.launch import SAME_REQUEST_S, RankPool
+from paceline.training.train_settings import TrainSettings
 from tests.cli.test_train import one_launched_rank
 from tests.conftest import descendants, find_ranks, wait_until
 

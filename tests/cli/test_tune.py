@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline import load_result, load_run
-from paceline.cli.options import print_result
+from paceline.cli.commands import print_result
 from paceline.plan import Plan
 from paceline.predict.race import VERDICTS
 from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord

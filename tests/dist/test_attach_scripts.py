@@ -194,7 +194,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
 
 def train_rebucketed(kind: str, view: bool, static_graph: bool) -> tuple[list[int], list[torch.Tensor]]:
     """The number of buckets every five steps and the weights at the end, of a wrapper that stays and of another."""
-    from paceline.measure.attach import rebucket
+    from paceline.measure.observer import rebucket
 
     wrap = paceline.DDP if kind == "paceline" else torch.nn.parallel.DistributedDataParallel
     with paceline.init("gloo", announce=None) as world:

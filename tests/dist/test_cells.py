@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from paceline import ConfigError, LaunchError
-from paceline.runtime import cell_ranks
-from paceline.runtime.cell_ranks import CellError, CellInterrupted, CellRanks, RankLines
-from paceline.runtime.cells import CellSettings, Output, Shown
+from paceline.runtime.notebooks import cell_ranks
+from paceline.runtime.notebooks.cell_ranks import CellError, CellInterrupted, CellRanks, RankLines
+from paceline.runtime.notebooks.cells import CellSettings, Output, Shown
 from paceline.transport import why_not
 from tests.conftest import BACKEND, find_ranks, wait_until
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from paceline import ConfigError
+from paceline.measure.bench_settings import ChunkSettings, CollectiveSettings, Measured
 from paceline.measure.collectives import measure_chunks, measure_collectives
-from paceline.measure.settings import ChunkSettings, CollectiveSettings, Measured
 from paceline.records import CollectiveRecord, MemoryRecord, Samples
 from paceline.units import MIB
 

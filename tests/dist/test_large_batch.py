@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.studies.large_batches import LargeBatchSettings
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 STUDY = LargeBatchSettings(
     job=TrainSettings(

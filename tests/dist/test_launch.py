@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 import paceline
 from paceline import ConfigError, LaunchError, machine
-from paceline.runtime import launch, rendezvous
-from paceline.runtime import world as worlds
-from paceline.runtime.environment import read_place
-from paceline.runtime.recovery import RankProcess
-from paceline.runtime.worker import post
+from paceline.runtime.faults.recovery import RankProcess
+from paceline.runtime.ranks import launch, rendezvous
+from paceline.runtime.ranks import world as worlds
+from paceline.runtime.ranks.place import read_place
+from paceline.runtime.ranks.worker import post
 from tests.conftest import descendants, wait_until
 
 needs_fork = pytest.mark.skipif(not launch._can_fork, reason="ranks cannot be forked here")
@@ -245,7 +245,7 @@ def test_ranks_can_post_messages_while_they_work(warm_pool):
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("paceline.runtime.by_value.is_interactive", lambda: False)  # as workers of pytest may be
+    monkeypatch.setattr("paceline.runtime.ranks.by_value.is_interactive", lambda: False)  # as workers of pytest may be
     with pytest.raises(ConfigError, match="lambda"):
         paceline.run_ranks(lambda: None, 2)
 

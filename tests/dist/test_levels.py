@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline
 from paceline import machine
 from paceline.parallel import DDP
-from paceline.runtime.environment import read_place
+from paceline.runtime.ranks.place import read_place
 from paceline.strategy import Strategy
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from tests.dist.test_strategies import LOSSY, Mixed, average_alone, loss, train
 from tests.dist.test_training_resume import SMALL, assert_same_run, copy_until, pass_by, train_watched
 from tests.dist.wrapped import check_equal, error_of

@@ -18,11 +18,11 @@ import torch
 
 from paceline.errors import CollectiveError, ConfigError, LaunchError
 from paceline.parallel import DDP
-from paceline.runtime import monitor, pulse
-from paceline.runtime.launch import RankPool
-from paceline.runtime.monitored import Links
-from paceline.runtime.pulse import slow
-from paceline.runtime.world import init
+from paceline.runtime.faults import monitor, pulse
+from paceline.runtime.faults.monitored import Links
+from paceline.runtime.faults.pulse import slow
+from paceline.runtime.ranks.launch import RankPool
+from paceline.runtime.ranks.world import init
 from paceline.studies.fault_job import Asked, Net, inject
 from paceline.studies.fault_trials import FAULTS, Trial, measure_fault, parse_faults, why_not
 from tests.conftest import BACKEND, descendants, wait_until
@@ -348,7 +348,7 @@ def test_what_cannot_be_done_here_is_refused_or_left_out(monkeypatch):
 
 
 def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
-    from paceline.runtime import monitored
+    from paceline.runtime.faults import monitored
 
     hosts, secret = {"a net": [0, 1], "b net": [2]}, {"token": "1" * 32, "address": "127.0.0.1"}
     with Links(hosts, secret | {"ranks": [0, 1], "hub": ""}) as hub:
@@ -376,7 +376,7 @@ def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
 
 
 def test_a_host_whose_monitor_was_killed_is_lost_at_once(monkeypatch):
-    from paceline.runtime import monitored
+    from paceline.runtime.faults import monitored
 
     monkeypatch.setattr(monitored, "_AFTERMATH_S", 0.05)
     hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
@@ -420,7 +420,7 @@ def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
 
 
 def test_strangers_do_not_pile_up(monkeypatch):
-    from paceline.runtime import store_server
+    from paceline.runtime.ranks import store_server
 
     monkeypatch.setattr(store_server, "MOST_UNKNOWN", 3)
     monkeypatch.setattr(store_server, "HELLO_S", 0.5)
@@ -438,5 +438,5 @@ def test_strangers_do_not_pile_up(monkeypatch):
 
 
 def test_the_monitor_imports_no_torch():
-    source = "import sys, paceline.runtime.monitored; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    source = "import sys, paceline.runtime.faults.monitored; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0

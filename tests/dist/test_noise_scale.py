@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.errors import MeasurementError
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 MODELS = """
 import random
@@ -209,7 +209,7 @@ def test_a_probe_is_in_training_mode_whatever_the_model_is_in(on_ranks, build):
 
 def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
     """Three steps with a probe around each where `num_small` is not 0, and all that could have changed behind them."""
-    from paceline.measure.steps import cycle_windows
+    from paceline.measure.step_bench import cycle_windows
     from paceline.studies.training_runs import measure_noise_scale
     from paceline.training.step import NoPhases, take_step
 

@@ -14,11 +14,11 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigError
-from paceline.measure.profiles import measure_together
-from paceline.measure.steps import OwnJob, wrap
+from paceline.measure.job_profile import measure_together
+from paceline.measure.step_bench import OwnJob, wrap
 from paceline.records import LayerProfileRecord, StepRecord
 from paceline.report.profiles import ProfileResult, TraceResult
-from paceline.runtime.world import current_world, join_world
+from paceline.runtime.ranks.world import current_world, join_world
 from paceline.training.step import NoPhases
 from paceline.verbs.jobs import build_settings
 

@@ -11,14 +11,14 @@ import safetensors.torch
 import torch
 
 from paceline.errors import ConfigError
-from paceline.measure.profiles import measure_profile
-from paceline.measure.tuning import tune_job
+from paceline.measure.job_profile import measure_profile
+from paceline.measure.plan_bench import tune_job
 from paceline.predict.tuning import TuneSettings
 from paceline.records.training import load_metrics
 from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
 from paceline.studies.rank_steps import measure_scaling
 from paceline.training import loop
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 FILE = """
 import itertools

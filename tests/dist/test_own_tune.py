@@ -9,7 +9,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigError, PacelineError
-from paceline.measure.steps import OwnJob
+from paceline.measure.step_bench import OwnJob
 from paceline.plan import Plan
 from paceline.predict.race import VERDICTS
 from paceline.records import CodecRecord, LayerProfileRecord, StepRecord

@@ -18,13 +18,13 @@ import torch
 import paceline
 from paceline.errors import ConfigError, LaunchError
 from paceline.records.training import load_metrics
-from paceline.runtime import monitor
-from paceline.runtime.launch import RankPool
-from paceline.runtime.recovery import Fault, Recovery
-from paceline.runtime.worker import SPARE, report_step, stand_by
+from paceline.runtime.faults import monitor
+from paceline.runtime.faults.recovery import Fault, Recovery
+from paceline.runtime.ranks.launch import RankPool
+from paceline.runtime.ranks.worker import SPARE, report_step, stand_by
 from paceline.studies.fault_job import inject
 from paceline.training.regroup import warm_up
-from paceline.training.settings import TrainSettings, check_job
+from paceline.training.train_settings import TrainSettings, check_job
 from paceline.verbs.train import JOB_MODULES
 from tests.conftest import BACKEND
 
@@ -117,7 +117,7 @@ def train_deaf(settings: TrainSettings, folder: Path, resume: bool, rows: bool, 
     """`train_noted` where messages are as those of NCCL: one to a lost rank waits until it is aborted, and raises
     nothing. Its memory is left as it was."""
     from paceline.parallel.channel import Channel
-    from paceline.runtime import world
+    from paceline.runtime.ranks import world
 
     wait, known, abort = Channel.wait, world._NOTICE_LOSS, world._abort_group
 

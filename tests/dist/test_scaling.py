@@ -15,7 +15,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.transport import why_not
 
 # 12 samples: two global batches of 6 in an epoch.
@@ -53,7 +53,7 @@ def measure_watched(settings: ScaleSettings, cell: ScalingCell) -> Any:
     """(records, steps that this rank took, whether any parameter moved, bytes of all gradients)."""
     import torch
 
-    from paceline.measure import steps as benching
+    from paceline.measure import step_bench as benching
     from paceline.studies import rank_steps
     from paceline.training import step as stepping
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import MeasurementError
 from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.transport import why_not
 
 JOB = TrainSettings(
@@ -69,11 +69,11 @@ def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, 
 
 def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
     """(what it said, bytes of all gradients), where each message is sent twice or is not counted."""
-    from paceline.measure import steps
+    from paceline.measure import step_bench
     from paceline.parallel.channel import Channel
     from paceline.studies import rank_steps
 
-    real_sum, real_send, real_run = Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run
+    real_sum, real_send, real_run = Channel.start_sum, step_bench.TimedMessages._send, step_bench.StepBench.run
     num_bytes: list[int] = []
 
     def start_sum(channel: Any, tensor: Any, average: bool = False, gradient_bytes: int = 0) -> Any:
@@ -94,14 +94,14 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
         num_bytes.append(sum(param.nbytes for param in bench.variants[-1].replica.parameters))
         real_run(bench, *args, **kwargs)
 
-    Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run = start_sum, send, run  # type: ignore[method-assign]
+    Channel.start_sum, step_bench.TimedMessages._send, step_bench.StepBench.run = start_sum, send, run  # type: ignore[method-assign]
     words = "nothing"
     try:
         rank_steps.measure_scaling(settings, ScalingCell("weak", 2))
     except MeasurementError as error:
         words = str(error)
     finally:
-        Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run = (  # type: ignore[method-assign]
+        Channel.start_sum, step_bench.TimedMessages._send, step_bench.StepBench.run = (  # type: ignore[method-assign]
             real_sum, real_send, real_run
         )  # fmt: skip
         gc.collect()  # the study's wrappers, which the next study in these ranks would find in its group

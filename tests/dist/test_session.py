@@ -19,13 +19,13 @@ from paceline.errors import ConfigError, LaunchError
 from paceline.records.kinds import CollectiveRecord
 from paceline.records.samples import Samples
 from paceline.records.store import load_run
-from paceline.runtime import session as module
-from paceline.runtime.environment import Place
-from paceline.runtime.launch import SAME_REQUEST_S
-from paceline.runtime.session import Progress, ProgressDisplay, Task, open_session
-from paceline.runtime.worker import post
+from paceline.runtime.ranks import session as module
+from paceline.runtime.ranks.launch import SAME_REQUEST_S
+from paceline.runtime.ranks.place import Place
+from paceline.runtime.ranks.session import Progress, ProgressDisplay, Task, open_session
+from paceline.runtime.ranks.worker import post
 from paceline.studies.batch_sizes import build_killed
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.verbs.jobs import choose_up_to
 from tests.conftest import descendants, wait_until
 
@@ -306,7 +306,7 @@ def launch(monkeypatch):
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("WORLD_SIZE", str(world_size))
 
-    monkeypatch.setattr("paceline.runtime.world.share_first", lambda place, value: value)  # nobody else is there
+    monkeypatch.setattr("paceline.runtime.ranks.world.share_first", lambda place, value: value)  # nobody else is there
     launch(None)
     return launch
 
@@ -365,7 +365,7 @@ import sys
 from pathlib import Path
 from paceline.cli.main import main
 from paceline.cli import main as cli
-from paceline.runtime.session import Task, open_session
+from paceline.runtime.ranks.session import Task, open_session
 from tests.dist.test_session import answer, answer_slowly, post_cells, save_on_sigterm, wait_deafly
 
 @cli.app.command("play")

@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import ConfigError
-from paceline.parallel import sharding
+from paceline.parallel import zero
 from paceline.parallel.replicas import read_replica
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.transport import why_not
@@ -299,7 +299,7 @@ def test_overflow_and_refusals(on_ranks):
 def ask_alone(backend: str) -> dict[str, Any]:
     """One rank requests the state while the others continue training: it gets an error, and nothing is lost."""
     found: dict[str, Any] = {}
-    sharding._STATE_TIMEOUT_S, before = 0.3, sharding._STATE_TIMEOUT_S
+    zero._STATE_TIMEOUT_S, before = 0.3, zero._STATE_TIMEOUT_S
     try:
         with paceline.init(backend, "cpu", announce=None, threads=1, timeout_s=60) as world:
             model, optimizer = build("adamw", "zero1")
@@ -328,7 +328,7 @@ def ask_alone(backend: str) -> dict[str, Any]:
             )
             model.stop()
     finally:
-        sharding._STATE_TIMEOUT_S = before
+        zero._STATE_TIMEOUT_S = before
     return found
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.measure.steps import Replica
-from paceline.measure.traces import record_trace
-from paceline.predict.memory import MemoryUse
+from paceline.measure.recorder import record_trace
+from paceline.measure.step_bench import Replica
+from paceline.predict.memory_use import MemoryUse
 from paceline.predict.traces import (
     CATEGORIES,
     RankTrace,
@@ -22,7 +22,7 @@ from paceline.predict.traces import (
     find_steps,
     merge_traces,
 )
-from paceline.report.memory import list_memory
+from paceline.report.memory_table import list_memory
 from tests.conftest import BACKEND
 from tests.unit.made_traces import check_trace
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.runtime.launch import RankPool
+from paceline.runtime.ranks.launch import RankPool
 from paceline.training.loop import Evaluation
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 CNN = TrainSettings(model="cnn", channels=(4, 8), hidden=16, device="cpu", threads=1, samples=8, batch_size=2)
 CASES = {

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.records.training import load_metrics
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.workloads.data.sharding import EpochOrder
 from tests.dist.test_training_parity import CNN, assert_parity, train_and_look
 from tests.dist.test_training_resume import (

@@ -13,7 +13,7 @@ import torch
 
 from paceline.errors import TrainingError
 from paceline.records.training import load_metrics
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 CNN = TrainSettings(model="cnn", channels=(4, 8), hidden=16, device="cpu", threads=1, epochs=2, save_every="epoch")
 GPT2 = replace(CNN, model="gpt2-tiny", channels=None, hidden=None, context=16, optimizer="adamw", lr=1e-3)
@@ -312,7 +312,7 @@ def test_ranks_begin_with_one_model_and_drop_different_units(on_ranks):
 
 def train_on_a_bad_sample(settings: TrainSettings, folder: Path, rank: int, number: int) -> str:
     """The error of this rank, where window `number` of one rank has an input that is no number."""
-    import paceline.runtime.world as worlds
+    import paceline.runtime.ranks.world as worlds
     from paceline.training import loop
 
     load = loop.load_windows
@@ -380,7 +380,7 @@ def test_a_model_that_is_no_number_is_not_saved(on_ranks, tmp_path):
 
 def train_with_a_bad_replica(settings: TrainSettings, folder: Path) -> str:
     """The error of this rank, where rank 1 alone finds a number in its model that is not finite."""
-    import paceline.runtime.world as worlds
+    import paceline.runtime.ranks.world as worlds
     from paceline.training import loop
 
     find = loop.find_bad_parameter

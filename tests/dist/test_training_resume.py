@@ -25,7 +25,7 @@ import torch
 from paceline.errors import ConfigError, PacelineError, RecordError, TrainingError
 from paceline.records.training import load_metrics
 from paceline.training.checkpoint_files import load_checkpoint
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 # Two epochs of nine steps: eight of 12 samples and one of four, or 12 with `pad`.
 SMALL: dict[str, Any] = {

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import paceline
 from paceline import LaunchError
-from paceline.runtime import rendezvous, store_server
-from paceline.runtime.processes import find_code
+from paceline.runtime.faults.processes import find_code
+from paceline.runtime.ranks import rendezvous, store_server
 from paceline.transport import why_not
 from tests.conftest import wait_until
 

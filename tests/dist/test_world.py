@@ -16,8 +16,8 @@ import torch.distributed as dist
 import paceline
 from paceline import ConfigError, LaunchError, machine
 from paceline.parallel.channel import Channel, open_group
-from paceline.runtime import rendezvous
-from paceline.runtime.world import current_world
+from paceline.runtime.ranks import rendezvous
+from paceline.runtime.ranks.world import current_world
 from tests.conftest import BACKEND, wait_until
 
 FORGET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_LAUNCHER", "PACELINE_STORE")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.measure.settings import WrapperSettings
+from paceline.measure.bench_settings import WrapperSettings
 from paceline.measure.wrappers import count_wrong_parameters, measure_wrappers
 from paceline.records import StepRecord
 from paceline.records.steps import compare_wrappers

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.parallel import DDP
-from paceline.runtime.world import current_world
+from paceline.runtime.ranks.world import current_world
 
 # Both reducers, and the default one with a bucket for each layer of `Net`.
 REDUCERS: tuple[dict[str, Any], ...] = (

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline import machine
-from paceline.runtime.launch import RankPool
+from paceline.runtime.ranks.launch import RankPool
 from tests.conftest import run_as_if_fresh
 from tests.gpu.gpu_ranks import run_on_device
 

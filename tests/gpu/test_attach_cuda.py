@@ -14,7 +14,7 @@ import torch
 
 import paceline
 from paceline.records.steps import RACED, StepRecord
-from paceline.report.attached import AttachedResult
+from paceline.report.observed import AttachedResult
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import paceline
 from paceline import ConfigError, machine
+from paceline.measure.bench_settings import CollectiveSettings
 from paceline.measure.collectives import measure_collectives
-from paceline.measure.settings import CollectiveSettings
 from paceline.transport import register, why_not
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

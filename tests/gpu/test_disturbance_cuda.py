@@ -12,7 +12,7 @@ import paceline
 from paceline.measure.disturbance import build_traffic
 from paceline.parallel.channel import Channel
 from paceline.records import StepRecord
-from paceline.runtime.world import join_world
+from paceline.runtime.ranks.world import join_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MIB = 2**20

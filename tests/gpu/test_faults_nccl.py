@@ -18,9 +18,9 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import CollectiveError
 from paceline.parallel.channel import Channel
-from paceline.runtime import world
-from paceline.runtime.launch import RankPool
-from paceline.runtime.world import init
+from paceline.runtime.ranks import world
+from paceline.runtime.ranks.launch import RankPool
+from paceline.runtime.ranks.world import init
 from paceline.studies.fault_trials import Trial, measure_fault
 from tests.dist.test_recovery import check_equal, check_samples, run
 

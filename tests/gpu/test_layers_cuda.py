@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.measure.profiles import measure_layers
-from paceline.runtime.world import join_world
+from paceline.measure.job_profile import measure_layers
+from paceline.runtime.ranks.world import join_world
 from tests.unit.test_layers import LABELS, build_replica
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.measure.steps import Replica
-from paceline.measure.traces import record_trace
-from paceline.predict.memory import build_memory
-from paceline.report.memory import list_memory
+from paceline.measure.recorder import record_trace
+from paceline.measure.step_bench import Replica
+from paceline.predict.memory_use import build_memory
+from paceline.report.memory_table import list_memory
 from paceline.report.profiles import TraceResult
-from paceline.runtime.world import join_world
+from paceline.runtime.ranks.world import join_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WIDTH, BATCH = 1024, 512

@@ -11,7 +11,7 @@ import torch
 
 from paceline.records.training import load_metrics
 from paceline.training import loop
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from tests.dist import test_outer_ranks, test_sharded, test_strategies, test_wrapper_errors
 from tests.dist.test_embeddings import compare_all, train_in_other_ways
 from tests.dist.test_sync_batchnorm import check_together

@@ -14,7 +14,7 @@ from torch import nn
 import paceline
 from paceline.parallel import DDP
 from paceline.parallel.streams import SideStream
-from paceline.runtime.environment import read_place
+from paceline.runtime.ranks.place import read_place
 from tests.dist.test_levels import on_hosts
 from tests.dist.wrapped import describe
 from tests.gpu.conftest import DEVICE

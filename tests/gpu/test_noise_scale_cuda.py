@@ -6,7 +6,7 @@ import torch._dynamo  # an optimizer imports it, and it sets a variable of the e
 
 from paceline.studies.training_runs import measure_noise_scale
 from paceline.training.build import build_job, open_world
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,7 +12,7 @@ from paceline.studies.batch_sizes import measure_batch
 from paceline.studies.large_batches import LargeBatchSettings
 from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
 from paceline.studies.training_runs import measure_training
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from tests.cli.test_train import type_alone
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

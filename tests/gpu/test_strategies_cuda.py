@@ -20,7 +20,7 @@ from paceline.parallel.codecs import build_codec, run_together
 from paceline.records.training import load_metrics
 from paceline.strategy import Strategy
 from paceline.training import loop
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from tests.dist.test_training_resume import SMALL, STEPS, copy_until
 from tests.dist.wrapped import check_equal
 

@@ -12,8 +12,8 @@ from typing import Any
 import typer
 import typer.main
 
+from paceline.cli.commands import Command
 from paceline.cli.main import app
-from paceline.cli.options import Command
 
 from .reading import expect_none
 
@@ -171,7 +171,7 @@ def compare_sizes(
 
 
 def test_options_follow_from_the_arguments_of_the_verb_and_the_settings_of_its_job(monkeypatch) -> None:
-    monkeypatch.setattr("paceline.cli.options._load", lambda place: compare_sizes)
+    monkeypatch.setattr("paceline.cli.commands._load", lambda place: compare_sizes)
     found = Command("here", without="sizes", job="-model clip", help={"seed": "A seed."}).parameters
     assert {"is_fast", "lr", "out", "data", "clip", "json"} <= set(found) and not {"sizes", "model"} & set(found)
     assert found["lr"].help == "The rate, in two lines." and found["seed"].help == "A seed."

@@ -112,7 +112,7 @@ def test_right_imports_pass(tmp_path: Path) -> None:
         "cli/bench.py": "from paceline.measure.engine import Cell",
         "measure/engine.py": "import os.path, torch\nfrom .settings import S\nfrom ..runtime import world",
         "studies/scale.py": "from paceline.verbs import jobs\nfrom .study import run",
-        "measure/settings.py": "from paceline import machine\nfrom paceline.records import Run",
+        "measure/bench_settings.py": "from paceline import machine\nfrom paceline.records import Run",
         "units.py": "import pacelines\nfrom paceline.errors import ConfigError",
     }
     assert find_layer_violations(write_package(tmp_path, files)) == []

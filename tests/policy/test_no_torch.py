@@ -11,13 +11,13 @@ from .reading import PACKAGE, STARRED, expect_none, imports, modules, room, run_
 # Outside the starred half, what a command loads before it knows that it needs torch.
 LATE = (
     "paceline.cli.main",
-    "paceline.measure.settings",
-    "paceline.runtime.environment",
-    "paceline.runtime.launch",
-    "paceline.runtime.worker",
+    "paceline.measure.bench_settings",
+    "paceline.runtime.ranks.place",
+    "paceline.runtime.ranks.launch",
+    "paceline.runtime.ranks.worker",
     "paceline.studies.fault_trials",
     "paceline.studies.scale",
-    "paceline.training.settings",
+    "paceline.training.train_settings",
     "paceline.workloads.registry",
     "paceline.workloads.data",
 )
@@ -93,14 +93,14 @@ def test_torch_in_the_starred_half_is_found(tmp_path: Path, file: str, source: s
 
 def test_torch_behind_another_room_is_found(tmp_path: Path) -> None:
     files = {
-        "predict/costs.py": "def f():\n    from paceline.runtime.environment import Place",
-        "runtime/__init__.py": "from paceline.runtime import world",
-        "runtime/environment.py": "",
-        "runtime/world.py": "\nimport torch",
+        "predict/costs.py": "def f():\n    from paceline.runtime.ranks.place import Place",
+        "runtime/__init__.py": "from paceline.runtime.ranks import world",
+        "runtime/ranks/place.py": "",
+        "runtime/ranks/world.py": "\nimport torch",
         "measure/engine.py": "import torch",
     }
     assert find_torch_imports(write_package(tmp_path, files)) == [
-        "paceline/runtime/world.py:2: imports torch, reached from paceline.predict.costs"
+        "paceline/runtime/ranks/world.py:2: imports torch, reached from paceline.predict.costs"
     ]
 
 
@@ -108,8 +108,8 @@ def test_a_module_that_loads_torch_is_found(tmp_path: Path) -> None:
     files = {
         "units.py": "",
         "errors.py": "try:\n    import torch\nexcept ImportError:\n    pass",
-        "records/store.py": "from paceline.runtime import world",
-        "runtime/world.py": "name = 'torch.distributed'\nimport importlib\nimportlib.import_module(name)",
+        "records/store.py": "from paceline.runtime.ranks import world",
+        "runtime/ranks/world.py": "name = 'torch.distributed'\nimport importlib\nimportlib.import_module(name)",
         "plan.py": "def f():\n    import torch",
         "machine.py": "import importlib.util\nassert importlib.util.find_spec('torch')",
     }

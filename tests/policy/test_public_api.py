@@ -15,7 +15,7 @@ import pytest
 
 import paceline
 from paceline.report.result import _CLASSES
-from paceline.training.settings import NAMES
+from paceline.training.train_settings import NAMES
 from paceline.verbs import predict as verbs
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.records.training import CONFIG_FILE, METRICS_FILE, MetricsLog
-from paceline.report.training import TrainRunResult, render_config
+from paceline.report.training_result import TrainRunResult, render_config
 from paceline.units import KIB, MIB
 
 

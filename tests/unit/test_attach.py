@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline import autoload
-from paceline.measure import attach
-from paceline.measure.attach import Observer, Settings
+from paceline.measure import observer
+from paceline.measure.observer import Observer, Settings
 
 VARIABLES = ("PACELINE_ATTACH", "PACELINE_WRAPPER")
 
@@ -31,8 +31,8 @@ def torch_as_it_was(monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(optimizers, name, type(getattr(optimizers, name))(getattr(optimizers, name)))
-    monkeypatch.setattr(attach.atexit, "register", lambda *_: None)
-    monkeypatch.setattr(attach.multiprocessing.util, "Finalize", lambda *_, **__: None)
+    monkeypatch.setattr(observer.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(observer.multiprocessing.util, "Finalize", lambda *_, **__: None)
     init, fetch = DistributedDataParallel.__init__, _BaseDataLoaderIter.__next__
     yield
     DistributedDataParallel.__init__, _BaseDataLoaderIter.__next__ = init, fetch
@@ -72,7 +72,7 @@ def read(folder: Path) -> dict:
 
 class MadeGpu:
     """A GPU and a host with clocks of their own: the host launches work and goes on, and waits only where it is told
-    to. Its events are those of `paceline.runtime.moments`."""
+    to. Its events are those of `paceline.runtime.ranks.moments`."""
 
     def __init__(self) -> None:
         self.host_s = self.free_s = 0.0
@@ -106,8 +106,8 @@ class MadeEvent:
 def gpu(monkeypatch) -> MadeGpu:
     made = MadeGpu()
     clock = SimpleNamespace(perf_counter=lambda: made.host_s, monotonic=lambda: made.host_s, sleep=made.sleep)
-    monkeypatch.setattr(attach, "time", clock)
-    monkeypatch.setattr(attach, "mark", made.mark)
+    monkeypatch.setattr(observer, "time", clock)
+    monkeypatch.setattr(observer, "mark", made.mark)
     return made
 
 
@@ -197,7 +197,7 @@ def test_what_becomes_part_of_a_cuda_graph_is_not_a_step(tmp_path, gpu, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        patch.setattr(attach, "mark", None)  # nothing is asked of the GPU
+        patch.setattr(observer, "mark", None)  # nothing is asked of the GPU
         program.optimizer.step()
     program.train(3, most_ahead_s=0.0)
     assert [step[0] for step in read(tmp_path)["steps"]] == [2, 3, 4]
@@ -294,8 +294,8 @@ def test_the_program_ends_after_the_step_that_was_asked_for(tmp_path, monkeypatc
         program.train(20)
     assert exit_.value.code == 0 and read(tmp_path)["num_steps"] == 8
     # One that catches everything is ended at last.
-    monkeypatch.setattr(attach.os, "_exit", lambda code: ended.append(code) or sys.exit(code))
-    for _ in range(attach._MOST_EXITS):
+    monkeypatch.setattr(observer.os, "_exit", lambda code: ended.append(code) or sys.exit(code))
+    for _ in range(observer._MOST_EXITS):
         with pytest.raises(SystemExit):
             program.train(1)
     assert ended == [0]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from paceline.plan import plan_by_cuts, plan_like_torch
-from paceline.predict.attached import find_late_rank, list_bottlenecks, remove_recording
+from paceline.predict.bottlenecks import find_late_rank, list_bottlenecks, remove_recording
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.simulate import Contention, MachineCosts
-from paceline.predict.traced import read_steps
+from paceline.predict.trace_steps import read_steps
 from paceline.predict.traces import Lateness, read_ranks
 from paceline.records import Samples, StepRecord, TracedMessage, TracedStepRecord
 from paceline.records.doubts import find_doubts
@@ -22,7 +22,7 @@ from paceline.records.findings import Finding
 from paceline.records.samples import UNSTABLE
 from paceline.records.steps import RACED
 from paceline.records.store import Run
-from paceline.report.attached import NOW, AttachedResult, _write_cap
+from paceline.report.observed import NOW, AttachedResult, _write_cap
 from paceline.units import KIB, MIB, format_ms
 from paceline.verbs.attach import _build_record, _Files
 from tests.unit.made_ddp import build_document, made_job, made_on_cpu, made_on_gpu

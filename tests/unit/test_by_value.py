@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline import ConfigError
-from paceline.runtime import by_value
+from paceline.runtime.ranks import by_value
 
 
 @pytest.fixture

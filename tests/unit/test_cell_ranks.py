@@ -8,9 +8,16 @@ import pytest
 
 from paceline import ConfigError
 from paceline.integrations import notebook
-from paceline.runtime.cell_ranks import CellError, CellInterrupted, RankLines, describe_end, parse_ranks, runs_on_ranks
-from paceline.runtime.cells import Ended
-from paceline.runtime.processes import Failure
+from paceline.runtime.faults.processes import Failure
+from paceline.runtime.notebooks.cell_ranks import (
+    CellError,
+    CellInterrupted,
+    RankLines,
+    describe_end,
+    parse_ranks,
+    runs_on_ranks,
+)
+from paceline.runtime.notebooks.cells import Ended
 
 
 def mix(*pieces: tuple[int, str]) -> str:

@@ -21,7 +21,7 @@ from paceline.errors import ConfigError, RecordError
 from paceline.predict.goodput import estimate_save_interval
 from paceline.training import checkpoint_files, checkpoints
 from paceline.training.checkpoint_files import CheckpointStore, check_fingerprint, fingerprint, load_checkpoint
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 FILES = ("model.safetensors", "state.safetensors", "state.json", "manifest.json")
 

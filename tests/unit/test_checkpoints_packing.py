@@ -12,7 +12,7 @@ import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
 
 from paceline.errors import ConfigError
-from paceline.runtime.messages import pack, unpack
+from paceline.runtime.ranks.messages import pack, unpack
 from paceline.training.checkpoint_files import _INVALID
 
 NAN_WITH_PAYLOAD = struct.unpack(">d", bytes.fromhex("fff8000000000abc"))[0]

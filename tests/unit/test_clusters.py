@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.runtime import kubernetes, slurm
+from paceline.runtime.hosts import kubernetes, slurm
 from paceline.verbs.run import run
 from tests.unit.kubernetes_schema import find_mistakes
 

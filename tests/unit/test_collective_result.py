@@ -13,8 +13,8 @@ from paceline.errors import RecordError
 from paceline.records import Samples, Summary
 from paceline.records.kinds import CheckRecord
 from paceline.records.store import Run
-from paceline.report.collectives import ChunksResult, CollectiveResult
 from paceline.report.result import DoctorResult, Result, build_result
+from paceline.report.sweeps import ChunksResult, CollectiveResult
 
 ROW_KEYS = {
     "collective", "backend", "device", "world_size", "num_bytes", "dtype", "op", "median_s", "p10_s", "p90_s",

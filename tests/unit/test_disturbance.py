@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.measure.disturbance import Disturbance, Traffic, build_traffic
-from paceline.measure.profiles import measure_layers
-from paceline.measure.steps import OwnJob, Variant
+from paceline.measure.job_profile import measure_layers
+from paceline.measure.step_bench import OwnJob, Variant
 from paceline.parallel.channel import Channel
 from paceline.predict.predictor import Evidence, fit_rank
 from paceline.predict.strategy_costs import MEASURED

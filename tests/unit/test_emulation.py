@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.measure.tuning import EmulatedNetwork
+from paceline.measure.plan_bench import EmulatedNetwork
 from paceline.parallel import DataParallel
 from paceline.predict.curves import FamilyCurve
 

@@ -16,7 +16,7 @@ from paceline.records.exchange import (
 )
 from paceline.records.kinds import MemoryBounds
 from paceline.records.store import Run, save_run
-from paceline.report.collectives import build_columns
+from paceline.report.sweeps import build_columns
 from paceline.report.table import Table
 
 ALLREDUCE = "backend,world_size,total_elements,total_bytes,average_time,stdev_time\n"

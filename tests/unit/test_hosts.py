@@ -15,14 +15,15 @@ import psutil
 import pytest
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.measure.hosts import Wanted, check_survey, survey_hosts
+from paceline.measure.host_checks import Wanted, check_survey, survey_hosts
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import CheckRecord, LinkRecord, record_from_json, record_to_json
 from paceline.records.samples import Samples
 from paceline.records.store import Run
 from paceline.report.result import DoctorResult
-from paceline.runtime import agent, hosts
-from paceline.runtime.hosts import build_program, build_requests, explain_end, open_agents, parse_hosts
+from paceline.runtime.hosts import agent
+from paceline.runtime.hosts import ssh as remote
+from paceline.runtime.hosts.ssh import build_program, build_requests, explain_end, open_agents, parse_hosts
 from paceline.units import GIB, MIB
 from paceline.verbs.doctor import doctor
 from paceline.verbs.run import parse_variables, run
@@ -168,7 +169,7 @@ def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
     ssh = write_ssh(tmp_path, "exec cat > /dev/null")  # it never answers, and ends with its input
     ended, is_waiting = [], threading.Event()
 
-    def ask(one: hosts.Agent) -> None:
+    def ask(one: remote.Agent) -> None:
         if one.name == "a":
             is_waiting.wait(100)
             raise KeyboardInterrupt
@@ -180,7 +181,7 @@ def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
             raise
 
     with open_agents(["a", "b"], ssh, limit_s=60) as agents, pytest.raises(KeyboardInterrupt):
-        hosts.ask_all(agents, ask)
+        remote.ask_all(agents, ask)
     assert ended == ["ssh"]  # and not "timeout"
 
 
@@ -193,7 +194,7 @@ def test_variables_are_not_on_a_command_line_that_all_users_see(tmp_path):
 
 
 def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(hosts, "_LEAVE_S", 2.0)
+    monkeypatch.setattr(remote, "_LEAVE_S", 2.0)
     wait = "while read -r line; do case $line in '{\"ask\"'*) break;; esac; done"  # for the request, after the source
     ssh = write_ssh(tmp_path, f"{wait}\nfor line in 1 2 3 4 5 6; do echo $line; done")
     shown = []

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 
-from paceline.runtime.world import keep_groups
+from paceline.runtime.ranks.world import keep_groups
 from tests.conftest import wait_until
 
 

@@ -30,7 +30,7 @@ from paceline.records.layers import (
 )
 from paceline.records.samples import REDUCERS, Samples, Summary
 from paceline.records.steps import EXTRA_SAMPLES, ROLES, StepRecord
-from paceline.records.traced import TracedMessage, TracedStepRecord
+from paceline.records.traced_step import TracedMessage, TracedStepRecord
 from paceline.records.training import BUDGETS, BatchRecord, NoiseProbe, NoiseRecord
 
 

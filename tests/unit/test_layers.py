@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure import engine
-from paceline.measure.profiles import LayerClock, measure_layers
-from paceline.measure.steps import OwnJob, Replica, mark_phases
+from paceline.measure.job_profile import LayerClock, measure_layers
+from paceline.measure.step_bench import OwnJob, Replica, mark_phases
 from paceline.records.exchange import export_layer_sizes, export_layer_times, load_layer_sizes, load_layer_times
 
 

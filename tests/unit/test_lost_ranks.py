@@ -13,11 +13,12 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.channel import Channel, naming_lost_peers
-from paceline.runtime import pulse, world
-from paceline.runtime.monitor import HangDetector, Monitor, RankSnapshot, Suspicion, why_not
-from paceline.runtime.processes import find_code
-from paceline.runtime.pulse import BETWEEN, WAIT
-from paceline.runtime.recovery import RECOVERS, Recovery
+from paceline.runtime.faults import pulse
+from paceline.runtime.faults.monitor import HangDetector, Monitor, RankSnapshot, Suspicion, why_not
+from paceline.runtime.faults.processes import find_code
+from paceline.runtime.faults.pulse import BETWEEN, WAIT
+from paceline.runtime.faults.recovery import RECOVERS, Recovery
+from paceline.runtime.ranks import world
 from paceline.torch_internals import find_counter
 from paceline.training.regroup import MoreRanksError, check_policy, may_stay
 from tests.conftest import wait_until

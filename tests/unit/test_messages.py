@@ -18,8 +18,8 @@ from paceline.errors import CollectiveError, ConfigError, LaunchError
 from paceline.measure.engine import Timing
 from paceline.parallel.control import Finding
 from paceline.records.kinds import CollectiveRecord
-from paceline.runtime import messages
-from paceline.runtime.processes import Failure
+from paceline.runtime.faults.processes import Failure
+from paceline.runtime.ranks import messages
 
 keys = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()))
 values = st.recursive(
@@ -105,7 +105,13 @@ def test_no_bytes_run_code_or_build_anything_else_than_records():
     whole = messages.encode({"a": (1, torch.ones(3)), "b": Timing()})
     draw, refused = random.Random(7), 0
     bad = [pickle.dumps(Evil()), b"", whole[:-1], whole + b"x", b"[" * 100_000]
-    names = ("os:system", "paceline.runtime.messages:_find", "paceline.errors:refuse", "builtins:eval", "torch:load")
+    names = (
+        "os:system",
+        "paceline.runtime.ranks.messages:_find",
+        "paceline.errors:refuse",
+        "builtins:eval",
+        "torch:load",
+    )
     for name in names:
         text = b'{"$record": ["%s", {}]}' % name.encode()
         bad.append(messages._HEAD.pack(2, len(text)) + b"[]" + text)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.measure.settings import DEFAULT_MODELS
+from paceline.measure.bench_settings import DEFAULT_MODELS
 from paceline.measure.wrappers import build_module
 from paceline.workloads.data import DataForm
 from paceline.workloads.registry import (

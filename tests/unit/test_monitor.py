@@ -16,9 +16,9 @@ import time
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.runtime import monitor as monitor_module
-from paceline.runtime import pulse
-from paceline.runtime.monitor import (
+from paceline.runtime.faults import monitor as monitor_module
+from paceline.runtime.faults import pulse
+from paceline.runtime.faults.monitor import (
     HangDetector,
     Monitor,
     RankSnapshot,
@@ -27,8 +27,8 @@ from paceline.runtime.monitor import (
     find_hang_timeout,
     why_not,
 )
-from paceline.runtime.processes import describe_end, describe_frames, find_frames, is_importing, is_in_collective
-from paceline.runtime.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
+from paceline.runtime.faults.processes import describe_end, describe_frames, find_frames, is_importing, is_in_collective
+from paceline.runtime.faults.pulse import BACKWARD, BETWEEN, FORWARD, LEFT, OPTIMIZER, SLOW, START, WAIT
 from tests.conftest import wait_until
 
 STEP_S, TIMEOUT_S = 0.05, 100.0
@@ -323,7 +323,7 @@ def test_a_crash_tells_where_it_was():
 
 RANK = """
 import sys, time
-from paceline.runtime import pulse
+from paceline.runtime.faults import pulse
 pulse.open_page(*sys.argv[1:3])
 pulse.enter(pulse.FORWARD)
 print("ready", flush=True)

@@ -6,13 +6,13 @@ import math
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.measure.settings import ChunkSettings, CollectiveSettings, WrapperSettings
+from paceline.measure.bench_settings import ChunkSettings, CollectiveSettings, WrapperSettings
 from paceline.options import Option, check_counts, find_flag
 from paceline.predict.tuning import TuneSettings
 from paceline.studies.batch_sizes import BatchSettings
 from paceline.studies.large_batches import LargeBatchSettings
 from paceline.studies.rank_scaling import ScaleSettings, Setup
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 NAMES = Option(choices=("gloo", "nccl"))
 DEVICE = Option("cpu or cuda", pattern=r"cpu|cuda(:\d+)?")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import RecordError
-from paceline.measure.traces import build_bucket_events
+from paceline.measure.recorder import build_bucket_events
 from paceline.parallel.timeline import BucketTimes, StepTimes
 from paceline.predict.simulate import BucketSpan
 from paceline.predict.traces import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.records import Summary
-from paceline.report import collectives, plots
+from paceline.report import plots, sweeps
 from paceline.report.plots import render_png, render_svg
 from tests.unit.made_runs import list_texts
 
@@ -26,10 +26,10 @@ def imported(curve):
 
 
 def test_a_png_is_a_png(curve):
-    assert render_png(collectives.plot_time(curve(), "box")).startswith(b"\x89PNG\r\n\x1a\n")
+    assert render_png(sweeps.plot_time(curve(), "box")).startswith(b"\x89PNG\r\n\x1a\n")
 
 
-@pytest.mark.parametrize("plot", [collectives.plot_time, collectives.plot_bandwidth])
+@pytest.mark.parametrize("plot", [sweeps.plot_time, sweeps.plot_bandwidth])
 def test_an_svg_tells_machine_series_and_source(curve, imported, plot):
     svg = render_svg(plot([*curve(), *curve(world_size=4), *imported], "some box, 8 cores")).decode()
     assert svg.startswith("<?xml")
@@ -41,9 +41,9 @@ def test_an_svg_tells_machine_series_and_source(curve, imported, plot):
 
 
 def test_equal_records_give_equal_files(curve, imported):
-    first, second = (render_svg(collectives.plot_time([*curve(), *imported], "box")) for _ in range(2))
+    first, second = (render_svg(sweeps.plot_time([*curve(), *imported], "box")) for _ in range(2))
     assert first == second
-    assert first != render_svg(collectives.plot_time([*curve(), *imported], "another box"))
+    assert first != render_svg(sweeps.plot_time([*curve(), *imported], "another box"))
 
 
 def _lines(figure):
@@ -52,7 +52,7 @@ def _lines(figure):
 
 
 def test_time_is_drawn_in_ms_in_order_of_size_with_a_band_where_there_are_samples(curve, imported):
-    figure = collectives.plot_time([*curve(), *imported], "box")
+    figure = sweeps.plot_time([*curve(), *imported], "box")
     lines = _lines(figure)
     measured, published = lines["gloo, 2 ranks (measured)"], lines["gloo, 2 ranks (imported, mean: somebody)"]
     assert list(measured.get_xdata()) == [2**10, 2**15, 2**20]
@@ -62,14 +62,14 @@ def test_time_is_drawn_in_ms_in_order_of_size_with_a_band_where_there_are_sample
 
 
 def test_bandwidth_is_busbw_in_gb_per_s(curve):
-    figure = collectives.plot_bandwidth(curve(world_size=4), "box")
+    figure = sweeps.plot_bandwidth(curve(world_size=4), "box")
     (line,) = _lines(figure).values()
     assert list(line.get_ydata()) == pytest.approx([1.5 * n / 1.1e-3 / 1e9 for n in (2**10, 2**15, 2**20)])
     assert figure.axes[0].get_ylabel() == "busbw (GB/s)"
 
 
 def test_one_rank_has_algbw_instead_of_a_bus(curve):
-    figure = collectives.plot_bandwidth(curve(world_size=1), "box")
+    figure = sweeps.plot_bandwidth(curve(world_size=1), "box")
     (label, line), *_ = _lines(figure).items()
     assert label == "gloo, 1 rank (measured)"
     assert list(line.get_ydata()) == pytest.approx([n / 1.1e-3 / 1e9 for n in (2**10, 2**15, 2**20)])
@@ -78,13 +78,13 @@ def test_one_rank_has_algbw_instead_of_a_bus(curve):
 
 
 def test_one_size_alone_can_be_drawn(curve):
-    for plot in (collectives.plot_time, collectives.plot_bandwidth):
+    for plot in (sweeps.plot_time, sweeps.plot_bandwidth):
         plot(curve()[:1], "box").draw_without_rendering()
 
 
 def test_backends_and_devices_are_told_apart(curve):
     records = [*curve(), *curve(device="cuda"), *curve(backend="nccl", device="cuda")]
-    lines = _lines(collectives.plot_time(records, "box"))
+    lines = _lines(sweeps.plot_time(records, "box"))
     assert set(lines) == {
         "gloo cpu, 2 ranks (measured)",
         "gloo cuda, 2 ranks (measured)",
@@ -94,7 +94,7 @@ def test_backends_and_devices_are_told_apart(curve):
 
 
 def test_many_sizes_do_not_print_over_each_other(build_collective):
-    axes = collectives.plot_time([build_collective(num_bytes=2**k) for k in range(2, 30)], "box").axes[0]
+    axes = sweeps.plot_time([build_collective(num_bytes=2**k) for k in range(2, 30)], "box").axes[0]
     assert 5 <= len(axes.get_xticks()) <= 15
 
 
@@ -103,7 +103,7 @@ def test_chunks_are_drawn_against_elements(build_chunks, build_samples):
         build_chunks(total_bytes=2**20, chunk_bytes=n, timing=build_samples(t))
         for n, t in ((2**20, 1e-3), (2**12, 4e-3))
     ]
-    figure = collectives.plot_chunks(records, "box")
+    figure = sweeps.plot_chunks(records, "box")
     (label, line), *_ = _lines(figure).items()
     assert label == "gloo, 2 ranks (measured)"
     assert list(line.get_xdata()) == [2**10, 2**18]
@@ -114,7 +114,7 @@ def test_chunks_are_drawn_against_elements(build_chunks, build_samples):
 def test_memories_are_told_apart_and_the_bound_is_a_line_of_its_own(curve, build_pass, build_samples):
     records = [*curve(), *curve(backend="paceline"), *curve(backend="paceline", memory="shared")]
     bounds = [build_pass(num_bytes=n, time_s=t) for n, t in ((2**20, 3e-4), (2**10, 1e-6))]
-    figure = collectives.plot_time(records, "box", bounds)
+    figure = sweeps.plot_time(records, "box", bounds)
     lines = _lines(figure)
     assert list(lines) == [
         "gloo, 2 ranks (measured)", "paceline, ordinary memory, 2 ranks (measured)",
@@ -125,18 +125,18 @@ def test_memories_are_told_apart_and_the_bound_is_a_line_of_its_own(curve, build
     assert (list(bound.get_xdata()), list(bound.get_ydata())) == ([2**10, 2**20], pytest.approx([1e-3, 0.3]))
     (axes,) = figure.axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    assert not any("memory bound" in text for text in list_texts(collectives.plot_bandwidth(records, "box")))
+    assert not any("memory bound" in text for text in list_texts(sweeps.plot_bandwidth(records, "box")))
 
 
 def test_a_backend_in_ordinary_memory_alone_does_not_say_so(curve):
-    assert set(_lines(collectives.plot_time(curve(backend="paceline"), "box"))) == {"paceline, 2 ranks (measured)"}
+    assert set(_lines(sweeps.plot_time(curve(backend="paceline"), "box"))) == {"paceline, 2 ranks (measured)"}
 
 
 @pytest.mark.parametrize(("least_s", "labels"), [(1e-6, {"0.001", "0.01", "1"}), (0.3e-3, {"0.5", "1"})])
 def test_times_are_written_out_at_the_axis(build_collective, build_samples, least_s, labels):
     times = {2**10: least_s, 2**20: 1.1e-3}
     records = [build_collective(num_bytes=n, timing=build_samples(*(t,) * 5)) for n, t in times.items()]
-    figure = collectives.plot_time(records, "box")
+    figure = sweeps.plot_time(records, "box")
     figure.draw_without_rendering()
     assert labels <= list_texts(figure)
 
@@ -144,7 +144,7 @@ def test_times_are_written_out_at_the_axis(build_collective, build_samples, leas
 @pytest.mark.parametrize("count", [1, 4, 5, 12])
 def test_no_legend_covers_the_data(curve, count):
     records = [record for n in range(2, count + 2) for record in curve(world_size=n)]
-    figure = collectives.plot_time(records, "box")
+    figure = sweeps.plot_time(records, "box")
     figure.draw_without_rendering()  # lays it out
     (axes,), (legend,) = figure.axes, figure.legends
     assert not axes.get_legend() and len(legend.get_texts()) == count

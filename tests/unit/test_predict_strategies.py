@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError, RecordError
 from paceline.measure import engine
-from paceline.measure.codecs import measure_codecs
+from paceline.measure.codec_bench import measure_codecs
 from paceline.parallel.codecs import GATHER, SUM, build_codec
 from paceline.plan import Gradient
 from paceline.predict.curves import Resample
@@ -372,8 +372,9 @@ def test_codecs_are_timed_between_their_messages(monkeypatch):
     assert [(r.world_size, r.num_buckets) for r in records[:3]] == [(2, 1), (2, len(grads)), (8, 1)]
     assert len(measure(grads[:1])) == 2 * len(codecs) + len(rounds)
     assert measure([]) == []
-    monkeypatch.setattr("paceline.measure.codecs.LARGE_BYTES", 60_000)  # below that of all, and of the largest alone
-    monkeypatch.setattr("paceline.measure.codecs.MEASURED", ["bf16"])
+    # Below the bytes of all gradients together, and of the largest alone.
+    monkeypatch.setattr("paceline.measure.codec_bench.LARGE_BYTES", 60_000)
+    monkeypatch.setattr("paceline.measure.codec_bench.MEASURED", ["bf16"])
     several = measure(grads)
     assert [(r.world_size, r.num_buckets) for r in several] == [(2, 2), (2, len(grads)), (8, 2), (2, 1)]
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from paceline.errors import CollectiveError, LaunchError, PacelineError, RecordError, TrainingError
-from paceline.runtime.processes import Failure, find_code, make_error
-from paceline.runtime.recovery import Recovery
+from paceline.runtime.faults.processes import Failure, find_code, make_error
+from paceline.runtime.faults.recovery import Recovery
 from paceline.training.regroup import BufferGuard
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 
 def decide(

@@ -9,7 +9,7 @@ from paceline.records.samples import Ratio
 from paceline.records.steps import compare_wrappers
 from paceline.records.store import Run
 from paceline.report.result import build_result
-from paceline.report.steps import (
+from paceline.report.step_tables import (
     PHASES,
     PhasesResult,
     WrappersResult,

@@ -11,8 +11,8 @@ from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.report.compared import TrainComparisonResult
 from paceline.report.result import Result, list_differences, load_result
-from paceline.report.training import TrainRunResult, plot_training
-from paceline.training.settings import TrainSettings
+from paceline.report.training_result import TrainRunResult, plot_training
+from paceline.training.train_settings import TrainSettings
 
 from .made_training import EPOCH_ROWS, build_epoch_row
 

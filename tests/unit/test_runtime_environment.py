@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.runtime.environment import Place, first_host, is_launched, read_place
+from paceline.runtime.ranks.place import Place, first_host, is_launched, read_place
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0",

@@ -15,7 +15,7 @@ from paceline.studies import scale, study
 from paceline.studies.batch_sizes import BatchSettings
 from paceline.studies.large_batches import LargeBatchSettings, Recipe
 from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.units import MIB
 
 JOB = TrainSettings(channels=(2, 4), hidden=8, threads=1, device="cpu", wrapper="none", lr_drops=())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import MeasurementError
-from paceline.measure.steps import agree_on_sent
+from paceline.measure.step_bench import agree_on_sent
 from paceline.parallel.channel import Sent
 
 PLANNED = Sent(2, 80)

@@ -6,8 +6,8 @@ import pytest
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.measure.settings import SHARED_DTYPES, SHARED_OPS, ChunkSettings, CollectiveSettings
-from paceline.runtime.launch import RANK_BYTES
+from paceline.measure.bench_settings import SHARED_DTYPES, SHARED_OPS, ChunkSettings, CollectiveSettings
+from paceline.runtime.ranks.launch import RANK_BYTES
 
 
 @pytest.fixture

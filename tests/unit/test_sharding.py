@@ -12,7 +12,7 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import read_replica
-from paceline.parallel.sharding import cut_plan, find_blocks, shard
+from paceline.parallel.zero import cut_plan, find_blocks, shard
 from paceline.plan import Plan, plan_like_torch, plan_torch_start
 from paceline.strategy import count_each
 from paceline.workloads.registry import build_model, default_form
@@ -58,7 +58,7 @@ def test_every_element_has_one_owner(world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_ranks_have_equal_shards_of_a_model(world_size):
     torch.manual_seed(0)
-    from paceline.training.settings import TrainSettings
+    from paceline.training.train_settings import TrainSettings
 
     options = TrainSettings(model="gpt2-mini").model_options
     replica = read_replica(build_model("gpt2-mini", default_form("gpt2-mini"), options))

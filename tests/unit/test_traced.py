@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import RecordError
 from paceline.predict.curves import DerivedCurve, FamilyCurve
 from paceline.predict.simulate import Contention, MachineCosts, simulate
-from paceline.predict.traced import read_steps
+from paceline.predict.trace_steps import read_steps
 from paceline.predict.traced_job import TracedJob
 from paceline.predict.traces import read_ranks
 from paceline.units import KIB, MIB

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.report.training import render_config
-from paceline.training.settings import Batches, TrainSettings
+from paceline.report.training_result import render_config
+from paceline.training.train_settings import Batches, TrainSettings
 from paceline.verbs.train import change_settings, update_config
 
 

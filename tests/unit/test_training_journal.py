@@ -15,7 +15,7 @@ import torch
 
 from paceline.errors import ConfigError, RecordError
 from paceline.records.training import MetricsLog, load_metrics
-from paceline.runtime import launch
+from paceline.runtime.ranks import launch
 from paceline.training.checkpoints import EventsLog
 from paceline.training.journal import Journal, Position, StopRequest, TakenStep, catch_stop
 from paceline.training.step import PhaseTimes, StepOutcome

@@ -13,7 +13,7 @@ from paceline import LAMB, LARS, ConfigError
 from paceline.training.build import _build_optimizer
 from paceline.training.optimizers import match_strides, split_parameters
 from paceline.training.schedules import Schedule
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 SHAPES = ((4, 3), (2, 3, 2), (5,))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.studies.large_batches import NO_RECIPE, SWITCHES, Recipe, share_batch
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 
 BASE = TrainSettings(lr=0.05, schedule="cosine", global_batch_size=16)
 GROWN, SMALL, UPDATES = 256, 16, 40

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.training.settings import Batches, TrainSettings, check_job, parse_save_every
+from paceline.training.train_settings import Batches, TrainSettings, check_job, parse_save_every
 
 
 def build_batches(ranks, batch_size, global_batch_size, accumulate):

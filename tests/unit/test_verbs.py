@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.measure.settings import ChunkSettings
-from paceline.runtime.session import Session
+from paceline.measure.bench_settings import ChunkSettings
+from paceline.runtime.ranks.session import Session
 from paceline.studies import scale
-from paceline.training.settings import Batches, TrainSettings, check_job
+from paceline.training.train_settings import Batches, TrainSettings, check_job
 from paceline.verbs import bench, profile
 from paceline.verbs.train import _build_jobs, train
 

@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.records.environment import capture_environment
 from paceline.records.training import METRICS_FILE, MetricsLog
-from paceline.runtime.session import Session, lock_folder
+from paceline.runtime.ranks.session import Session, lock_folder
 from paceline.verbs import attach as attaching
 from paceline.verbs import watch as watching
 from paceline.verbs.watch import Follower, serve, watch

@@ -9,8 +9,8 @@ from torch import nn
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.measure.settings import DEFAULT_MODELS, MAX_CANDIDATES, WRAPPERS, WrapperSettings
-from paceline.measure.steps import draw_turns, order_turns
+from paceline.measure.bench_settings import DEFAULT_MODELS, MAX_CANDIDATES, WRAPPERS, WrapperSettings
+from paceline.measure.step_bench import draw_turns, order_turns
 from paceline.measure.wrappers import build_candidates
 from paceline.plan import Gradient
 from paceline.units import MIB

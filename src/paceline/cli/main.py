@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import COMMON, Command, print_result
+from paceline.cli.commands import COMMON, Command, print_result
 from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
 from paceline.options import OUTPUT, find_flag
 from paceline.units import parse_size, size_range

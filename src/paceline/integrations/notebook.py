@@ -13,8 +13,8 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.report.table import Column, Table
-from paceline.runtime.cell_ranks import CellRanks, RankLines, parse_ranks, runs_on_ranks
-from paceline.runtime.cells import CellSettings, Cleared, Output, Shown
+from paceline.runtime.notebooks.cell_ranks import CellRanks, RankLines, parse_ranks, runs_on_ranks
+from paceline.runtime.notebooks.cells import CellSettings, Cleared, Output, Shown
 
 _OLDEST = (8, 18)  # of IPython
 _NO_RANKS = "no ranks are running: %dist_init -n 2 starts two"

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.measure.bench_settings import REDUCING, ChunkSettings, CollectiveSettings, GroupSettings, Measured
 from paceline.measure.engine import Allocator, Group, Timed, measure_cells
-from paceline.measure.settings import REDUCING, ChunkSettings, CollectiveSettings, GroupSettings, Measured
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord, Record
 from paceline.transport.group import PacelineGroup
 

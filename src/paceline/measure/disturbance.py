@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.measure.engine import synchronize
-from paceline.measure.steps import Probe, Variant, hook_gradients
+from paceline.measure.step_bench import Probe, Variant, hook_gradients
 from paceline.parallel.channel import Channel
-from paceline.runtime.moments import between_s, mark
-from paceline.runtime.world import World
+from paceline.runtime.ranks.moments import between_s, mark
+from paceline.runtime.ranks.world import World
 from paceline.training.step import Phases, PhaseTimes
 
 _MOST_BURSTS = 4  # maximum number of bursts of messages during backward

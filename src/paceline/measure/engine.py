@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.measure.settings import GroupSettings, Measured
+from paceline.measure.bench_settings import GroupSettings, Measured
 from paceline.records import Record, Samples
 from paceline.records.store import pause_collection
-from paceline.runtime.session import Progress
-from paceline.runtime.worker import post
-from paceline.runtime.world import World, check_backend, init
+from paceline.runtime.ranks.session import Progress
+from paceline.runtime.ranks.worker import post
+from paceline.runtime.ranks.world import World, check_backend, init
 from paceline.transport import why_not
 from paceline.units import format_bytes, format_number_of
 

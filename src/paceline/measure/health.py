@@ -19,13 +19,13 @@ import psutil
 
 from paceline import machine, transport
 from paceline.errors import PacelineError
-from paceline.measure.settings import CollectiveSettings
+from paceline.measure.bench_settings import CollectiveSettings
 from paceline.records import CollectiveRecord
 from paceline.records.doubts import describe_load
 from paceline.records.environment import Environment
 from paceline.records.kinds import CheckRecord
-from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.launch import RankPool
+from paceline.runtime.ranks.launch import RankPool
+from paceline.runtime.ranks.place import is_launched, read_place
 from paceline.units import MIB, format_duration, format_memory, format_number_of, format_rate
 
 # Oldest and newest tested versions, as in pyproject.toml.

@@ -21,13 +21,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, refuse
+from paceline.measure.bench_settings import MAX_CANDIDATES, Measured, WrapperSettings
 from paceline.measure.engine import Group, Pace, Report, run_cells
-from paceline.measure.settings import MAX_CANDIDATES, Measured, WrapperSettings
-from paceline.measure.steps import Probe, Replica, StepBench, Variant, list_gradients, wrap
+from paceline.measure.step_bench import Probe, Replica, StepBench, Variant, list_gradients, wrap
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_like_torch
 from paceline.records import StepRecord
 from paceline.records.kinds import PRECISIONS
-from paceline.runtime.world import World
+from paceline.runtime.ranks.world import World
 from paceline.training.step import NoPhases, Phases, PhaseTimes
 from paceline.units import MIB, format_bytes, format_duration
 from paceline.workloads.registry import WORKLOADS

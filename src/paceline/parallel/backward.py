@@ -29,12 +29,12 @@ from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, Hook
 from paceline.parallel.outer import ControlMessage, OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.rows import EmbeddingRows
-from paceline.parallel.sharding import Sharding
 from paceline.parallel.simple import SimpleReducer
 from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
+from paceline.parallel.zero import Sharding
 from paceline.plan import Plan, plan_torch_start
-from paceline.runtime import pulse
+from paceline.runtime.faults import pulse
 from paceline.torch_internals import count_storage_uses, current_graph_task, engine
 from paceline.transport.works import keep_from_compiler
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError
-from paceline.runtime import messages, pulse
-from paceline.runtime.recovery import RECOVERS
-from paceline.runtime.world import find_departed_ranks, has_lost_rank, keep_groups
+from paceline.runtime.faults import pulse
+from paceline.runtime.faults.recovery import RECOVERS
+from paceline.runtime.ranks import messages
+from paceline.runtime.ranks.world import find_departed_ranks, has_lost_rank, keep_groups
 from paceline.torch_internals import broadcast_coalesced, find_counter, get_default_store, new_local_group
 from paceline.transport import proof
 from paceline.transport.group import PacelineGroup

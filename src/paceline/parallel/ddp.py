@@ -43,10 +43,10 @@ from paceline.parallel.replicas import (
     verify_values,
 )
 from paceline.parallel.rows import EmbeddingRows
-from paceline.parallel.sharding import ShardedOptimizer, Sharding, scatter_hook, shard
 from paceline.parallel.simple import SimpleReducer
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report, StepTimes
+from paceline.parallel.zero import ShardedOptimizer, Sharding, scatter_hook, shard
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
 from paceline.strategy import DENSE, Strategy
 from paceline.torch_internals import BufferHookLocation, JoinConfig, StopRecomputation, is_recording, keep_versions

@@ -16,7 +16,7 @@ from paceline.parallel.channel import Channel, alias
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.streams import copy_to_host
 from paceline.plan import Plan
-from paceline.runtime.world import abort_groups
+from paceline.runtime.ranks.world import abort_groups
 from paceline.units import name_ranks
 
 IN_FORWARD, IN_BACKWARD, IN_HOOK = "forward", "backward", "the communication hook"

@@ -23,7 +23,7 @@ from paceline.errors import CollectiveError, ConfigError
 from paceline.machine import count_cores
 from paceline.parallel.channel import Channel
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, Rows, plan_like_torch
-from paceline.runtime.world import current_world
+from paceline.runtime.ranks.world import current_world
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, name_ranks
 

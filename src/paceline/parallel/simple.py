@@ -10,7 +10,7 @@ from paceline.parallel.replicas import Replica
 from paceline.parallel.rows import EmbeddingRows
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Bucket, Piece, Plan
-from paceline.runtime import pulse
+from paceline.runtime.faults import pulse
 
 
 class SimpleReducer:

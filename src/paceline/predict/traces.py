@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import RecordError
-from paceline.predict.memory import MemoryMarks, MemoryUse, build_memory
+from paceline.predict.memory_use import MemoryMarks, MemoryUse, build_memory
 from paceline.predict.simulate import BucketSpan
 from paceline.records.kinds import decode
 from paceline.records.samples import group_by

@@ -12,7 +12,7 @@ from paceline.records.layers import (
 )
 from paceline.records.samples import Samples, Summary
 from paceline.records.steps import StepRecord
-from paceline.records.traced import TracedMessage, TracedStepRecord
+from paceline.records.traced_step import TracedMessage, TracedStepRecord
 from paceline.records.training import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord
 
 __all__ = [

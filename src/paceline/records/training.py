@@ -19,7 +19,7 @@ from paceline.records.kinds import Record
 from paceline.records.samples import Samples, group_by
 from paceline.records.steps import StepRecord
 from paceline.records.store import check_format, load_json, read_file
-from paceline.records.traced import SERVERS, TracedMessage, TracedStepRecord
+from paceline.records.traced_step import SERVERS, TracedMessage, TracedStepRecord
 
 BUDGETS = ("epochs", "updates")
 CONFIG_FILE, METRICS_FILE, SAVES_FILE = "config.json", "metrics.jsonl", "saves.jsonl"

@@ -23,9 +23,9 @@ from paceline.records.store import Run
 from paceline.report.plots import draw_line, new_figure, place_legend
 from paceline.report.profiles import OVERVIEWS, TraceResult, shorten_names
 from paceline.report.result import Result, list_differences, load_result
-from paceline.report.steps import PHASES, PhasesResult
+from paceline.report.step_tables import PHASES, PhasesResult
 from paceline.report.table import Column, Table, build_row, format_ratio, join_words, raw_columns
-from paceline.report.training import TrainRunResult
+from paceline.report.training_result import TrainRunResult
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from paceline.records.findings import Finding
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import group_by
 from paceline.records.store import Run, load_run, read_file
-from paceline.report.memory import MEMORY, describe_memory, list_memory, plot_memory
+from paceline.report.memory_table import MEMORY, describe_memory, list_memory, plot_memory
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.steps import PHASES, PhasesResult
+from paceline.report.step_tables import PHASES, PhasesResult
 from paceline.report.table import Column, Table, describe_change, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 

@@ -19,9 +19,9 @@ from paceline.records import BatchRecord, Record
 from paceline.report.plots import COLORS, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import describe_job
 from paceline.report.table import Column, Table, raw_columns, text_columns
-from paceline.runtime.session import Session, Task
+from paceline.runtime.ranks.session import Session, Task
 from paceline.studies.study import StudyResult, StudySettings, choose_device, refuse_launched, refuse_unused, run_study
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.units import MIB, format_bytes, format_ms, format_speed
 from paceline.verbs.jobs import Counts, Place, list_counts
 from paceline.workloads.data import parse_data

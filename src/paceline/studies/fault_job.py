@@ -30,8 +30,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline import machine
-from paceline.runtime.pulse import slow
-from paceline.runtime.world import separate_hosts
+from paceline.runtime.faults.pulse import slow
+from paceline.runtime.ranks.world import separate_hosts
 from paceline.studies.fault_places import OUT
 from paceline.torch_internals import gpu_sleep
 
@@ -283,8 +283,8 @@ def main() -> None:
         model: nn.Module = nn.parallel.DistributedDataParallel(net)
     else:
         from paceline.parallel import DDP
-        from paceline.runtime.monitored import monitor
-        from paceline.runtime.world import init
+        from paceline.runtime.faults.monitored import monitor
+        from paceline.runtime.ranks.world import init
 
         device = init(asked.backend, asked.device, announce=None).device
         monitor()  # before the model, so that the monitor's hook comes first

@@ -34,13 +34,13 @@ from paceline.records.samples import group_by
 from paceline.records.store import RUN_FILE, Study, find_file
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, raw_columns, text_columns
-from paceline.runtime.agent import build_guard
-from paceline.runtime.launch import check_rank_count
-from paceline.runtime.monitor import TIMEOUT_VARIABLE
-from paceline.runtime.session import Task, open_session
+from paceline.runtime.faults.monitor import TIMEOUT_VARIABLE
+from paceline.runtime.hosts.agent import build_guard
+from paceline.runtime.ranks.launch import check_rank_count
+from paceline.runtime.ranks.session import Task, open_session
 from paceline.studies import fault_places
 from paceline.studies.fault_places import OUT, open_place
-from paceline.training.settings import POLICIES
+from paceline.training.train_settings import POLICIES
 from paceline.units import format_duration, format_number_of, parse_size
 from paceline.verbs.jobs import Names, Place, check_resume, finish, list_names
 

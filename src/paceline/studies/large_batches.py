@@ -19,7 +19,7 @@ from paceline.studies import training_grid as grid
 from paceline.studies.study import refuse_unused, run_study
 from paceline.studies.training_grid import SeedSummary, TrainingCell
 from paceline.training.schedules import BatchSchedule
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.units import format_number_of
 from paceline.verbs.jobs import Counts, Names, Place, brings_data, choose_world, list_counts, list_names
 

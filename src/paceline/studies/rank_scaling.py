@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from paceline import machine
 from paceline.errors import MeasurementError, PacelineError, refuse
-from paceline.measure.settings import BACKENDS, CollectiveSettings
+from paceline.measure.bench_settings import BACKENDS, CollectiveSettings
 from paceline.options import Option, option
 from paceline.predict.networks import find_links, find_networks
 from paceline.predict.predictor import Prediction
@@ -28,10 +28,10 @@ from paceline.records.steps import ScalePoint, compare_steps, find_peak_of, find
 from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, place_legend
 from paceline.report.result import describe_job
 from paceline.report.table import Column, Table, count_clear, ratio_columns, raw_columns, text_columns
-from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.session import Session, Task
+from paceline.runtime.ranks.place import is_launched, read_place
+from paceline.runtime.ranks.session import Session, Task
 from paceline.studies.study import StudyResult, StudySettings, choose_device, refuse_unused, run_study
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.units import MIB, format_ms, format_number_of, format_rate, format_speed, parse_counts
 from paceline.verbs.jobs import Counts, Names, Place, brings_data, list_counts, list_names
 
@@ -200,7 +200,7 @@ class ScaleSettings(StudySettings):
             for size in sorted({cell.batch_size(1, self.job.accumulate or 1) for cell in self.cells}):
                 # The cells have steps of the wrapper on one rank themselves.
                 arguments = dataclasses.replace(self.job, batch_size=size), "layers", 12, 2, 0, 1, 0, False
-                tasks.append(Task(f"layers {size}", "paceline.measure.profiles:measure_profile", arguments))
+                tasks.append(Task(f"layers {size}", "paceline.measure.job_profile:measure_profile", arguments))
         if self.backends and most > 1:
             sweep = here + "measure_allreduce"
             tasks.append(Task("allreduce", sweep, ranks=most, weight=2.0, follow=sweep_up_to_all))

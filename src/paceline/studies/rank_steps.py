@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.measure import steps
+from paceline.measure import step_bench
+from paceline.measure.bench_settings import CollectiveSettings
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import PATIENCE, Pace, follow
-from paceline.measure.settings import CollectiveSettings
-from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant
+from paceline.measure.step_bench import Replica, StepBench, TimedMessages, TrainingJob, Variant
 from paceline.parallel.replicas import only_computing
 from paceline.records import Record
-from paceline.runtime.world import World, check_backend
+from paceline.runtime.ranks.world import World, check_backend
 from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
 from paceline.training.build import build_job, open_world
 from paceline.workloads.data.own import OwnData
@@ -60,7 +60,7 @@ def _build_job(settings: ScaleSettings, cell: ScalingCell, world: World) -> Trai
     alone = dataclasses.replace(settings.job, ranks=1, wrapper="none", batch_size=size, global_batch_size=None)
     job = build_job(alone, world)
     largest = cell.count_samples(job.batches.accumulate) * (max(settings.ranks) if cell.mode == "weak" else 1)
-    steps.check_whole(job, largest, "fewer ranks, a smaller batch")
+    step_bench.check_whole(job, largest, "fewer ranks, a smaller batch")
     return TrainingJob(job)
 
 
@@ -76,13 +76,13 @@ def _build_variant(
     labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size, "role": role}
     if world.rank >= num_ranks:
         return Variant(labels, None, kinds)
-    windows = steps.cycle_windows(job.job, batch_size * world_size // num_ranks, num_ranks)
+    windows = step_bench.cycle_windows(job.job, batch_size * world_size // num_ranks, num_ranks)
 
     def wrap(module: nn.Module) -> nn.Module:
         if setup.wrapper == "dp":
             return nn.DataParallel(module, device_ids=list(range(world_size)))
         with only_computing(world_size):
-            return steps.wrap(module, setup.wrapper, group)
+            return step_bench.wrap(module, setup.wrapper, group)
 
     def build() -> Replica:
         # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.errors import refuse
 from paceline.records.store import Run, load_run
 from paceline.report.result import Result, load_result
-from paceline.runtime.session import open_session
+from paceline.runtime.ranks.session import open_session
 from paceline.studies.batch_sizes import BatchSettings, batch
 from paceline.studies.large_batches import LargeBatchSettings, large_batch
 from paceline.studies.rank_scaling import ScaleSettings, ranks

@@ -17,7 +17,7 @@ from paceline.strategy import Strategy
 from paceline.studies import training_grid as grid
 from paceline.studies.study import run_study
 from paceline.studies.training_grid import SeedSummary, TrainingCell
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.units import format_bytes
 from paceline.verbs.jobs import Names, Place, choose_world
 

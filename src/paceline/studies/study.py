@@ -16,9 +16,9 @@ from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.environment import Environment
 from paceline.records.store import Study
 from paceline.report.result import Result
-from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.session import Session, open_session
-from paceline.training.settings import TrainSettings, check_job, check_size
+from paceline.runtime.ranks.place import is_launched, read_place
+from paceline.runtime.ranks.session import Session, open_session
+from paceline.training.train_settings import TrainSettings, check_job, check_size
 from paceline.verbs.jobs import check_resume, finish
 
 PAGE = "report.md"

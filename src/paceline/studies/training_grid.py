@@ -17,9 +17,9 @@ from paceline.records import CurvePoint, LargeBatchRecord, Record
 from paceline.records.samples import group_by
 from paceline.report.plots import build_panels, draw_line, label_values, place_legend
 from paceline.report.table import Column, raw_columns, text_columns
-from paceline.runtime.session import Session, Task
+from paceline.runtime.ranks.session import Session, Task
 from paceline.studies.study import StudyResult, StudySettings
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.units import format_number_of
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ from paceline.measure.engine import follow
 from paceline.parallel.replicas import read_replica
 from paceline.records import CurvePoint, LargeBatchRecord, NoiseRecord, Record
 from paceline.records.training import NoiseProbe
-from paceline.runtime.world import set_seed
+from paceline.runtime.ranks.world import set_seed
 from paceline.studies.training_grid import TrainingCell
 from paceline.torch_internals import BatchNorm
 from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
 from paceline.training.loop import evaluate, run_steps
-from paceline.training.settings import TrainSettings
+from paceline.training.train_settings import TrainSettings
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome
 

@@ -16,14 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import ConfigError, refuse
 from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm, comm_hook
 from paceline.plan import Plan
-from paceline.runtime.monitor import find_hang_timeout
-from paceline.runtime.monitored import monitor
-from paceline.runtime.world import World, join_world, set_seed
+from paceline.runtime.faults.monitor import find_hang_timeout
+from paceline.runtime.faults.monitored import monitor
+from paceline.runtime.ranks.world import World, join_world, set_seed
 from paceline.torch_internals import BatchNorm, raise_recompile_limit
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.training.schedules import BatchSchedule, Schedule
-from paceline.training.settings import Batches, TrainSettings, load_plan, takes_cap_lists
 from paceline.training.step import Learner, OwnState, fixed_kernels, list_models
+from paceline.training.train_settings import Batches, TrainSettings, load_plan, takes_cap_lists
 from paceline.training.workers import build_workers
 from paceline.workloads.data import DataForm, is_own, is_own_data
 from paceline.workloads.data.own import OWN_FORM, OwnData, find_form, open_data

@@ -23,7 +23,7 @@ import torch
 
 from paceline.errors import ConfigError, RecordError
 from paceline.records.store import write_new
-from paceline.runtime.messages import pack, unpack
+from paceline.runtime.ranks.messages import pack, unpack
 from paceline.units import format_bytes
 
 # Errors raised by malformed files or structures; running out of memory (RuntimeError, MemoryError) is not among them.

@@ -21,14 +21,14 @@ from paceline.parallel import DataParallel
 from paceline.parallel.strategies import find_hook_state
 from paceline.predict.goodput import ALL_LOST, estimate_save_interval
 from paceline.records.training import METRICS_FILE, SAVES_FILE, MetricsLog, load_metrics
-from paceline.runtime.session import lock_folder
-from paceline.runtime.world import World, set_seed
+from paceline.runtime.ranks.session import lock_folder
+from paceline.runtime.ranks.world import World, set_seed
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
 from paceline.training.journal import Position
 from paceline.training.optimizers import match_strides
-from paceline.training.settings import AUTO, FIRST_SAVE_S, HOST_MTBF_S, TrainSettings, parse_save_every
 from paceline.training.step import list_models
+from paceline.training.train_settings import AUTO, FIRST_SAVE_S, HOST_MTBF_S, TrainSettings, parse_save_every
 from paceline.units import format_number_of, parse_duration
 from paceline.workloads.data.own import OwnData
 

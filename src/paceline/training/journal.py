@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from paceline.runtime import pulse
-from paceline.runtime.launch import handle_requests
-from paceline.runtime.world import World
+from paceline.runtime.faults import pulse
+from paceline.runtime.ranks.launch import handle_requests
+from paceline.runtime.ranks.world import World
 from paceline.training.step import PhaseTimes, StepOutcome
 
 _EXCHANGE_EVERY_S = 0.25

@@ -21,20 +21,20 @@ from torch import nn
 from paceline.errors import ConfigError, TrainingError, refuse
 from paceline.parallel import DataParallel, is_torchs
 from paceline.parallel.replicas import read_replica
-from paceline.parallel.sharding import ShardedOptimizer
+from paceline.parallel.zero import ShardedOptimizer
 from paceline.plan import Plan
-from paceline.runtime import pulse
-from paceline.runtime.session import Progress
-from paceline.runtime.worker import SPARE, is_wanted, post, report_step, stand_by
-from paceline.runtime.world import World
+from paceline.runtime.faults import pulse
+from paceline.runtime.ranks.session import Progress
+from paceline.runtime.ranks.worker import SPARE, is_wanted, post, report_step, stand_by
+from paceline.runtime.ranks.world import World
 from paceline.torch_internals import import_compiler
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.checkpoints import RunFiles
 from paceline.training.journal import Journal, Position, StopRequest, TakenStep, catch_stop
 from paceline.training.loader import load_windows
 from paceline.training.regroup import BufferGuard, Carried, MoreRanksError, check_policy, may_stay, warm_up
-from paceline.training.settings import TrainSettings
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, find_bad_parameter, list_models, take_step
+from paceline.training.train_settings import TrainSettings
 from paceline.units import format_bytes, format_number_of, format_speed
 from paceline.workloads.data.own import OwnData
 from paceline.workloads.data.sets import DataSet

@@ -19,16 +19,16 @@ from torch import nn
 from paceline.errors import PacelineError, refuse
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
-from paceline.runtime import pulse
-from paceline.runtime.messages import pack, unpack
-from paceline.runtime.processes import find_code
-from paceline.runtime.world import World, has_lost_rank
+from paceline.runtime.faults import pulse
+from paceline.runtime.faults.processes import find_code
+from paceline.runtime.ranks.messages import pack, unpack
+from paceline.runtime.ranks.world import World, has_lost_rank
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job, Sets, build_job, open_world
 from paceline.training.checkpoints import RunFiles, build_meta, find_strategy
 from paceline.training.journal import Journal, Position, TakenStep, Unwritten
-from paceline.training.settings import Batches, TrainSettings
 from paceline.training.step import StepOutcome
+from paceline.training.train_settings import Batches, TrainSettings
 from paceline.workloads.data import is_own_data
 from paceline.workloads.data.own import OwnData
 

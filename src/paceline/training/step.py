@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, refuse
 from paceline.parallel import DataParallel, SyncBatchNorm
-from paceline.runtime.moments import between_s, mark
+from paceline.runtime.ranks.moments import between_s, mark
 from paceline.training.loader import LoadedBatch
 from paceline.workloads.data import Batch, DataForm
 from paceline.workloads.external import own_errors

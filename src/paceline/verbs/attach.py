@@ -28,18 +28,18 @@ from paceline.records import Record, Samples, StepRecord, TracedStepRecord
 from paceline.records.steps import RACED
 from paceline.records.store import Run, pause_collection, write_new
 from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
-from paceline.report.attached import build_row
+from paceline.report.observed import build_row
 from paceline.report.page import save_page
 from paceline.report.result import Result, build_result
-from paceline.runtime.environment import read_place
-from paceline.runtime.session import Session, open_session
+from paceline.runtime.ranks.place import read_place
+from paceline.runtime.ranks.session import Session, open_session
 from paceline.units import MIB, format_bytes, format_ms
 from paceline.verbs.jobs import Place, Sizes, finish, list_sizes
 from paceline.verbs.watch import Follower, serve, show_address
 
 if TYPE_CHECKING:
     from paceline.predict.traces import RankTrace
-    from paceline.report.attached import AttachedResult
+    from paceline.report.observed import AttachedResult
 
 _WARMUP = 4  # untimed steps at the start of a program: torch's wrapper builds its buckets in the second
 _LEAST_STEPS = 8  # minimum number of steps to observe
@@ -321,7 +321,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 @pause_collection()
 def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedStepRecord], list[str]]:
     """The traces, the steps in them, and the reasons for missing ones."""
-    from paceline.predict.traced import read_steps
+    from paceline.predict.trace_steps import read_steps
     from paceline.predict.traces import read_chrome
 
     traces = []
@@ -370,7 +370,7 @@ def _compare_plans(
 ) -> list[StepRecord]:
     """Run the program once more, alternating between its own buckets and others; its wrapper changes them between
     steps."""
-    from paceline.report.attached import NOW, AttachedResult
+    from paceline.report.observed import NOW, AttachedResult
 
     seen = AttachedResult(Run(session.verb, session.config, session.environment, tuple(records)))
     if seen.buckets is None:

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import ConfigError
-from paceline.measure.settings import ChunkSettings, CollectiveSettings, GroupSettings, WrapperSettings
+from paceline.measure.bench_settings import ChunkSettings, CollectiveSettings, GroupSettings, WrapperSettings
 from paceline.records.exchange import load_table
 from paceline.records.kinds import ITEM_BYTES, CollectiveRecord
 from paceline.records.store import Run, is_run_path, load_run
-from paceline.runtime.environment import read_place
-from paceline.runtime.session import joins_world, open_session
+from paceline.runtime.ranks.place import read_place
+from paceline.runtime.ranks.session import joins_world, open_session
 from paceline.units import parse_size
 from paceline.verbs.jobs import Counts, Names, Place, Sizes, choose_up_to, finish, list_names, list_sizes
 
 if TYPE_CHECKING:
-    from paceline.report.collectives import ChunksResult, CollectiveResult
-    from paceline.report.steps import WrappersResult
+    from paceline.report.step_tables import WrappersResult
+    from paceline.report.sweeps import ChunksResult, CollectiveResult
 
 
 # Arguments that the verbs read themselves, and that are not fields of settings.
@@ -59,7 +59,7 @@ def allreduce(
         raise ConfigError(f"{compare} has {compared[0].collective} but no {collective}: nothing to compare")
 
     def build(run: Run, folder: Path | None) -> CollectiveResult:
-        from paceline.report.collectives import CollectiveResult
+        from paceline.report.sweeps import CollectiveResult
 
         # Differences that make two runs incomparable; a table does not record its environment.
         is_run = compare is not None and is_run_path(compare)

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from paceline.errors import refuse
 from paceline.measure.health import check_health
-from paceline.measure.hosts import Wanted, check_links, check_survey, survey_hosts
+from paceline.measure.host_checks import Wanted, check_links, check_survey, survey_hosts
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import Run
 from paceline.report.result import DoctorResult
-from paceline.runtime.hosts import CHECK_S, open_agents, parse_hosts
-from paceline.runtime.session import Progress, ProgressDisplay
+from paceline.runtime.hosts.ssh import CHECK_S, open_agents, parse_hosts
+from paceline.runtime.ranks.session import Progress, ProgressDisplay
 from paceline.verbs.run import parse_variables
 
 

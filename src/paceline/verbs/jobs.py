@@ -12,9 +12,9 @@ from paceline.errors import ConfigError, refuse, suggest
 from paceline.machine import canonical_backend
 from paceline.options import Option
 from paceline.records.store import Run
-from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.session import Session, find_place, open_session
-from paceline.training.settings import NAMES, TrainSettings, check_job
+from paceline.runtime.ranks.place import is_launched, read_place
+from paceline.runtime.ranks.session import Session, find_place, open_session
+from paceline.training.train_settings import NAMES, TrainSettings, check_job
 from paceline.units import parse_size, parse_sizes
 from paceline.workloads.data import is_own, is_own_data
 

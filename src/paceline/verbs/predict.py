@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
     from paceline.report.strategy_steps import StrategyStepsResult
-    from paceline.report.traced import TracedResult
+    from paceline.report.trace_predictions import TracedResult
 
 Place = str | Path | None
 R = TypeVar("R", bound="Result")
@@ -185,7 +185,7 @@ def predict_trace(
         out: Save the run in a new folder there.
     """
     from paceline.predict.curves import check_algorithm
-    from paceline.report.traced import TracedResult
+    from paceline.report.trace_predictions import TracedResult
 
     check_algorithm(algorithm)
     places = (traces,) if isinstance(traces, str | Path) else tuple(traces)
@@ -326,7 +326,7 @@ def _count_usable(result: Result, count: int) -> int | None:
 def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
     """A result, and its times that determine a job's productive time."""
     from paceline.report.result import load_result
-    from paceline.report.training import TrainRunResult
+    from paceline.report.training_result import TrainRunResult
 
     result = load_result(source) if isinstance(source, str | Path) else source
     times: dict[str, list[float]] = {}
@@ -380,7 +380,7 @@ def _is_trace(file: Path) -> bool:
 @pause_collection()
 def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
     """The steps in the traces of one job. A RecordError names the file and what is wrong with it."""
-    from paceline.predict.traced import read_steps
+    from paceline.predict.trace_steps import read_steps
     from paceline.predict.traces import find_span, read_ranks
 
     seen: dict[int, tuple[Path, int]] = {}

@@ -14,8 +14,8 @@ from paceline.options import Option, check_counts
 from paceline.records import CollectiveRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run, load_run, naming_damage
-from paceline.runtime.session import Session, find_place, open_session
-from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings, list_job_warnings
+from paceline.runtime.ranks.session import Session, find_place, open_session
+from paceline.training.train_settings import DEFAULT_BATCH_SIZE, TrainSettings, list_job_warnings
 from paceline.verbs.jobs import Counts, Place, brings_data, build_settings, choose_worlds, finish, list_counts, open_job
 from paceline.verbs.predict import find_profile, list_carried, list_doubts
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.report.profiles import CommTableResult, ProfileResult, TraceResult
     from paceline.report.result import Result
 
-_ROOM = "paceline.measure.profiles:"
+_ROOM = "paceline.measure.job_profile:"
 
 
 def profile(
@@ -137,7 +137,7 @@ def trace(
     with _quiet_allocator(memory), opened as session:
         session.warnings += list_job_warnings(given) if isinstance(model, str) else []
         arguments = (given, 3 if warmup is None else warmup, steps, extras, session.place is not None)
-        traces, facts = session.ask("paceline.measure.traces:trace_job", arguments)
+        traces, facts = session.ask("paceline.measure.recorder:trace_job", arguments)
 
         def build(run: Run, folder: Path | None) -> TraceResult:
             from paceline.predict.advice import advise

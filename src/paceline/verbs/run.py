@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
-from paceline.measure.hosts import Wanted, check_survey, find_port, survey_hosts
+from paceline.measure.host_checks import Wanted, check_survey, find_port, survey_hosts
 from paceline.options import Option
-from paceline.runtime import hosts as remote
-from paceline.runtime import slurm as scheduler
-from paceline.runtime.kubernetes import render_manifest
-from paceline.runtime.launch import defer_signals
-from paceline.runtime.monitor import TIMEOUT_VARIABLE
+from paceline.runtime.faults.monitor import TIMEOUT_VARIABLE
+from paceline.runtime.hosts import slurm as scheduler
+from paceline.runtime.hosts import ssh as remote
+from paceline.runtime.hosts.kubernetes import render_manifest
+from paceline.runtime.ranks.launch import defer_signals
 
 # Options that apply to only some ways of starting.
 _OWN = {

@@ -19,14 +19,14 @@ from paceline.records.store import Run, naming_damage, write_new
 from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, load_metrics
 from paceline.report.compared import TrainComparisonResult
 from paceline.report.result import Result, load_result
-from paceline.report.training import TrainRunResult, render_config
-from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.launch import check_rank_count
-from paceline.runtime.monitor import find_hang_timeout
-from paceline.runtime.recovery import Fault, Recovery
-from paceline.runtime.session import Session, joins_world, open_session
+from paceline.report.training_result import TrainRunResult, render_config
+from paceline.runtime.faults.monitor import find_hang_timeout
+from paceline.runtime.faults.recovery import Fault, Recovery
+from paceline.runtime.ranks.launch import check_rank_count
+from paceline.runtime.ranks.place import is_launched, read_place
+from paceline.runtime.ranks.session import Session, joins_world, open_session
 from paceline.training.schedules import format_growths
-from paceline.training.settings import AUTO, TrainSettings, check_job, list_job_warnings
+from paceline.training.train_settings import AUTO, TrainSettings, check_job, list_job_warnings
 from paceline.units import format_number_of, name_ranks
 from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts, refuse_unknown
 from paceline.verbs.watch import start_watching
@@ -117,7 +117,7 @@ def _is_begun(folder: Path) -> bool:
     found = (folder / CONFIG_FILE).exists()
     if not is_launched() or read_place().world_size == 1:
         return found
-    from paceline.runtime.world import share_first
+    from paceline.runtime.ranks.world import share_first
 
     return bool(share_first(read_place(), found))
 

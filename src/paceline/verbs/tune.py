@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 from paceline.errors import refuse
 from paceline.predict.strategy_costs import EVERY, list_strategies
 from paceline.predict.tuning import TuneSettings
-from paceline.runtime.environment import is_launched
-from paceline.training.settings import TrainSettings, takes_cap_lists
+from paceline.runtime.ranks.place import is_launched
+from paceline.training.train_settings import TrainSettings, takes_cap_lists
 from paceline.verbs.jobs import Place, Sizes, brings_data, choose_world, finish, list_sizes, open_job
 
 if TYPE_CHECKING:
@@ -76,6 +76,6 @@ def tune(
     parts = given.batches.accumulate if isinstance(given, TrainSettings) else 1
     refuse((parts != 1, f"--accumulate {parts}: gradients are only sent with the last micro-batch; tune without it"))
     with opened as session:
-        records, *found = session.ask("paceline.measure.tuning:tune_job", (settings, given))
+        records, *found = session.ask("paceline.measure.plan_bench:tune_job", (settings, given))
         session.config |= settings.to_json(*found)
         return cast("TuneResult", finish(session, records))

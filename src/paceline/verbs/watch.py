@@ -28,11 +28,11 @@ from urllib.parse import parse_qs, urlsplit
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records.store import open_file
 from paceline.records.training import METRICS_FILE, list_ranks, load_config, pick_like_last
-from paceline.report.attached import WHERE, RankRow
+from paceline.report.observed import WHERE, RankRow
 from paceline.report.page import render_page, render_table, save_page, split_verdict
 from paceline.report.result import Result, load_result
 from paceline.report.table import Table
-from paceline.report.training import TrainRunResult
+from paceline.report.training_result import TrainRunResult
 from paceline.units import format_duration, format_ms, format_speed
 
 _POLL_S = 0.4

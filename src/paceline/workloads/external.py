@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from paceline.errors import ConfigError, PacelineError, refuse, suggest
-from paceline.runtime.processes import find_code
+from paceline.runtime.faults.processes import find_code
 from paceline.workloads.data import DataForm, fetch_from_hub, import_hf, is_own, shorten_error
 
 if TYPE_CHECKING:

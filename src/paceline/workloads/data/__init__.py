@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from paceline.errors import ConfigError, refuse, suggest
-from paceline.runtime.environment import read_place
+from paceline.runtime.ranks.place import read_place
 
 if TYPE_CHECKING:
     import torch

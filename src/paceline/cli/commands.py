@@ -1,0 +1,329 @@
+"""Commands: their options are the arguments of a verb, and the settings of its job. Also prints results."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json as encoder
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from paceline.errors import ConfigError, refuse
+from paceline.options import FLAGS, JOB, LEARNING, MEASUREMENT, OUTPUT, PANELS, find_flag
+from paceline.training.schedules import parse_growths
+from paceline.units import parse_counts
+
+if TYPE_CHECKING:
+    from paceline.report.result import Result
+
+# The settings of a training job that a verb with `**job` takes, most common first. One with `**settings` takes all.
+JOB_OPTIONS = (
+    "model data ranks batch_size accumulate precision wrapper backend device threads compile sync_batchnorm plan seed "
+    "samples context tokenizer channels hidden dropout optimizer"
+)
+_ARGUMENTS = ("command", "runs")  # without a flag
+_OF_PYTHON = ("step", "progress", "show")  # arguments that are not options
+COMMON = {
+    "out": "Folder in which to create the run's folder.",
+    "iters": "Timed repetitions. Default: as time allows, up to 100.",
+    "warmup": "Warm-up repetitions before timing. Default: as time allows, up to 3.",
+    "strict": "Exit with 1 if a result is too noisy, and say why.",
+    "json": "Print one JSON document and nothing else on stdout.",
+    "wide": "Print all table columns, however wide.",
+}
+# The panels of arguments of verbs; the others are about the job. Settings have panels themselves.
+_PANELS = {
+    LEARNING: "epochs lr schedule recipes",
+    MEASUREMENT: "at_once budget caps compare confirm evaluations every faults iters limit memory network_ranks "
+    "patience predict_ranks quick restart seeds shapes steps stop strict systems target trials updates warmup",
+    OUTPUT: "browser json out page plot resume watch wide",
+}
+
+_MOST_TEXT = 4096  # longest path on Linux
+_MOST_NAME = 255  # longest name in a path
+
+
+def check_typed(value: Any, flag: str) -> None:
+    """Refuse text that is not a valid path, and is longer than any list or number needs to be."""
+    for item in value if isinstance(value, list | tuple) else (value,):
+        text = str(item) if isinstance(item, str | Path) else ""
+        shown = f"{flag} {text[:40]!r}..."
+        refuse(
+            (len(text) > _MOST_TEXT, f"{shown} has {len(text)} characters: use at most {_MOST_TEXT}"),
+            (isinstance(item, Path) and any(len(os.fsencode(part)) > _MOST_NAME for part in item.parts),
+             f"{shown} has a file name longer than {_MOST_NAME} bytes: check the path"),
+            ("\0" in text, f"{shown} contains a null character: remove it"),
+        )  # fmt: skip
+
+
+def _read_channels(text: str, flag: str) -> tuple[int, ...]:
+    """Parse a list of numbers that may repeat, unlike `parse_counts`: two layers may have the same size."""
+    return tuple(number for part in text.split(",") for number in parse_counts(part, flag))
+
+
+def _read_drops(text: str, flag: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} is not understood: use fractions of the run, such as 0.5,0.75") from None
+
+
+# What the parser of the command line reads for an annotation, the first of these that occurs in it; and the conversion.
+_KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
+    "tuple[Path, Path]": (tuple[Path, Path], None),
+    "Growths": (str, lambda text, _: parse_growths(text)),
+    "tuple[int, ...]": (str, _read_channels),
+    "tuple[float, ...]": (str, _read_drops),
+    "Counts": (str, parse_counts),
+    "Sequence[int]": (str, parse_counts),
+    "Sequence[str | Path": (list[Path], None),
+    "Sequence[Result": (list[Path], None),
+    "Path": (Path, None),
+    "Place": (Path, None),
+    "str": (str, None),
+    "Any": (str, None),
+    "Names": (str, None),
+    "Sizes": (str, None),
+    "bool": (bool, None),
+    "int": (int, None),
+    "float": (float, None),
+}
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """An option of a command. `annotation` and `default` are those of the verb's argument or of the setting."""
+
+    name: str
+    annotation: str
+    default: Any
+    help: str
+    panel: str
+    flag: str
+
+    @cached_property
+    def kind(self) -> Any:
+        if self.annotation.startswith("Sequence[str]") or (self.annotation == "Names" and self.name in FLAGS):
+            return list[str]
+        return self._conversion[0]
+
+    @cached_property
+    def _conversion(self) -> tuple[Any, Callable[[Any, str], Any] | None]:
+        return next(kind for text, kind in _KINDS.items() if text in self.annotation)
+
+    @property
+    def shown_default(self) -> Any:
+        """The default as the help shows it. It is not passed on: the verb has it."""
+        if self.kind is bool:
+            return None if self.default is None else False
+        if "default" in self.help.lower() or self.kind == list[str] or self.default in (None, "", ()):
+            return None
+        return ",".join(map(str, self.default)) if isinstance(self.default, tuple | list) else self.default
+
+    def read(self, value: Any) -> Any:
+        """The verb's argument, from what was typed."""
+        if self.name != "command":  # a command after -- is passed on unchecked
+            check_typed(value, self.flag)
+        if self.default is True:  # a switch that turns it off
+            return not value
+        convert = self._conversion[1]
+        return value if convert is None else convert(value, self.flag)
+
+    def build(self) -> inspect.Parameter:
+        """The parameter that typer turns into an option."""
+        help = self.help.replace("[", "\\[")  # not markup
+        names = self.flag.split()
+        if self.name in _ARGUMENTS:
+            info = typer.Argument(None, help=help)
+        else:
+            names += [short for short in FLAGS.get(self.name, "").split()[1:] if len(names) == 1]
+            if self.kind is bool and self.default is None:
+                names = [f"{self.flag}/--no-{self.flag[2:]}"]
+            info = typer.Option(self.shown_default, *names, help=help, rich_help_panel=self.panel)
+        kind = self.kind if self.shown_default is not None else self.kind | None
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
+
+
+def find_panel(name: str) -> str:
+    """The panel of an argument of a verb."""
+    return next((panel for panel, names in _PANELS.items() if name in names.split()), JOB)
+
+
+def read_help(function: Callable[..., Any]) -> dict[str, str]:
+    """The help of arguments, from `Args:` in a docstring."""
+    section = (inspect.getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    _, *found = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in zip(found[::2], found[1::2], strict=True)}
+
+
+def _load(place: str) -> Callable[..., Any]:
+    """A function of the package: "verbs.bench:chunks"."""
+    module, _, name = place.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"paceline.{module}"), name)
+    return found
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that calls a verb with the options that the user gave, on top of `always`; for all others the verb uses
+    its own defaults.
+
+    Its options are the arguments of `adapter` and of the verb, except `without`. A verb with `**job` also takes
+    `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. Their help is in the docstrings of both and of
+    the functions in `like`, then in the settings. `help` and `flags` are for options that this command has differently.
+    """
+
+    verb: str
+    adapter: Callable[..., Any] | None = None
+    without: str = ""
+    job: str = ""
+    like: Sequence[str] = ()
+    help: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_strict: bool = False
+    always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> dict[str, _Parameter]:
+        """The options by name, in the order of the panels."""
+        functions = [_load(self.verb), *([self.adapter] if self.adapter else [])]
+        arguments: dict[str, inspect.Parameter] = {}
+        docs: dict[str, str] = {}
+        for function in [*map(_load, reversed(self.like)), *functions]:
+            docs |= read_help(function)
+        for function in functions:
+            arguments |= inspect.signature(function).parameters
+        docs |= {**self.help, "out": COMMON["out"]}  # in Python, nothing is saved by default
+        fields: dict[str, Any] = {}
+        if "job" in arguments or "settings" in arguments:
+            from paceline.training.train_settings import TrainSettings
+
+            fields = {field.name: field for field in dataclasses.fields(TrainSettings)}
+        found: dict[str, _Parameter] = {}
+        for name, argument in arguments.items():
+            if argument.kind is not argument.VAR_KEYWORD:
+                default = None if argument.default is argument.empty else argument.default
+                found[name] = self._build(name, argument.annotation, default, find_panel(name), docs, fields.get(name))
+        more = list(fields) if "settings" in arguments else [*JOB_OPTIONS.split(), *self.job.split()] if fields else []
+        for name in more:
+            if name not in found and not name.startswith("-"):
+                field = fields[name]
+                panel = field.metadata["option"].panel
+                found[name] = self._build(name, field.type, field.default, panel, self.help, field)
+        for name in [*(["strict"] if self.is_strict else []), "json", "wide"]:
+            found[name] = _Parameter(name, "bool", False, COMMON[name], find_panel(name), find_flag(name))
+        removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
+        kept = {name: parameter for name, parameter in found.items() if name not in removed}
+        return dict(sorted(kept.items(), key=lambda item: PANELS.index(item[1].panel)))
+
+    def _build(
+        self, name: str, annotation: str, default: Any, panel: str, docs: Mapping[str, str], field: Any
+    ) -> _Parameter:
+        default = self.always.get(name, Path("runs") if name == "out" else default)
+        if name == "model" and not annotation.startswith("str"):  # in Python, a module
+            docs = {}
+        help = docs.get(name) or (field.metadata["option"].help if field is not None else COMMON.get(name, ""))
+        flag = self.flags.get(name) or find_flag(name)
+        return _Parameter(name, annotation, default, help, panel, f"--no-{flag[2:]}" if default is True else flag)
+
+    def add(self, app: typer.Typer, name: str, help: str) -> None:
+        """Add this command; without a `name` it becomes the default command of a group."""
+        lazy = type("Lazy", (_Lazy, TyperCommand if name else TyperGroup), {"command": self})
+        added = (
+            app.command(name, cls=lazy, help=help)
+            if name
+            else app.callback(cls=lazy, invoke_without_command=True, help=help)
+        )
+        added(lambda: None)
+
+    def build(self) -> Any:
+        """The parser's command, of which the options are used."""
+        parameters = [inspect.Parameter("context_", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        parameters += [parameter.build() for parameter in self.parameters.values()]
+
+        def run(context_: typer.Context, **values: Any) -> None:
+            self.run(context_, values)
+
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        alone = typer.Typer(add_completion=False)
+        alone.command()(run)
+        return typer.main.get_command(alone)
+
+    def run(self, context: typer.Context, values: Mapping[str, Any]) -> None:
+        """Call the verb with the options that were typed, and print its result."""
+        given = dict(self.always)
+        for name, parameter in self.parameters.items():
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                given[name] = parameter.read(values[name])
+        if (command := context.invoked_subcommand) is not None:
+            flags = ", ".join(self.parameters[name].flag for name in given)
+            refuse((flags, f"{flags} before {command} has no effect: put options after {command}"))
+            return
+        json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
+        if "resume" in given and self.verb.startswith("studies."):
+            jobs = importlib.import_module("paceline.verbs.jobs")  # imported late, because it is slow
+            typed = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
+            jobs.check_resume({find_flag(name).removeprefix("--"): True for name in typed})
+        if "out" in self.parameters and "resume" not in given:
+            given.setdefault("out", values["out"])
+        verb = _load(self.verb)
+        if "progress" in inspect.signature(verb).parameters:
+            given["progress"] = True
+        result = (self.adapter or verb)(**given)
+        raise typer.Exit(print_result(result, json, wide, strict))
+
+
+class _Lazy:
+    """A parser's command whose options and function come from the verb, which is imported when they are needed."""
+
+    command: Command
+
+    @cached_property
+    def built(self) -> Any:
+        return self.command.build()
+
+    params = property(lambda self: self.built.params, lambda self, _: None)
+    callback = property(lambda self: self.built.callback, lambda self, _: None)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """A usage error always shows the usage: for a missing value, the parser does not set the context."""
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc,no-any-return]
+        except _USAGE_ERROR as error:
+            error.ctx = error.ctx or ctx
+            raise
+
+
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's class, or the copy in typer
+
+
+def print_result(result: Result, json: bool, wide: bool = False, strict: bool = False) -> int:
+    """Print a result on rank 0. Returns the exit code: 1 for a failure or, with `strict`, for noise; else 0."""
+    from paceline.runtime.ranks.place import read_place
+
+    try:
+        leads = read_place().rank == 0
+    except ConfigError:  # only some of a launcher's variables are set: no other rank would print
+        leads = True
+    if leads:
+        if json:
+            print(encoder.dumps(result.to_json(), indent=1, allow_nan=False))
+        else:  # fit the terminal, or COLUMNS; redirected output is not limited
+            print(result.text(None if wide else shutil.get_terminal_size((0, 0)).columns or None))
+    reasons: Sequence[str] = [result.failure] if result.failure else result.noise if strict else []
+    for reason in reasons if leads else []:
+        print(f"paceline: failed{'' if result.failure else ' (--strict)'}: {reason}", file=sys.stderr)
+    return 1 if reasons else 0

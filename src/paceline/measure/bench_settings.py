@@ -1,0 +1,226 @@
+"""What benchmarks measure, checked without torch before any rank starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paceline import machine
+from paceline.errors import ConfigError, refuse
+from paceline.options import check_options, option
+from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES, Record
+from paceline.runtime.ranks.launch import RANK_BYTES, check_rank_count
+from paceline.units import format_bytes
+from paceline.workloads.registry import WORKLOADS
+
+BACKENDS = ("gloo", "nccl", "shm")
+OPS = ("sum", "avg", "min", "max", "prod")
+REDUCING = ("all_reduce", "reduce_scatter")
+# What the backend shm reduces in shared memory; the rest goes to gloo under it.
+SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+SHARED_OPS = ("sum", "avg", "min", "max")
+DEFAULT_WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-simple")
+WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
+REMOVED_WRAPPERS = ("paceline-flat", "paceline-overlap", "paceline-per_parameter")  # still in stored results
+# What two cores step through in minutes; the others are for GPUs and must be named.
+DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
+# Ways to set the buckets of a wrapper that a tuned one chooses from: its own caps, five others, one bucket, and for
+# torch's wrapper our plan.
+MAX_CANDIDATES = 8
+_TIME = ", or leave it out to fit the time"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement returns, equal on every rank: records, and what only a rank knows of its environment."""
+
+    records: tuple[Record, ...]
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """What every benchmark of a process group shares. `iters` and `warmup` of None mean: as the time allows."""
+
+    # How a refusal for memory begins and ends.
+    memory_words: ClassVar[tuple[str, str]] = ("a message takes", "use smaller sizes")
+
+    backends: tuple[str, ...] = option(("gloo",), choices=BACKENDS)
+    ranks: tuple[int, ...] = (2,)
+    dtype: str = option("float32", choices=ITEM_BYTES)
+    device: str = option("auto", choices=("auto", "cpu", "cuda"))
+    threads: int = option(1, least=1, each_s=1e4)
+    iters: int | None = option(None, least=1, each_s=1e-6, advice=_TIME)
+    warmup: int | None = option(None, least=0, each_s=1e-6, advice=_TIME)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backends", tuple(map(machine.canonical_backend, self.backends)))
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    def is_whole(self, num_bytes: int) -> bool:
+        """Whether this number of bytes is a whole number of elements, and at least one."""
+        return num_bytes >= self.item_bytes and num_bytes % self.item_bytes == 0
+
+    def device_of(self, backend: str) -> str:
+        """`cpu` or `cuda`: where this backend's messages live."""
+        return self.device if self.device != "auto" else "cuda" if backend == "nccl" else "cpu"
+
+    def check(self) -> None:
+        """Refuse what cannot be measured on any machine; `check_host` looks at this one."""
+        check_options(self)
+        if "nccl" in self.backends and self.device == "cpu":
+            raise ConfigError("backend nccl works on GPUs only: leave out --device cpu, or use the backend gloo")
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """The most memory that one rank holds for its messages."""
+        raise NotImplementedError
+
+    def check_host(self, local_ranks: int) -> None:
+        """Refuse what this host's GPUs or memory cannot hold for this number of ranks, before anything is started."""
+        on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
+        gpus, who = machine.count_gpus() if on_gpu else 0, " and ".join(sorted(on_gpu))
+        # The GPU's memory is checked where torch can ask it.
+        need = 0 if on_gpu == set(self.backends) else self.bytes_per_rank
+        have, (takes, advice) = machine.available_memory_bytes(), self.memory_words
+        refuse(
+            (on_gpu and not gpus, f"{who} on CUDA needs a GPU and none is visible here: use gloo and --device cpu"),
+            ("nccl" in on_gpu and not machine.can_serve_nccl(gpus, local_ranks),
+             f"backend nccl needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
+             f"use --ranks {gpus}, --backend gloo --device cuda, or {machine.SHARE_GPUS}=1 to share GPUs"),
+            (need + RANK_BYTES > have,
+             f"{takes} {format_bytes(need)} on each rank and {format_bytes(have)} are free: {advice}"),
+        )  # fmt: skip
+        check_rank_count(local_ranks, need)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSettings(GroupSettings):
+    """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are nccl-tests' sizes, in bytes.
+
+    `memories` says where the vectors lie; only the backend shm has `shared`. With `limit`, what memory could do is
+    measured too.
+    """
+
+    sizes: tuple[int, ...]
+    collective: str = option("all_reduce", choices=COLLECTIVES)
+    op: str = option("sum", choices=OPS)
+    memories: tuple[str, ...] = option(("ordinary",), choices=MEMORIES)
+    limit: bool = False
+
+    def check(self) -> None:
+        super().check()
+        what, item, most = self.collective, self.item_bytes, max(self.ranks)
+        if "shared" in self.memories:
+            self._check_shared()
+        sizes = [(size, f"size {format_bytes(size)} ({size} bytes) is") for size in self.sizes]
+        refuse(
+            (what not in REDUCING and self.op != "sum",
+             f"--op {self.op} contradicts --collective {what}, which reduces nothing"),
+            (self.op == "avg" and "int" in self.dtype, f"--op avg of {self.dtype} is not defined: use floating point"),
+            (self.limit and what != "all_reduce",
+             f"--limit is the bound of an all_reduce: leave it out for --collective {what}"),
+            *((not self.is_whole(size), f"{found} not a whole number of {self.dtype} elements of {item} bytes")
+              for size, found in sizes),
+            *((self.has_shares and size < most * item,
+               f"{found} less than one element for each of {most} ranks, which {what} needs")
+              for size, found in sizes),
+        )  # fmt: skip
+
+    def _check_shared(self) -> None:
+        """Refuse what the backend shm does not reduce in shared memory."""
+        what, backends = self.collective, " and ".join(self.backends)
+        others = " and ".join(backend for backend in self.backends if backend != "shm")
+        limits = (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS))
+        refuse(
+            ("shm" not in self.backends,
+             f"--memory shared: backend {backends} has none, only shm does: leave it out, or add shm to --backend"),
+            (self.memories == ("shared",) and others,
+             f"--memory shared leaves nothing to measure on {others}: use --memory ordinary,shared"),
+            (what != "all_reduce",
+             f"--memory shared is for all_reduce: {what} copies its parts whatever their memory; leave it out"),
+            (self.device == "cuda", "--memory shared is memory of the host: leave out --device cuda"),
+            *((value not in known, f"--{name} {value} is not reduced in shared memory: known are {', '.join(known)}")
+              for name, value, known in limits),
+        )  # fmt: skip
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether every rank has its own share of the vector."""
+        return self.collective in ("all_gather", "reduce_scatter")
+
+    def memories_of(self, backend: str) -> tuple[str, ...]:
+        """The memories that are measured on this backend."""
+        return self.memories if backend == "shm" else ("ordinary",)
+
+    def num_elements(self, num_bytes: int, world_size: int) -> int:
+        """Elements of the full vector; for all_gather and reduce_scatter cut to a multiple of the ranks."""
+        elements = num_bytes // self.item_bytes
+        return elements - elements % world_size if self.has_shares else elements
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """A vector for each memory, and one to copy to for the limit; or a vector, a share, and gloo's copy of both."""
+        if self.has_shares:
+            return 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
+        return len({*self.memories, "ordinary", "target"} if self.limit else self.memories) * max(self.sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSettings(GroupSettings):
+    """`bench chunks`: a fixed total, all-reduced in chunks of many sizes, in bytes."""
+
+    total_bytes: int
+    chunks: tuple[int, ...]
+
+    def check(self) -> None:
+        super().check()
+        largest, total = max(self.chunks), self.total_bytes
+        sizes, what = [("total", total), *(("chunk", size) for size in self.chunks)], f"{self.dtype} elements"
+        refuse(
+            *((not self.is_whole(n), f"{name} of {n} bytes is not a whole number of {what}") for name, n in sizes),
+            (largest > total, f"a chunk of {format_bytes(largest)} is larger than the total of {format_bytes(total)}"),
+        )
+
+    @property
+    def bytes_per_rank(self) -> int:
+        return self.total_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapperSettings(GroupSettings):
+    """`bench wrappers`: each model on each number of ranks, all wrappers in turns. `batch_size` None: the model's."""
+
+    memory_words: ClassVar[tuple[str, str]] = (
+        "the replicas of one model take", "leave out a large --model or some of --wrapper",
+    )  # fmt: skip
+
+    models: tuple[str, ...] = option(DEFAULT_MODELS, choices=WORKLOADS)
+    wrappers: tuple[str, ...] = option(DEFAULT_WRAPPERS, choices=WRAPPERS)
+    batch_size: int | None = option(None, least=1, each_s=1e-6, advice=", or leave it out for the model's own")
+    dtype: str = option("float32", choices=("float32", "bfloat16"))
+
+    def check(self) -> None:
+        removed = [name for name in self.wrappers if name in REMOVED_WRAPPERS]
+        refuse((removed, f"--wrapper {','.join(removed)}: removed; use paceline-simple, or paceline"))
+        super().check()
+
+    def batch_of(self, model: str) -> int:
+        """Samples per rank in one step of this model."""
+        return WORKLOADS[model].batch_size if self.batch_size is None else self.batch_size
+
+    def replica_bytes(self, model: str, num_backends: int) -> int:
+        """Parameters and buffers of all replicas, gradients and a copy of one that steps. Activations come on top."""
+        replicas = num_backends * len(self.wrappers)
+        if {"torch-tuned", "paceline-tuned"} & {*self.wrappers}:  # their candidates are tried before, one after another
+            replicas = max(replicas, MAX_CANDIDATES)
+        batch_bytes = 4 * self.batch_of(model) * math.prod(WORKLOADS[model].data_form.shape)
+        return (2 * replicas + 2) * 4 * WORKLOADS[model].num_elements + batch_bytes
+
+    @property
+    def bytes_per_rank(self) -> int:
+        return max(self.replica_bytes(model, len(self.backends)) for model in self.models)

@@ -1,0 +1,404 @@
+"""Observes the ranks of a user's own, unmodified program: times all steps, and traces a few.
+
+`paceline.autoload` calls `attach` if PACELINE_ATTACH holds its settings. A step ends with its optimizer; on a GPU, when
+the GPU has finished it. torch's profiler records a few steps in detail. Nothing comes between torch's wrapper and its
+messages, so the program's results do not change. Each rank writes its own files, sends nothing, and never makes the
+program wait for its GPU. Needs only torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import multiprocessing.util
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from paceline.runtime.ranks.moments import between_s, is_past, mark
+from paceline.torch_internals import DataLoaderIterator, is_profiling, register_comm_hook
+
+_MOST_RECORDED = 16  # maximum number of traced ranks; more traces would show the same
+_FINAL_BUCKETS_STEP = 4  # step after which wrappers have their final buckets
+_WRITE_EVERY_S = 0.25
+_STOP_S = 60.0  # how long to wait for the GPU's last steps when stopping the program
+_CLOSE_S = 5.0  # the same when the program ends by itself
+_POLL_S = 1e-3
+_MOST_EXITS = 3  # how many times a program may catch the exit that `--stop` requests
+# Attributes in which wrappers keep their bucket sizes: ours, and torch's in several versions.
+_BUCKET_ATTRIBUTES = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
+
+
+class Settings(NamedTuple):
+    """What to observe: `steps` steps (0: all), of which `record` are traced after `warmup` others.
+
+    With `every`, times are written after this many steps and four times a second, not only at the end. `race` compares
+    plans: from step `first` on, the program runs `turns` of `length` steps each. A turn is an index into `plans`, which
+    are caps in MiB; None stands for the program's own buckets.
+    """
+
+    folder: str
+    steps: int
+    warmup: int = 0
+    record: int = 0
+    every: int = 0
+    stop: bool = False
+    race: dict[str, Any] | None = None
+
+
+def attach() -> None:
+    """Observe this process with the settings in PACELINE_ATTACH."""
+    Observer(Settings(**json.loads(os.environ["PACELINE_ATTACH"]))).install()
+
+
+class _TakenStep(NamedTuple):
+    """A step that the host has finished, with timestamps of its device; `waits` are spans spent in data loaders."""
+
+    number: int
+    begin: Any
+    end: Any
+    waits: list[tuple[Any, Any]]
+    host_s: float
+
+
+class Observer:
+    """Observes the steps of this process: their number, duration, data loading time and host time.
+
+    On a GPU, duration and data loading are measured on the GPU: it waits for data while it is idle and the host is in a
+    data loader; any other wait of the host is hidden. All optimizers that step before one of them steps again belong to
+    one step, and the last of them ends it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._undo: list[Callable[[], Any]] = []
+        self._wrapped: list[weakref.ref[Any]] = []
+        self._seen: list[int] = []
+        self._last = 0  # id of the optimizer that ends a step
+        self._taken: deque[_TakenStep] = deque()  # steps that the device may not have finished
+        self._steps: list[tuple[int, float, float, float]] = []
+        self._num_steps = 0
+        self._num_exits = 0
+        self._pid = 0
+        self._thread = 0
+        self._device = torch.device("cpu")
+        self._begin: Any = 0.0
+        self._waits: list[tuple[Any, Any]] = []
+        self._end_s = 0.0
+        self._written_s = 0.0
+        self._profiler: Any = None
+        self._range: Any = None  # profiler range of the current step
+        self._first = 0  # step after which recording began
+        self._head: dict[str, Any] = {}
+        self._tail: dict[str, Any] = {}
+        self._path = Path(settings.folder)
+
+    def install(self) -> None:
+        (self._path / "seen").touch()
+        ours = sys.modules.get("paceline.parallel.ddp")  # loaded if the program uses our wrapper instead of torch's
+        for kind in (torch.nn.parallel.DistributedDataParallel, getattr(ours, "DDP", None)):
+            if kind is not None:
+                self._patch(kind, "__init__", self._note_wrapper)
+        self._patch(DataLoaderIterator, "__next__", self._time_data)
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
+
+    def _patch(self, kind: Any, name: str, build: Callable[[Any], Callable[..., Any]]) -> None:
+        """Replace a method by `build(original)` until observation ends."""
+        original = getattr(kind, name)
+        setattr(kind, name, functools.wraps(original)(build(original)))
+        self._undo.append(lambda: setattr(kind, name, original))
+
+    def _note_wrapper(self, original: Any) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            self._wrapped.append(weakref.ref(args[0] if args else kwargs["self"]))
+
+        return call
+
+    def _time_data(self, original: Any) -> Callable[[Any], Any]:
+        def call(iterator: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(iterator)
+            begin = mark(self._device)
+            try:
+                return original(iterator)
+            finally:
+                self._waits.append((begin, mark(self._device)))
+
+        return call
+
+    def _before_optimizer(self, *_: Any) -> None:
+        # Stop here, not at the end of a step, where the optimizer's range is still open.
+        if self._profiler is not None and self._range is None and not self._tail and not _is_captured():
+            try:
+                self._stop_recording()
+            except Exception as error:
+                self._abort(error)
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        try:
+            if not self._tail:
+                self._note_optimizer(optimizer)
+            elif "error" in self._tail and id(optimizer) == self._last:
+                self._num_steps += 1
+        except Exception as error:
+            self._abort(error)
+        # A failure of the observer must not keep the program running if it is to be stopped.
+        if self._settings.stop and self._tail and self._num_steps >= self._settings.steps:
+            self._exit()
+
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
+        if _is_captured():
+            return
+        end = mark(self._device)
+        now_s = time.perf_counter()
+        if not self._num_steps and id(optimizer) not in self._seen:
+            self._open(optimizer)
+            self._seen.append(id(optimizer))
+        else:
+            self._last = self._last or self._seen[-1]
+            if id(optimizer) != self._last:
+                return
+            if self._are_all_taken():
+                self._finish()
+                return
+            self._num_steps = max(1, self._num_steps) + 1
+            self._taken.append(_TakenStep(self._num_steps, self._begin, end, self._waits, now_s - self._end_s))
+            self._advance()
+        # Our own work since the end of the step, such as starting a profile, is not part of any step.
+        self._begin = mark(self._device)
+        self._end_s = time.perf_counter()
+        self._waits = []
+
+    def _open(self, optimizer: Optimizer) -> None:
+        """Called at the first optimizer step, which shows that this process trains: find its rank and its files."""
+        if self._head:
+            return
+        is_open = dist.is_available() and dist.is_initialized()
+        rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+        if is_open:
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        devices = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
+        self._device = next((one for one in devices if one.type == "cuda"), (devices or [self._device])[0])
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
+        self._head = {
+            "rank": rank, "world_size": world_size, "backend": dist.get_backend() if is_open else "none",
+            "host": socket.gethostname(), "device": self._device.type, "threads": torch.get_num_threads(),
+        }  # fmt: skip
+        self._path /= f"rank-{rank}-{self._pid}.jsonl"
+        # Forked processes do not run atexit handlers, and torch.multiprocessing's only run multiprocessing finalizers.
+        atexit.register(self._close)
+        multiprocessing.util.Finalize(None, self._close, exitpriority=1)
+
+    def _advance(self) -> None:
+        """Do what is due after a step."""
+        settings = self._settings
+        number = self._num_steps
+        self._read_finished()
+        if number == _FINAL_BUCKETS_STEP:  # at the end of the program its wrappers may be gone
+            self._head["wrappers"] = list(map(_describe, self._list_wrappers()))
+        if self._profiler is not None:
+            self._mark()
+        elif settings.record and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED:
+            self._start_recording()
+        if settings.race is not None:
+            self._take_turn(**settings.race)
+        if settings.every and (number % settings.every == 0 or time.perf_counter() > self._written_s + _WRITE_EVERY_S):
+            self._write({})
+        if self._are_all_taken():
+            self._finish(_STOP_S if settings.stop else 0.0)
+
+    def _are_all_taken(self) -> bool:
+        return 0 < self._settings.steps <= self._num_steps
+
+    def _read_finished(self, wait_s: float = 0.0) -> None:
+        """Read the times of the steps that the device has finished, waiting at most `wait_s` for the others."""
+        until_s = time.monotonic() + wait_s
+        while self._taken:
+            step = self._taken[0]
+            # Check all timestamps: a program may change streams within a step.
+            moments = [step.begin, step.end, *itertools.chain(*step.waits)]
+            while not all(map(is_past, moments)):
+                if time.monotonic() >= until_s:
+                    return
+                time.sleep(_POLL_S)
+            data_s = sum(between_s(*wait) for wait in step.waits)
+            self._steps.append((step.number, between_s(step.begin, step.end), data_s, step.host_s))
+            self._taken.popleft()
+
+    def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
+        """Between two turns, record the buckets of the last one and give the wrappers those of the next."""
+        turn, place = divmod(self._num_steps - first, length)
+        if place or not 0 <= turn <= len(turns):
+            return
+        for wrapper in self._list_wrappers():
+            if turn:
+                self._head.setdefault("layouts", {})[str(turns[turn - 1])] = list_bucket_bytes(wrapper)
+            if turn < len(turns):
+                rebucket(wrapper, plans[turns[turn]])
+
+    def _list_wrappers(self) -> list[Any]:
+        return [wrapper for one in self._wrapped if (wrapper := one()) is not None]
+
+    def _start_recording(self) -> None:
+        if is_profiling():  # a second profiler would stop the first
+            self._head["not_recorded"] = "the program runs torch's profiler itself"
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
+        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler.start()
+        self._first = self._num_steps
+        self._mark()
+        self._patch(profile, "start", self._yield_profiler)
+
+    def _yield_profiler(self, original: Any) -> Callable[..., Any]:
+        """Stop our recording when the program starts its own profiler."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._profiler is not None:
+                self._stop_recording()
+            return original(*args, **kwargs)
+
+        return call
+
+    def _mark(self) -> None:
+        """Open a profiler range for the next step, if it is to be recorded."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._range = None
+        if self._num_steps < self._first + self._settings.record:
+            self._range = record_function(f"ProfilerStep#{self._num_steps}")
+            self._range.__enter__()
+
+    def _stop_recording(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        path = self._path.with_name(f"trace-{self._head['rank']}-{self._pid}.json")
+        profiler.export_chrome_trace(str(path))
+        # The last of these steps includes the time of writing the file.
+        self._head |= {"trace": path.name, "recorded": [self._first + 1, self._num_steps + 1]}
+
+    def _write(self, more: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(self._head | more | {"steps": self._steps}) + "\n")
+        self._steps = []
+        self._written_s = time.perf_counter()
+
+    def _finish(self, wait_s: float = 0.0) -> None:
+        """Write the results once. If the GPU has not finished and there is no time to wait, a later step does it.
+
+        Hooks stay in place and do nothing: torch is iterating over them right now.
+        """
+        if self._tail or os.getpid() != self._pid:
+            return
+        self._read_finished(wait_s)
+        if self._taken and not wait_s:
+            return
+        self._tail["num_steps"] = self._num_steps
+        if self._profiler is not None:
+            self._stop_recording()
+        self._end()
+
+    def _close(self) -> None:
+        try:
+            self._finish(_CLOSE_S)
+        except Exception as error:  # the GPU failed, or the folder is gone
+            self._abort(error)
+
+    def _abort(self, error: Exception) -> None:
+        """Stop observing; the program continues."""
+        self._tail["error"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        with contextlib.suppress(Exception):
+            self._end()
+
+    def _end(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._write(self._tail)
+
+    def _exit(self) -> None:
+        self._num_exits += 1
+        if self._num_exits > _MOST_EXITS:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        raise SystemExit(0)
+
+
+def _is_captured() -> bool:
+    """Whether a CUDA graph is being captured. This is then not a step, and GPU events must not be queried."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def rebucket(wrapper: Any, cap_mib: float | None) -> None:
+    """Rebuild a wrapper's buckets between two steps, as if it had been built with this cap; None restores its own.
+
+    As after construction, the buckets are final from the second step on.
+    """
+    known = vars(wrapper)
+    own = known.setdefault("_own_buckets", {name: known[name] for name in _BUCKET_ATTRIBUTES if name in known})
+    known.update(own)
+    if "_options" in own:  # Paceline's wrapper
+        if cap_mib is not None:
+            caps = {"plan": None, "bucket_cap_mb": cap_mib, "bucket_cap_mb_list": None}
+            wrapper._options = dataclasses.replace(own["_options"], **caps)
+        wrapper._set_up()
+        return
+    if wrapper.mixed_precision is not None:
+        raise NotImplementedError("the buckets of a wrapper with mixed_precision cannot be changed")
+    if cap_mib is not None and "_bucket_config" in own:
+        wrapper._bucket_config = type(own["_bucket_config"]).create(cap_mib, None, False)
+        wrapper.bucket_bytes_cap = wrapper._bucket_config.bucket_bytes_cap
+    elif cap_mib is not None:  # torch before 2.13
+        wrapper.bucket_bytes_cap = int(cap_mib * 2**20)
+        wrapper.bucket_bytes_cap_default = False
+    is_static = wrapper.static_graph
+    wrapper.static_graph = False
+    wrapper._remove_autograd_hooks()
+    wrapper.logger = wrapper.reducer = None
+    parameters, expect_sparse = wrapper._build_params_for_reducer()
+    named = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, expect_sparse, named, is_static)
+    wrapper._has_rebuilt_buckets = False
+    if is_static:
+        wrapper._set_static_graph()
+    for hook, state in wrapper._comm_hooks:
+        register_comm_hook(wrapper.reducer, state, hook)
+
+
+def _describe(wrapper: Any) -> dict[str, Any]:
+    """The properties of a wrapper, with the names of the fields of a step record."""
+    data = wrapper._get_ddp_logging_data()
+    return {
+        "model": data["module_name"],
+        "wrapper": "paceline" if hasattr(wrapper, "_options") else "torch",
+        "cap_bytes": max(0, data["bucket_cap_bytes"]),
+        "bucket_bytes": list_bucket_bytes(wrapper),
+    }
+
+
+def list_bucket_bytes(wrapper: Any) -> list[int]:
+    """The bytes of each bucket of torch's or Paceline's wrapper in launch order."""
+    data = wrapper._get_ddp_logging_data()
+    # torch does not rebuild its buckets if parameters may be unused.
+    listed = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
+    return [int(size) for size in listed.split(",") if size.strip()]

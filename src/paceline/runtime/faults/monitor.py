@@ -1,0 +1,665 @@
+"""The monitor of one host: which rank is dead, suspended or hung, where, since when and why.
+
+`Monitor` takes snapshots of the ranks of one host, from their pages (`pulse`) and their processes in /proc, and
+`HangDetector` decides from the snapshots so far. The launcher monitors its own ranks; elsewhere a separate process does
+(`monitored`), which outlives every rank. Does not import torch.
+
+One rule decides what follows. A proven fault ends the job: a rank is dead or suspended, or all ranks wait for different
+things. Anything else may be a healthy but slow rank: it is named in a warning within seconds, and ended only after the
+hang timeout.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import multiprocessing.connection
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.errors import ConfigError
+from paceline.runtime.faults import pulse
+from paceline.runtime.faults.processes import (
+    Handle,
+    count_oom_kills,
+    describe_end,
+    describe_frames,
+    find_frames,
+    is_importing,
+    is_in_collective,
+)
+from paceline.runtime.faults.pulse import BETWEEN, LEFT, SLOW, START, WAIT
+from paceline.units import name_ranks, parse_duration
+
+# Environment variables: whether to monitor a program that does not request it, and its hang timeout.
+VARIABLE, TIMEOUT_VARIABLE = "PACELINE_MONITOR", "PACELINE_HANG_TIMEOUT"
+# How long a rank may stay in one phase of a step before it is ended: the default timeout of a collective (`init`),
+# which would then fail on the other ranks anyway.
+HANG_S = 600.0
+LOOK_S = 0.1
+# Time counts only while the monitor runs: if the machine is too loaded for that, ranks get more time.
+_MOST_S = 2.5 * LOOK_S
+_STOPPED_S = 1.5  # a process may be stopped briefly
+_OOM_S = 1.0  # an OOM kill within the last one or two of these periods is blamed for the end of a rank
+# A process that keeps running this long after an error of its world has handled the error; one that is exiting because
+# of it may take longer.
+_HANDLED_S, _ENDED_S = 1.0, 30.0
+# A rank is named once a phase of a step takes this many times as long as a slow step (p99), and at least this long.
+_TIMES, _AT_LEAST_S = 4.0, 3.0
+# The same limit before the first step and for the first few, when there are not enough steps to learn from.
+_FIRST_S, _EARLY_S, _NUM_EARLY = 1800.0, 30.0, 8
+_NUM_FIRST = 3
+# Between steps a program loads, evaluates or saves, perhaps on one rank only. It may take at least this long, or longer
+# if it already did. Pickling a large state holds the GIL.
+_BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
+_PATIENCE = 5.0  # factor on the limits if no other rank waits for this one
+_CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
+# Share of snapshots in which a blocked process sleeps. A process that waits for a core is runnable, not hung.
+_BLOCKED = 0.8
+_MOST_FRAMES = 20  # maximum number of printed frames
+_FOUND = {
+    "stopped": "has been stopped (SIGSTOP)", "gil": "has held Python's lock (the GIL)", "loop": "has been computing",
+    "blocked": "has been blocked", "disk": "has waited for a disk or a driver (state D)",
+    "kernel": "has a GPU that does not finish", "collective": "has waited in a collective of its own",
+    "desynchronised": "has started a different number of collectives than the others",
+    "left": "has left, and others have waited",
+}  # fmt: skip
+_MARK = "mark long-running work with paceline.slow()"
+_ADVICE = {
+    "ended": "see its own output, or the kernel's log (dmesg)",
+    "stopped": "it was suspended and never resumed, by a person, a debugger or a job manager",
+    "gil": f"a call in this stack does not release the lock: release it, or return earlier; {_MARK}",
+    "loop": f"it is slow in this stack, or stuck in a loop; {_MARK}",
+    "blocked": f"it waits for something other than a rank: a lock, a file, a child process; {_MARK}",
+    "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",
+    "kernel": "a kernel that it launched does not end, or the GPU has failed (dmesg, nvidia-smi)",
+    "collective": "the other ranks are not in this collective: all ranks must make the same calls in the same order",
+    "desynchronised": "all ranks must make the same collectives in the same order",
+    "left": "give every rank the same number of batches, or train inside `with model.join():`",
+    "all-wait": "no rank is missing: they called different collectives, or the network between them is cut",
+}
+
+
+def why_not() -> str:
+    """Why this host cannot have a monitor; empty if it can."""
+    has_all = sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
+    return "" if has_all else "the monitor needs Linux 5.3 or later"
+
+
+def is_wanted() -> bool:
+    """Whether the environment asks for a monitor."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+def find_hang_timeout(given: str | None = None) -> float:
+    """Seconds after which a hung rank is ended: from the option, the environment, or the default."""
+    text, name = given or os.environ.get(TIMEOUT_VARIABLE, ""), "--hang-timeout" if given else TIMEOUT_VARIABLE
+    limit_s = parse_duration(text, name) if text else HANG_S
+    if not limit_s > 0:
+        raise ConfigError(f"{name} {text}: must be above 0; to monitor without ending ranks, use one such as 30d")
+    return limit_s
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happened to which rank, where, for how long, who waits for it, and its place in the code.
+
+    `kind` is "ended", "stopped", "gil", "loop", "blocked", "disk", "kernel", "collective", "desynchronised", "left" or
+    "all-wait"; the last one has no rank to blame. `ends` means that the job must end: because the fault is proven, or
+    because it lasted longer than `limit`. Otherwise this is a warning.
+    """
+
+    kind: str
+    rank: int | None
+    what: str
+    where: str
+    since_s: float = 0.0
+    waiting: str = ""
+    place: str = ""
+    stack: str = ""
+    ends: bool = True
+    limit: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The sentence without its subject, the rank."""
+        since = f" for {self.since_s:.1f} s" if self.since_s else ""
+        at = f"it is at {self.place}" if self.place else ""
+        text = "; ".join(filter(None, (f"{self.what}{since} {self.where}".strip(), self.waiting, at)))
+        return f"{text}: {_ADVICE[self.kind]}{self._describe_end()}"
+
+    def _describe_end(self) -> str:
+        """What Paceline does about it; empty for a rank that ended by itself."""
+        who = {"ended": "", "left": "the ranks that wait", "all-wait": "all ranks"}.get(self.kind, "it")
+        if not self.ends:
+            return f"; Paceline ends {who} only if this lasts longer than {self.limit}" if self.limit else ""
+        why = f" because this lasted longer than {self.limit}" if self.limit else ""
+        return f"; Paceline ended {who}{why}" if who else ""
+
+
+class RankSnapshot(NamedTuple):
+    """One rank at one moment: the state of its process (R, S, D, T; "" if it is gone), and its page."""
+
+    state: str
+    cpu_s: float
+    serial: int = 0
+    step: int = 0
+    phase: int = START
+    bucket: int = -1
+    beat_ns: int = 0
+    num_steps: int = 0
+    p99_s: float = 0.0  # of recent steps, excluding the time between them
+    longest_s: float = 0.0  # longest time between two steps so far
+    is_busy: bool = False  # whether the GPU of a waiting rank is busy
+    most_s: float = math.inf  # limit of a marked pause
+    num_started: int = 0  # collectives started by a waiting rank; 0 if not counted
+
+
+class _History:
+    """The snapshots of one rank. Accumulates times over snapshots: in its current phase, and since its last
+    heartbeat."""
+
+    def __init__(self, snapshot: RankSnapshot) -> None:
+        self.snapshot = snapshot
+        self.stopped_s = 0.0
+        self.phase_s = self.phase_asleep_s = self.phase_disk_s = self.silent_s = self.silent_asleep_s = 0.0
+        self.is_in_collective = False  # its stack shows that it waits for other ranks in this phase
+        # CPU time at the start of the phase and at the last heartbeat
+        self.phase_cpu_s = self.silent_cpu_s = snapshot.cpu_s
+        self._step_cpu_s = collections.deque[float](maxlen=31)  # per step, averaged over each second
+        # seconds observed, and the number of steps and the CPU time at the start of the window
+        self._window = 0.0, 0, 0.0
+
+    def add(self, snapshot: RankSnapshot, took_s: float) -> None:
+        before, self.snapshot = self.snapshot, snapshot
+        asleep_s = took_s if snapshot.state == "S" else 0.0
+        self.stopped_s = self.stopped_s + took_s if snapshot.state == "T" else 0.0
+        if snapshot.serial != before.serial:
+            self.phase_s, self.phase_asleep_s, self.phase_disk_s, self.phase_cpu_s = 0.0, 0.0, 0.0, snapshot.cpu_s
+            self.is_in_collective = False
+        self.phase_s, self.phase_asleep_s = self.phase_s + took_s, self.phase_asleep_s + asleep_s
+        self.phase_disk_s += took_s if snapshot.state == "D" else 0.0
+        if snapshot.beat_ns != before.beat_ns:
+            self.silent_s, self.silent_asleep_s, self.silent_cpu_s = 0.0, 0.0, snapshot.cpu_s
+        self.silent_s, self.silent_asleep_s = self.silent_s + took_s, self.silent_asleep_s + asleep_s
+        window_s, num_steps, cpu_s = self._window
+        self._window = window_s + took_s, num_steps, cpu_s
+        if window_s > 1.0 and snapshot.num_steps > num_steps:
+            if num_steps:  # excludes the time before the first step
+                self._step_cpu_s.append((snapshot.cpu_s - cpu_s) / (snapshot.num_steps - num_steps))
+            self._window = 0.0, snapshot.num_steps, snapshot.cpu_s
+
+    @property
+    def step_cpu_s(self) -> float:
+        """CPU time per step: the median, because some windows may contain an evaluation."""
+        return statistics.median(self._step_cpu_s) if self._step_cpu_s else 0.0
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self.snapshot.state) and self.snapshot.phase != LEFT
+
+    @property
+    def is_blocked(self) -> bool:
+        return self.phase_asleep_s >= _BLOCKED * self.phase_s
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits, or may wait, for other ranks: a program's own collectives are not marked."""
+        return self.phase_s > 1.0 and (self.waits or self.is_blocked)
+
+    @property
+    def waits(self) -> bool:
+        return self.snapshot.phase == WAIT or self.is_in_collective
+
+
+class Suspicion(NamedTuple):
+    """A suspected rank, judged by the numbers alone. The job must end after `end_s`, with a warning before that; None
+    means that the fault is proven. If `is_certain` is False, the rank's stack must also be inside a collective."""
+
+    kind: str
+    rank: int | None
+    since_s: float
+    end_s: float | None = None
+    is_certain: bool = True
+
+    @property
+    def ends(self) -> bool:
+        return self.end_s is None or self.since_s > self.end_s
+
+
+class HangDetector:
+    """Decides from snapshots of all ranks of a host whether one of them is suspended, slow or hung. `has_others` means
+    that ranks on other hosts may wait for the ranks here, and vice versa. Nothing is reported twice while a rank stays
+    in one phase (`note_named`), unless it must end now."""
+
+    def __init__(self, has_others: bool = False, hang_timeout_s: float = HANG_S) -> None:
+        self.has_others, self.hang_timeout_s = has_others, hang_timeout_s
+        self.seen: dict[int, _History] = {}
+        self._looked_s = math.inf
+        self._named: dict[int | None, object] = {}  # rank to the phase in which it was named
+
+    def look(self, now_s: float, snapshots: Mapping[int, RankSnapshot]) -> Suspicion | None:
+        took_s, self._looked_s = min(max(0.0, now_s - self._looked_s), _MOST_S), now_s
+        for rank, snapshot in snapshots.items():
+            if rank in self.seen:
+                self.seen[rank].add(snapshot, took_s)
+            else:
+                self.seen[rank] = _History(snapshot)
+        return self.find()
+
+    def find(self) -> Suspicion | None:
+        return self._find_stopped() or self._find_hung() or self._find_unmatched()
+
+    def note_named(self, rank: int | None) -> None:
+        """Record that this rank was reported; None stands for all ranks waiting."""
+        self._named[rank] = self._find_serial(rank)
+
+    def _find_serial(self, rank: int | None) -> object:
+        serials = {number: one.snapshot.serial for number, one in self.seen.items()}
+        return tuple(serials.values()) if rank is None else serials.get(rank)
+
+    def _suspect(self, kind: str, rank: int | None, since_s: float, end_s: float | None) -> Suspicion | None:
+        found, is_named = Suspicion(kind, rank, since_s, end_s), self._named.get(rank, ()) == self._find_serial(rank)
+        return found if found.ends or not is_named else None
+
+    @property
+    def limit_s(self) -> float:
+        """How long one phase of a step may take before its rank is named."""
+        steps = [(one.snapshot.num_steps, one.snapshot.p99_s) for one in self.seen.values()]
+        num_steps, p99_s = min((n for n, _ in steps), default=0), max((p for _, p in steps), default=0.0)
+        at_least_s = _FIRST_S if num_steps == 0 else _EARLY_S if num_steps < _NUM_EARLY else _AT_LEAST_S
+        return max(at_least_s, _TIMES * p99_s)
+
+    def _there(self) -> dict[int, _History]:
+        return {rank: one for rank, one in self.seen.items() if one.is_there}
+
+    def _find_stopped(self) -> Suspicion | None:
+        there = self._there()
+        stopped = {rank: one.stopped_s for rank, one in there.items() if one.stopped_s > _STOPPED_S}
+        # If all ranks are stopped, including those that left, the job is suspended: by Ctrl-Z or by a job manager.
+        is_suspended = all(one.stopped_s > _STOPPED_S for one in self.seen.values() if one.snapshot.state)
+        if not stopped or (is_suspended and not (self.has_others and len(there) == 1)):
+            return None
+        rank = max(stopped, key=lambda rank: stopped[rank])
+        return Suspicion("stopped", rank, stopped[rank])
+
+    def _find_hung(self) -> Suspicion | None:
+        there, found = self._there(), list[Suspicion]()
+        for rank, one in there.items():
+            waits = self.has_others or any(other.is_waiting for number, other in there.items() if number != rank)
+            if (suspicion := self._find_slow(rank, one, 1.0 if waits else _PATIENCE)) is not None:
+                found.append(suspicion)
+        order = ("gil", "loop", "blocked", "disk")
+        return min(found, key=lambda one: (order.index(one.kind), -one.since_s), default=None)
+
+    def _find_slow(self, rank: int, one: _History, patience: float) -> Suspicion | None:
+        snapshot, step_s = one.snapshot, self.limit_s
+        between_s = max(step_s, _TIMES * snapshot.longest_s)
+        limits = {SLOW: (snapshot.most_s, snapshot.most_s), START: (_FIRST_S, _FIRST_S)}
+        limits[BETWEEN] = max(_HELD_BETWEEN_S, between_s), max(_BETWEEN_S, between_s)
+        held_s, limit_s = (patience * each for each in limits.get(snapshot.phase, (step_s, step_s)))
+        # A program that never takes a step, such as inference, can be healthy for hours.
+        end_s = {SLOW: limit_s, START: math.inf}.get(snapshot.phase, max(limit_s, self.hang_timeout_s))
+        cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
+        silent_cpu_s, phase_cpu_s = snapshot.cpu_s - one.silent_cpu_s, snapshot.cpu_s - one.phase_cpu_s
+        if one.silent_s > held_s and (one.silent_asleep_s >= _BLOCKED * one.silent_s or silent_cpu_s >= cpu_s):
+            return self._suspect("gil", rank, one.silent_s, end_s)
+        if one.waits or one.phase_s <= limit_s:
+            return None
+        if one.phase_disk_s >= _BLOCKED * one.phase_s:
+            return self._suspect("disk", rank, one.phase_s, end_s)
+        if one.is_blocked:
+            return self._suspect("blocked", rank, one.phase_s, end_s)
+        if phase_cpu_s < cpu_s or snapshot.phase == START:
+            return None
+        # Between steps, a loop cannot be told from an evaluation, and ranks that wait for it have their own timeouts.
+        return self._suspect("loop", rank, one.phase_s, math.inf if snapshot.phase == BETWEEN else end_s)
+
+    def _find_unmatched(self) -> Suspicion | None:
+        """Find ranks that wait for one whose GPU does not finish, for one that left, for one in a collective of its
+        own, or for each other."""
+        there, limit_s = self._there(), self.limit_s
+        waiting = {rank: one for rank, one in there.items() if one.waits and one.phase_s > limit_s}
+        for rank, one in waiting.items():
+            if one.snapshot.is_busy:
+                return self._suspect("kernel", rank, one.phase_s, self.hang_timeout_s)
+        if not waiting or self.has_others:
+            return None
+        spins = any(one.snapshot.num_started for one in waiting.values())  # waiting for NCCL does not sleep
+        for rank, one in there.items():
+            is_outside = one.snapshot.phase in (BETWEEN, START) and not one.waits
+            if is_outside and one.phase_s > limit_s and (spins or one.is_blocked):
+                return Suspicion("collective", rank, one.phase_s, is_certain=False)
+        if len(waiting) < len(there):  # the others may wait for a rank that is only slow
+            return None
+        since_s = max(one.phase_s for one in waiting.values())
+        if left := [rank for rank, one in self.seen.items() if not one.is_there]:
+            return Suspicion("left", left[0], since_s)
+        own = [rank for rank, one in waiting.items() if one.snapshot.phase != WAIT]
+        if len(own) == 1 < len(there):  # it is in a collective outside the wrapper, and all others are in the wrapper's
+            return Suspicion("collective", own[0], waiting[own[0]].phase_s)
+        if (odd := self._find_odd(waiting)) is not None:  # or its buckets only became ready in another order
+            return self._suspect("desynchronised", odd, waiting[odd].phase_s, self.hang_timeout_s)
+        if len(there) > 1 and min(one.phase_s for one in waiting.values()) > 2 * limit_s:
+            # If all ranks wait for the same message, it may just be large.
+            awaited = {-2 if rank in own else one.snapshot.bucket for rank, one in waiting.items()}
+            return self._suspect("all-wait", None, since_s, None if len(awaited) > 1 else self.hang_timeout_s)
+        return None
+
+    @staticmethod
+    def _find_odd(waiting: Mapping[int, _History]) -> int | None:
+        """The rank that has started a different number of collectives than most; of two ranks, the one with more. NCCL
+        matches calls by order alone: after one call too many, all ranks wait, each for something else."""
+        counts = {rank: one.snapshot.num_started for rank, one in waiting.items()}
+        if not all(counts.values()):
+            return None
+        seen = collections.Counter(counts.values())
+        usual = min(seen, key=lambda count: (-seen[count], count))
+        return next((rank for rank, count in counts.items() if count != usual), None)
+
+
+class _Process:
+    """One rank: its page, its stacks, its process."""
+
+    def __init__(self) -> None:
+        self.page_fd, self.stacks_fd = (os.memfd_create(f"paceline-{name}") for name in ("page", "stacks"))
+        os.ftruncate(self.page_fd, pulse.PAGE_BYTES)
+        self.page = pulse.map_page(self.page_fd)
+        self._words = memoryview(self.page).cast("q")
+        self.handle: Handle | None = None  # once the rank has opened its page
+        self._p99: tuple[int, float] = 0, 0.0
+
+    def close(self) -> None:
+        self._words.release()
+        self.page.close()
+        os.close(self.page_fd)
+        os.close(self.stacks_fd)
+        if self.handle is not None:
+            self.handle.close()
+
+    def look(self) -> RankSnapshot | None:
+        """A snapshot; None before the rank has opened its page."""
+        words = self._words
+        if self.handle is None:
+            if not words[pulse.PID]:
+                return None
+            self.handle = Handle(words[pulse.PID])
+        state, cpu_s = self.handle.read_state()
+        phase, num_steps = self.find_phase()[0], words[pulse.NUM_STEPS]
+        since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
+        longest_s = words[pulse.LONGEST_NS + BETWEEN] / 1e9
+        return RankSnapshot(
+            state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
+            num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s, bool(words[pulse.IS_BUSY]),
+            self.find_most_s(), words[pulse.NUM_STARTED],
+        )  # fmt: skip
+
+    def find_phase(self) -> tuple[int, str]:
+        """The phase, and the label of a marked pause."""
+        phase = self._words[pulse.PHASE]
+        if self._words[pulse.IS_COMPILING] and phase != LEFT:
+            return SLOW, "torch.compile"
+        return phase, pulse.read_text(self.page, pulse.LABEL)
+
+    def find_most_s(self) -> float:
+        """The time limit of a marked pause; a compilation has none."""
+        most_ns = self._words[pulse.MOST_NS]
+        return math.inf if self._words[pulse.IS_COMPILING] or not most_ns else most_ns / 1e9
+
+    def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
+        """The p99 of recent steps. Computed only when needed, for a rank that stays in one phase."""
+        if num_steps != self._p99[0] and is_wanted:
+            recent = list(self._words[pulse.RECENT_NS : pulse.RECENT_NS + min(num_steps, pulse.NUM_RECENT)])
+            if num_steps <= pulse.NUM_RECENT:
+                recent = recent[_NUM_FIRST:]  # in the first steps, ranks wait until all have started
+            recent.sort()
+            self._p99 = num_steps, recent[math.ceil(0.99 * len(recent)) - 1] / 1e9 if recent else 0.0
+        return self._p99[1]
+
+    @property
+    def is_secondary(self) -> bool:
+        return bool(self._words[pulse.IS_SECONDARY])
+
+    @property
+    def is_ending(self) -> bool:
+        return bool(self._words[pulse.IS_ENDING])
+
+    @property
+    def has_left(self) -> bool:
+        return self._words[pulse.PHASE] == LEFT
+
+    @property
+    def is_gone(self) -> bool:
+        return self.handle is not None and self.handle.is_gone
+
+    def tell(self, text: str) -> None:
+        """Make the rank print this text; it has a thread for that (`pulse`)."""
+        pulse.write_text(self.page, pulse.NOTICE, text)
+        self._words[pulse.NUM_NOTICES] += 1
+
+    def read_stack(self, limit_s: float = 1.0) -> str:
+        """The stacks of all its threads; empty if it is stopped or gone."""
+        if self.handle is None or self.has_left or self.handle.read_state()[0] in ("T", "t", "Z", ""):
+            return ""
+        os.ftruncate(self.stacks_fd, 0)
+        self.handle.signal(pulse.STACKS_SIGNAL)
+        until_s, size = time.monotonic() + limit_s, 0
+        while time.monotonic() < until_s:
+            time.sleep(0.03)
+            before, size = size, os.fstat(self.stacks_fd).st_size
+            if size and size == before:
+                break
+        return self._read_stacks()
+
+    def _read_stacks(self) -> str:
+        return os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace").strip()
+
+    def read_fatal(self) -> str:
+        """The stacks that a crash wrote."""
+        _, found, stack = self._read_stacks().rpartition("Fatal Python error: ")
+        return stack if found else ""
+
+
+class Monitor(contextlib.AbstractContextManager["Monitor"]):
+    """The ranks of one host. Call `look` ten times a second. `find_pages` tells a rank where its page is."""
+
+    def __init__(self, ranks: Sequence[int], world_size: int, hang_timeout_s: float = HANG_S) -> None:
+        self.world_size = world_size
+        self._processes = {rank: _Process() for rank in ranks}
+        self._detector = HangDetector(len(ranks) < world_size, hang_timeout_s)
+        self._asked_s, self._left_s = 0.0, math.inf
+        self._oom_kills = collections.deque([(time.monotonic(), count_oom_kills())] * 2, maxlen=2)
+        self._imports = False  # the last suspected rank was importing a module
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.close()
+        self._processes = {}
+
+    def find_pages(self, rank: int) -> tuple[str, str]:
+        """The paths of a rank's page and of the file for its stacks, valid for processes of this user on this host."""
+        process, here = self._processes[rank], f"/proc/{os.getpid()}/fd"
+        return f"{here}/{process.page_fd}", f"{here}/{process.stacks_fd}"
+
+    def look(self) -> Verdict | None:
+        """A fault that must end the job, or a warning, which is returned once (`Verdict.ends`)."""
+        snapshots = {rank: one.look() for rank, one in self._processes.items()}
+        there = {rank: snapshot for rank, snapshot in snapshots.items() if snapshot is not None}
+        now_s = time.monotonic()
+        if now_s - self._oom_kills[-1][0] > _OOM_S:
+            self._oom_kills.append((now_s, count_oom_kills()))
+        found = self._detector.look(now_s, there)
+        return None if found is None else self._make_verdict(found)
+
+    def announce(self, text: str, rank: int | None = None, stack: str = "") -> None:
+        """Print this on stderr with the main thread's stack, and have ranks with a different stderr print it, so that
+        it is in every rank's log. This `rank` may be unable to, so it is asked last."""
+        frames = "".join(f"\n  {name} ({file}:{line})" for file, line, name in find_frames(stack)[:_MOST_FRAMES])
+        print(f"paceline: {text}{frames}", file=sys.stderr, flush=True)
+        outputs = {None, _find_output("self")}
+        for number in sorted(self._processes, key=lambda number: number == rank):
+            process = self._processes[number]
+            if process.handle is None or process.is_gone:
+                continue
+            if (output := _find_output(process.handle.pid)) not in outputs:
+                outputs.add(output)
+                process.tell(text)
+
+    def pids(self) -> dict[int, int]:
+        """The process ids of the ranks that have opened their pages."""
+        return {rank: one.handle.pid for rank, one in self._processes.items() if one.handle is not None}
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until a rank ends, at most this long."""
+        handles = [one.handle.fd for one in self._processes.values() if one.handle is not None and not one.is_gone]
+        multiprocessing.connection.wait(handles, limit_s)
+
+    def signal(self, ranks: Sequence[int] | None, number: int) -> None:
+        """Send a signal to these ranks, or to all."""
+        for rank in self._processes if ranks is None else ranks:
+            if (handle := self._processes[rank].handle) is not None:
+                handle.signal(number)
+
+    def tell_lost(self) -> None:
+        """Tell the ranks that another one is lost: some collectives would wait for it forever."""
+        for one in self._processes.values():
+            memoryview(one.page).cast("q")[pulse.IS_LOST] = 1
+
+    def are_all_gone(self) -> bool:
+        return all(one.is_gone or one.handle is None for one in self._processes.values())
+
+    def have_all_left(self) -> bool:
+        """Whether every rank of this host has finished properly."""
+        there = self._detector.seen
+        if len(there) < len(self._processes) or any(one.is_there for one in there.values()):
+            self._left_s = math.inf
+            return False
+        self._left_s = min(self._left_s, time.monotonic())
+        # A rank with an error may be about to exit because of it; one that keeps running has handled it.
+        failed = [one for one in self._processes.values() if pulse.read_text(one.page, pulse.ERROR) and not one.is_gone]
+        limit_s = _ENDED_S if any(one.is_ending for one in failed) else _HANDLED_S
+        return not failed or time.monotonic() - self._left_s > limit_s
+
+    def find_ended(self) -> dict[int, tuple[str, bool]]:
+        """The ranks that ended by a signal or an error: how, and whether the error only reports a lost rank."""
+        found = {}
+        for rank, one in self._processes.items():
+            error = pulse.read_text(one.page, pulse.ERROR)
+            if one.handle is None or not one.handle.is_gone:
+                continue
+            if (status := one.handle.find_status()) == 0:  # it handled an error of its world
+                continue
+            where, waiting = self.describe(rank), self.describe_waiting(rank)
+            if status is None and not error and one.has_left:
+                continue
+            if error:
+                how = f"{error} {where}"
+            elif status is None:  # before Linux 6.15, if its parent has already reaped it
+                how = f"ended {where} with an unknown exit code"
+            else:
+                how = self.describe_end(rank, os.waitstatus_to_exitcode(status))
+            found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
+        return found
+
+    def find_step(self, rank: int | None = None) -> tuple[int, int] | None:
+        """The current or last step of a rank, and how many steps the furthest rank has completed; None before the first
+        step of this world. Without a rank, or before its first step, the step of the furthest rank."""
+        found = dict[int, tuple[int, int]]()
+        for number, one in self._processes.items():
+            page = memoryview(one.page).cast("q")
+            if page[pulse.COUNTED]:
+                found[number] = page[pulse.STEP], page[pulse.STEP] - (page[pulse.COUNTED] < pulse.COMPLETE)
+        if not found:
+            return None
+        step, done = max(found.values())
+        return (step if rank is None else found.get(rank, (step,))[0]), done
+
+    def is_busy(self, rank: int) -> bool:
+        """Whether a rank that does not wait for others may need more time: it has marked a pause, or is within the
+        learned limit."""
+        words, phase = memoryview(self._processes[rank].page).cast("q"), self._processes[rank].find_phase()[0]
+        since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
+        limit_s = self._processes[rank].find_most_s() if phase == SLOW else self._detector.limit_s
+        return phase != WAIT and since_s <= limit_s
+
+    def describe(self, rank: int) -> str:
+        """The current or last step and phase of a rank; empty if unknown."""
+        words = memoryview(self._processes[rank].page).cast("q")
+        step, bucket, (phase, label) = words[pulse.STEP], words[pulse.BUCKET], self._processes[rank].find_phase()
+        if phase == START:
+            return "before the first step" if words[pulse.PID] else ""
+        if phase == LEFT:  # after an error or at its end
+            is_begun = words[pulse.COUNTED] or words[pulse.NUM_STEPS]
+            has_failed = bool(pulse.read_text(self._processes[rank].page, pulse.ERROR))
+            return f"in step {step}" if has_failed and is_begun else f"after {step - 1} steps"
+        text = {
+            WAIT: f"while it waited for {'the other ranks' if bucket < 0 else f'bucket {bucket}'}",
+            SLOW: f"in {label!r}", BETWEEN: "outside of forward, backward and optimizer",
+        }.get(phase, f"in {pulse.NAMES[phase]}")  # fmt: skip
+        return f"in step {step}, {text}"
+
+    def describe_end(self, rank: int, code: int) -> str:
+        """How a rank ended, from its exit code, and where it was."""
+        is_oom = count_oom_kills() > self._oom_kills[0][1]
+        return describe_end(code, self.describe(rank), is_oom, self._processes[rank].read_fatal())
+
+    def describe_waiting(self, rank: int | None) -> str:
+        """Which ranks wait, and for what."""
+        waiting: dict[str, list[int]] = {}
+        for other, one in self._detector.seen.items():
+            if other != rank and one.is_there and one.snapshot.phase == WAIT:
+                what = f"bucket {one.snapshot.bucket}" if one.snapshot.bucket >= 0 else "the other ranks"
+                waiting.setdefault(f"for {what} in step {one.snapshot.step}", []).append(other)
+        parts = [f"{name_ranks(ranks)} wait{'s' * (len(ranks) == 1)} {what}" for what, ranks in waiting.items()]
+        return ", ".join(parts)
+
+    def _make_verdict(self, found: Suspicion) -> Verdict | None:
+        kind, rank, since_s, end_s, is_certain = found
+        if rank is None:
+            stacks = {other: one.read_stack() for other, one in self._processes.items()}
+            places = {other: describe_frames(stack, 2) for other, stack in stacks.items()}
+            text = "; ".join(f"rank {other} is at {place}" for other, place in places.items() if place)
+            waiting, limit = self.describe_waiting(None), _describe_limit(end_s)
+            self._detector.note_named(None)
+            return Verdict(
+                kind, None, "all ranks have waited for each other", waiting, since_s, text, ends=found.ends, limit=limit
+            )
+        if (not is_certain or self._imports) and time.monotonic() - self._asked_s < 2.0:
+            return None
+        self._asked_s = time.monotonic()
+        where, waiting = self.describe(rank), self.describe_waiting(rank)  # first, because the signal may wake the rank
+        stack, history = self._processes[rank].read_stack(), self._detector.seen[rank]
+        is_inside = is_in_collective(stack)
+        if not is_certain or (kind == "blocked" and is_inside):  # torch's wrapper synchronises buffers in forward
+            history.is_in_collective = is_inside
+            again = self._detector.find() if is_inside and not is_certain else None
+            return self._make_verdict(again) if again is not None and again.is_certain else None
+        if kind == "collective" and not is_inside:  # it has left the collective since
+            history.is_in_collective = False
+            return None
+        self._imports = kind in ("blocked", "loop", "disk") and since_s < _FIRST_S and is_importing(stack)
+        if self._imports:
+            return None
+        self._detector.note_named(rank)
+        limit = _describe_limit(end_s, history.snapshot.phase == SLOW)
+        return Verdict(
+            kind, rank, _FOUND[kind], where, since_s, waiting, describe_frames(stack), stack, found.ends, limit
+        )
+
+
+def _describe_limit(end_s: float | None, is_marked: bool = False) -> str:
+    return "" if end_s in (None, math.inf) else f"{end_s:g} s ({'its at_most' if is_marked else 'the hang timeout'})"
+
+
+def _find_output(process: int | str) -> tuple[int, int] | None:
+    """The file behind a process's stderr."""
+    with contextlib.suppress(OSError):
+        found = os.stat(f"/proc/{process}/fd/2")
+        return found.st_dev, found.st_ino
+    return None

@@ -1,0 +1,1 @@
+"""Other hosts: ssh, Slurm and Kubernetes."""

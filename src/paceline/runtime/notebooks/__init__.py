@@ -1,0 +1,1 @@
+"""Ranks behind a notebook, and the cells that they run."""
