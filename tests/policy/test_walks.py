@@ -43,12 +43,12 @@ def find_missing(file: str, named: list[str]) -> list[str]:
 
 
 def read_walks() -> dict[str, list[str]]:
-    """The walks of docs/architecture.md: each names one file, and functions of that file in the cells of a table."""
+    """The walks of docs/architecture.md: each names one file, and then functions of that file."""
     text = ARCHITECTURE.read_text().split("## Three walks")[1].split("\n## ")[0]
     walks = {}
     for walk in text.split("\n**")[1:]:
-        heading, _, table = walk.partition("\n")
-        walks[re.findall(r"`([\w/]+\.py)`", heading)[0]] = re.findall(r"\| `([\w.]+)` \|", table)
+        heading, _, steps = walk.partition("\n")
+        walks[re.findall(r"`([\w/]+\.py)`", heading)[0]] = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", steps)
     return walks
 
 
