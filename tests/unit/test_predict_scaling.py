@@ -8,12 +8,14 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, RecordError
+from paceline.predict import curves
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.job import Job
 from paceline.predict.networks import find_network
@@ -549,8 +551,9 @@ def test_a_spread_comes_from_repetitions_and_not_from_one_outlier():
 
 @pytest.mark.parametrize("slowdown", [rise(0.02), power(0.5)])
 @pytest.mark.parametrize(("known", "ranks"), [((1,), 2), ((1, 2), 4), ((1, 2, 4), 8)])
-def test_ranks_that_send_nothing_say_what_twice_as_many_compute(slowdown, known, ranks):
+def test_ranks_that_send_nothing_say_what_twice_as_many_compute(monkeypatch, slowdown, known, ranks):
     """Half of the ranks, and all of them without messages: the slow-down is measured, whatever its law."""
+    monkeypatch.setattr(curves, "draw", partial(curves.draw, count=400))  # to compare widths closely
     world = MadeWorld(slowdown=slowdown, copies_s=0.02, cores=64)
     silent = [world.silent(count) for count in (1, 2, 4, 8)]
     evidence = world.evidence(records=[*map(world.record, known), *silent], sweeps=(2, 4, 8), up_to=known[-1])
