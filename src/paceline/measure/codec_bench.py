@@ -149,7 +149,7 @@ def _update(vector: torch.Tensor, world_size: int) -> Exchange:
     """The exchange of a sharded update: a bucket of gradients, and then as many parameters."""
     yield from scatter(vector, 0, world_size, sums=vector.is_cuda)
     each = count_each(vector.numel(), vector.element_size(), world_size)
-    rows = yield GATHER, join([vector[:each]], vector, each)
+    rows = yield GATHER, join([vector[:each]], vector.new_empty(each))
     for rank in range(1, world_size):
         piece = vector[rank * each : (rank + 1) * each]
         piece.copy_(rows[rank, : piece.numel()])

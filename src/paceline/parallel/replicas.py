@@ -214,7 +214,7 @@ class Replica:
     def build_late_error(self, late: Sequence[int]) -> CollectiveError:
         """The error for gradients that changed after they had been sent, which is too late to fix."""
         names = list_some([self.name(index) for index in late], ", ")
-        why = "the graph differs from earlier steps; reducer='simple' always waits for the end of backward"
+        why = "the graph differs from earlier steps: use one bucket (a large bucket_cap_mb), or reducer='simple'"
         text = f"the gradient of {names} changed after it had been sent: {why}"
         return CollectiveError(text, code="late-gradient")
 

@@ -15,7 +15,7 @@ from paceline.runtime.faults import pulse
 
 class SimpleReducer:
     """Averages the gradients of one step: `collect` after backward, then `exchange`. It has the methods of
-    `BucketedReducer`, and is what that one must agree with."""
+    `BucketedReducer`, and is the reference that it is tested against."""
 
     hook_calls = sharding = None
     is_planned = True

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
-from paceline.parallel.channel import Channel, alias, naming_lost_peers
+from paceline.parallel.channel import Channel, alias, naming_lost_peers, start_exchange
 from paceline.parallel.codecs import GATHER, Exchange, reduce_scatter
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import Replica
@@ -99,9 +99,9 @@ def scatter(
         mine.copy_(total[: mine.numel()])
 
 
-def join(pieces: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> torch.Tensor:
-    """Concatenate vectors into a new one of this size, padded with zeros, because all ranks must send equal sizes."""
-    given, at = like.detach().new_empty(size), 0
+def join(pieces: Sequence[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+    """Concatenate vectors in `given`, padded with zeros, because all ranks must send equal sizes."""
+    at = 0
     for piece in pieces:
         given[at : at + piece.numel()] = piece
         at += piece.numel()
@@ -119,6 +119,7 @@ class Sharding:
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = False  # there is nothing to overlap, and another thread would only take time
         self._gathers: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._rows: dict[int, torch.Tensor] = {}  # by bucket: lasting memory for its values on all ranks
         self._hooks: list[Any] = []
         self._called: set[nn.Module] = set()  # blocks that were called in the recorded forward
         self._needs: dict[nn.Module, set[int]] = {}  # by module: the buckets to wait for
@@ -131,6 +132,7 @@ class Sharding:
         """Start over with this replica. `rounds`: the all-reduce rounds to bfloat16. Sends nothing."""
         self.wait()
         self.replica, self.channel, self.is_planned = replica, channel, False
+        self._rows.clear()  # they belong to the group
         self.exchanges = Exchanges(channel)
         # Whether gradients are scattered. In shared memory an all-reduce is just as fast.
         self.needs_hook = not (channel.shares_memory and (rounds or self.strategy.codec == "dense"))
@@ -283,9 +285,19 @@ class Sharding:
         if not most:
             return
         params, rank, n = self.replica.params, self.channel.rank, self.channel.world_size
-        first = params[next(part.param for parts in by_rank for part in parts)]
-        given = join([self.piece(params[part.param], part) for part in by_rank[rank]], first, most)
-        self._gathers[number] = start_message(GATHER, given, self.channel.group, n)
+        first = params[next(part.param for parts in by_rank for part in parts)].detach()
+        pieces = [self.piece(params[part.param], part) for part in by_rank[rank]]
+        if self.channel.shares_memory:
+            rows = self._rows.get(number)
+            if rows is None or rows.shape != (n, most) or rows.dtype != first.dtype:
+                # Lasting, because the kernel needs longer to provide new pages in each step than ranks to copy.
+                rows = self._rows[number] = self.channel.allocate(n * most, first.dtype, first.device).view(n, most)
+            given = join(pieces, rows[rank])
+            work = start_exchange(rows.view(torch.uint8), given.view(torch.uint8), self.channel.group)
+            self._gathers[number] = work, rows
+        else:
+            given = join(pieces, first.new_empty(most))
+            self._gathers[number] = start_message(GATHER, given, self.channel.group, n)
         self.exchanges.count(GATHER, given.nbytes, n)
 
     @torch.no_grad()
