@@ -39,6 +39,7 @@ _AFTERMATH_S = 0.5
 # and to obey a signal.
 _TURN_S, _GRACE_S = 0.5, 3.0
 _BEAT_S, _SILENT_S = 0.5, 4.0  # heartbeats between hosts
+_PAUSE_S = 0.1  # before the next try to reach rank 0's monitor
 _started: subprocess.Popen[bytes] | None = None
 
 
@@ -309,12 +310,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
             self._heard_s = dict.fromkeys(range(1, len(self._hosts)), time.monotonic() + _MEET_S)
             self._gate = Gate(self._listen(asked["address"]), secret, self._read)
         else:
-            host, _, port = asked["hub"].rpartition(":")
-            link = socket.create_connection((host, int(port)), timeout=_SILENT_S)
-            if not check_server(link, secret):
-                link.close()
-                raise LaunchError(f"the process at {asked['hub']} is not the monitor of rank 0", code="stranger")
-            link.settimeout(None)
+            link = self._call(asked["hub"], secret)
             self._heard_s[0] = time.monotonic()
             self._add_peer(0, link)
             self.send({"host": self._mine})
@@ -337,6 +333,28 @@ class Links(contextlib.AbstractContextManager["Links"]):
             listener = socket.create_server(("", 0))
         self.address = f"{address}:{listener.getsockname()[1]}"
         return listener
+
+    @staticmethod
+    def _call(hub: str, secret: bytes) -> socket.socket:
+        """A connection to the monitor of rank 0."""
+        host, _, port = hub.rpartition(":")
+        until_s = time.monotonic() + _MEET_S
+        while True:
+            link = socket.create_connection((host, int(port)), timeout=_SILENT_S)
+            try:
+                is_known = check_server(link, secret)
+            except OSError as error:
+                link.close()
+                if time.monotonic() > until_s:
+                    text = f"the process at {hub} did not authenticate within {_MEET_S:g} s ({error})"
+                    raise LaunchError(text, code="timeout") from None
+                time.sleep(_PAUSE_S)
+                continue
+            if not is_known:
+                link.close()
+                raise LaunchError(f"the process at {hub} is not the monitor of rank 0", code="stranger")
+            link.settimeout(None)
+            return link
 
     def _add_peer(self, number: int, link: socket.socket) -> None:
         # Sending must not wait for a host that does not read.
