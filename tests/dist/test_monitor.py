@@ -451,6 +451,22 @@ def test_a_monitor_gets_in_among_strangers(monkeypatch):
         wait_until(lambda: 1 in hub._peers)
 
 
+@pytest.mark.parametrize("line", [b'{"x": 1}', b"[1]", b'{"host": 7}', b'{"host": [1]}'])
+def test_a_monitor_that_does_not_say_which_host_it_is_is_not_read(line):
+    from paceline.runtime.ranks.store_server import check_server
+
+    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
+    with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
+        host, _, port = hub.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60.0) as link:
+            assert check_server(link, asked["token"].encode())
+            link.sendall(line + b"\n")
+            link.settimeout(60.0)
+            assert link.recv(1) == b""
+        wait_until(lambda: not hub._gate.list_links())
+        assert not hub._peers and hub.find_lost() is None
+
+
 def test_the_monitor_imports_no_torch():
     source = "import sys, paceline.runtime.faults.monitored; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0

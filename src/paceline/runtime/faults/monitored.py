@@ -374,7 +374,9 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def take_warnings(self) -> list[str]:
         """The warnings received from other hosts since the last call."""
-        found, self._warnings = self._warnings, []
+        with self._lock:
+            found = self._warnings
+            self._warnings = []
         return found
 
     def look(self) -> str | None:
@@ -382,7 +384,9 @@ class Links(contextlib.AbstractContextManager["Links"]):
         if len(self._hosts) > 1 and time.monotonic() - self._sent_s > _BEAT_S:
             self._sent_s = time.monotonic()
             self.send({"left": sorted(self._left)})
-        found, self._verdict = self._verdict, None
+        with self._lock:
+            found = self._verdict
+            self._verdict = None
         return found
 
     def find_lost(self) -> str | None:
@@ -401,20 +405,31 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def _read(self, link: socket.socket, number: int = -1) -> None:
         """Read a connection until it is closed, in a thread; without a number, its first line says which host it is."""
-        with contextlib.suppress(OSError, ValueError), link, link.makefile("rb") as lines:
-            for line in lines:
-                message = json.loads(line)
-                if number < 0:
-                    number = int(message["host"])
-                    self._add_peer(number, link)
-                self._heard_s[number] = time.monotonic()
-                self._left |= set(message.get("left", ()))
-                if "warning" in message or "verdict" in message:
-                    self.send(message, but=number)
-                if "warning" in message:
-                    self._warnings.append(str(message["warning"]))
-                if "verdict" in message and self._verdict is None:
-                    self._verdict = str(message["verdict"])
-        if number >= 0:  # lost, unless it has left
-            self._peers.pop(number, None)
-            self._closed_s[number] = time.monotonic()
+        try:
+            with contextlib.suppress(OSError, ValueError, TypeError), link, link.makefile("rb") as lines:
+                for line in lines:
+                    message = json.loads(line)
+                    if not isinstance(message, dict):
+                        return
+                    if number < 0:
+                        host = message.get("host")
+                        if host not in self._heard_s:
+                            return
+                        number = int(host)
+                        self._add_peer(number, link)
+                    self._receive(number, message)
+        finally:
+            if number >= 0:  # lost, unless it has left
+                self._peers.pop(number, None)
+                self._closed_s[number] = time.monotonic()
+
+    def _receive(self, number: int, message: dict[str, Any]) -> None:
+        self._heard_s[number] = time.monotonic()
+        self._left |= set(message.get("left", ()))
+        if "warning" in message or "verdict" in message:
+            self.send(message, but=number)
+        with self._lock:
+            if "warning" in message:
+                self._warnings.append(str(message["warning"]))
+            if "verdict" in message and self._verdict is None:
+                self._verdict = str(message["verdict"])
