@@ -409,7 +409,7 @@ def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
                 stranger.shutdown(socket.SHUT_WR)
                 while stranger.recv(1024):  # a nonce, and then the end
                     pass
-            wait_until(lambda: not hub._gate.links)
+            wait_until(lambda: not hub._gate.list_links())
             assert hub.look() is None and not hub._peers
         deadline = time.monotonic() + 60
         with Links(hosts, asked | {"ranks": [1], "hub": hub.address}) as other:
@@ -433,8 +433,38 @@ def test_strangers_do_not_pile_up(monkeypatch):
             stack.enter_context(socket.create_connection(address))
         wait_until(lambda: len(said) == store_server._MOST_REPORTED)
         assert "too many unauthenticated connections" in said[0]
-        wait_until(lambda: not gate.links)
-        assert not gate.num_unknown
+        wait_until(lambda: not gate.list_links())
+        assert not gate._unknown
+
+
+def test_a_monitor_gets_in_among_strangers(monkeypatch):
+    from paceline.runtime.ranks import store_server
+
+    monkeypatch.setattr(store_server, "MOST_UNKNOWN", 3)
+    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
+    with contextlib.ExitStack() as stack:
+        hub = stack.enter_context(Links(hosts, asked | {"ranks": [0], "hub": ""}))
+        host, _, port = hub.address.rpartition(":")
+        for _ in range(10):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        stack.enter_context(Links(hosts, asked | {"ranks": [1], "hub": hub.address}))
+        wait_until(lambda: 1 in hub._peers)
+
+
+@pytest.mark.parametrize("line", [b'{"x": 1}', b"[1]", b'{"host": 7}', b'{"host": [1]}'])
+def test_a_monitor_that_does_not_say_which_host_it_is_is_not_read(line):
+    from paceline.runtime.ranks.store_server import check_server
+
+    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
+    with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
+        host, _, port = hub.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60.0) as link:
+            assert check_server(link, asked["token"].encode())
+            link.sendall(line + b"\n")
+            link.settimeout(60.0)
+            assert link.recv(1) == b""
+        wait_until(lambda: not hub._gate.list_links())
+        assert not hub._peers and hub.find_lost() is None
 
 
 def test_the_monitor_imports_no_torch():

@@ -203,6 +203,12 @@ def test_a_name_is_looked_for_in_the_cache_then_on_the_hub_then_here(hub, name, 
     assert received[0] == received[1] and len(calls) == num_calls
 
 
+def test_a_damaged_index_in_the_cache_is_named_if_the_hub_cannot_be_reached(hub):
+    hub(cached=("config.json", "model.safetensors.index.json"))
+    with pytest.raises(ConfigError, match=r"index\.json is damaged"):
+        external.describe_weights("a/b")
+
+
 def test_the_weights_are_not_fetched_for_the_limits(hub, monkeypatch):
     calls = hub(cached=("config.json",))
     text = SimpleNamespace(vocab_size=64, max_position_embeddings=40)

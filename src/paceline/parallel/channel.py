@@ -28,6 +28,7 @@ _BROADCAST_BYTES = 64 << 20
 _CROSSING_BYTES, _TAG = 16 << 10, 0x70616365
 # The shortest and the longest pause between two store requests while waiting for other ranks.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.002, 0.1
+_WORD_BITS = 62  # a store's counters have 64 bits
 
 
 class Sent(NamedTuple):
@@ -88,17 +89,21 @@ class Channel:
         if self.world_size == 1:
             return []
         store, until_s = self._store(f"meeting-{name}"), time.monotonic() + limit_s
-        store.set(str(self.rank), "")
+        word, bit = divmod(self.rank, _WORD_BITS)
+        store.add(f"arrived/{word}", 1 << bit)
         if store.add("count", 1) == self.world_size:
             store.compare_set("end", "", "all")
-        # One request at a time, with growing pauses, because hundreds of ranks may share one store.
+        # Few requests, with growing pauses, because hundreds of ranks may share one store: each rank sets its bit in a
+        # counter, so that a late rank costs every other rank a request per counter, not per rank.
         pause_s = _MIN_PAUSE_S
         while not store.check(["end"]):
             if time.monotonic() <= until_s:
                 time.sleep(pause_s)
                 pause_s = min(_MAX_PAUSE_S, 1.5 * pause_s)
             else:
-                absent = [str(rank) for rank in range(self.world_size) if not store.check([str(rank)])]
+                words = [store.add(f"arrived/{word}", 0) for word in range(-(-self.world_size // _WORD_BITS))]
+                arrived = [bool(word >> bit & 1) for word in words for bit in range(_WORD_BITS)]
+                absent = [str(rank) for rank in range(self.world_size) if not arrived[rank]]
                 store.compare_set("end", "", " ".join(absent) or "all")
         end = store.get("end").decode()
         return [] if end == "all" else [int(rank) for rank in end.split()]

@@ -609,7 +609,7 @@ class FaultsResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        """What all trials under Paceline show together, without those of torch's wrapper alone."""
+        """Totals over all trials except those with torch's wrapper alone."""
         ours = [one for one in self.only(FaultRecord) if one.system != "torch"]
         faults = [one for one in ours if one.steps_lost is not None]
         stepped = [one for one in faults if one.names_step is not None]

@@ -47,7 +47,7 @@ def large_batch(
         global_batch_size: By default 16 times as large.
         recipes: Switches joined by +, such as "linear+warmup". By default all common ones that fit the job.
         seeds: Number of runs of each batch size and recipe.
-        updates: Length of additional runs of equal updates. By default twice the updates of the largest batch; 0: none.
+        updates: Length of additional runs with equal numbers of updates. By default twice the largest batch's; 0: none.
         lr: The learning rate of the baseline.
         schedule: By default cosine, or piecewise with `lr_drops`.
         batch_size: Largest micro-batch of a rank.
@@ -61,9 +61,9 @@ def large_batch(
 class LargeBatchSettings(grid.GridSettings):
     """The job at its base batch, and at larger ones with each recipe.
 
-    `job` has the settings that were tuned for `base_batch_size`. `updates` is the length of the runs of equal updates:
-    None means twice that of the largest batch, 0 leaves these runs out. `most_at_once` limits the micro-batch of a
-    rank; larger batches accumulate.
+    `job` has the settings that were tuned for `base_batch_size`. `updates` is the length of the additional runs with
+    equal numbers of updates: None means twice that of the largest batch, 0 leaves these runs out. `most_at_once` limits
+    the micro-batch of a rank; larger batches accumulate.
     """
 
     verb = staticmethod(large_batch)

@@ -113,13 +113,18 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
     if path.is_dir():
         return path, _check_folder(path) if wants_weights else ""
     known = _KEPT / name.replace("/", "--")
+    damage: ConfigError | None = None
 
     def is_complete(folder: Path) -> bool:
-        nonlocal known
+        nonlocal known, damage
         if not (folder / _CONFIG).is_file():
             return False
-        if not wants_weights or not _missing_weights(folder):
-            return True
+        try:
+            if not wants_weights or not _missing_weights(folder):
+                return True
+        except ConfigError as error:
+            damage = error
+            raise
         known = folder
         return False
 
@@ -127,6 +132,8 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
     try:
         folder = fetch_from_hub(is_complete, repo_id=name, allow_patterns=files)
     except Exception as error:
+        if damage is not None:  # what the user can repair
+            raise damage from error
         reason = shorten_error(error)
     else:
         if is_complete(folder):

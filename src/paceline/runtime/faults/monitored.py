@@ -39,6 +39,7 @@ _AFTERMATH_S = 0.5
 # and to obey a signal.
 _TURN_S, _GRACE_S = 0.5, 3.0
 _BEAT_S, _SILENT_S = 0.5, 4.0  # heartbeats between hosts
+_PAUSE_S = 0.1  # before the next try to reach rank 0's monitor
 _started: subprocess.Popen[bytes] | None = None
 
 
@@ -309,12 +310,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
             self._heard_s = dict.fromkeys(range(1, len(self._hosts)), time.monotonic() + _MEET_S)
             self._gate = Gate(self._listen(asked["address"]), secret, self._read)
         else:
-            host, _, port = asked["hub"].rpartition(":")
-            link = socket.create_connection((host, int(port)), timeout=_SILENT_S)
-            if not check_server(link, secret):
-                link.close()
-                raise LaunchError(f"the process at {asked['hub']} is not the monitor of rank 0", code="stranger")
-            link.settimeout(None)
+            link = self._call(asked["hub"], secret)
             self._heard_s[0] = time.monotonic()
             self._add_peer(0, link)
             self.send({"host": self._mine})
@@ -338,6 +334,28 @@ class Links(contextlib.AbstractContextManager["Links"]):
         self.address = f"{address}:{listener.getsockname()[1]}"
         return listener
 
+    @staticmethod
+    def _call(hub: str, secret: bytes) -> socket.socket:
+        """A connection to the monitor of rank 0."""
+        host, _, port = hub.rpartition(":")
+        until_s = time.monotonic() + _MEET_S
+        while True:
+            link = socket.create_connection((host, int(port)), timeout=_SILENT_S)
+            try:
+                is_known = check_server(link, secret)
+            except OSError as error:
+                link.close()
+                if time.monotonic() > until_s:
+                    text = f"the process at {hub} did not authenticate within {_MEET_S:g} s ({error})"
+                    raise LaunchError(text, code="timeout") from None
+                time.sleep(_PAUSE_S)
+                continue
+            if not is_known:
+                link.close()
+                raise LaunchError(f"the process at {hub} is not the monitor of rank 0", code="stranger")
+            link.settimeout(None)
+            return link
+
     def _add_peer(self, number: int, link: socket.socket) -> None:
         # Sending must not wait for a host that does not read.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 200_000))
@@ -356,7 +374,9 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def take_warnings(self) -> list[str]:
         """The warnings received from other hosts since the last call."""
-        found, self._warnings = self._warnings, []
+        with self._lock:
+            found = self._warnings
+            self._warnings = []
         return found
 
     def look(self) -> str | None:
@@ -364,7 +384,9 @@ class Links(contextlib.AbstractContextManager["Links"]):
         if len(self._hosts) > 1 and time.monotonic() - self._sent_s > _BEAT_S:
             self._sent_s = time.monotonic()
             self.send({"left": sorted(self._left)})
-        found, self._verdict = self._verdict, None
+        with self._lock:
+            found = self._verdict
+            self._verdict = None
         return found
 
     def find_lost(self) -> str | None:
@@ -383,20 +405,31 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def _read(self, link: socket.socket, number: int = -1) -> None:
         """Read a connection until it is closed, in a thread; without a number, its first line says which host it is."""
-        with contextlib.suppress(OSError, ValueError), link, link.makefile("rb") as lines:
-            for line in lines:
-                message = json.loads(line)
-                if number < 0:
-                    number = int(message["host"])
-                    self._add_peer(number, link)
-                self._heard_s[number] = time.monotonic()
-                self._left |= set(message.get("left", ()))
-                if "warning" in message or "verdict" in message:
-                    self.send(message, but=number)
-                if "warning" in message:
-                    self._warnings.append(str(message["warning"]))
-                if "verdict" in message and self._verdict is None:
-                    self._verdict = str(message["verdict"])
-        if number >= 0:  # lost, unless it has left
-            self._peers.pop(number, None)
-            self._closed_s[number] = time.monotonic()
+        try:
+            with contextlib.suppress(OSError, ValueError, TypeError), link, link.makefile("rb") as lines:
+                for line in lines:
+                    message = json.loads(line)
+                    if not isinstance(message, dict):
+                        return
+                    if number < 0:
+                        host = message.get("host")
+                        if host not in self._heard_s:
+                            return
+                        number = int(host)
+                        self._add_peer(number, link)
+                    self._receive(number, message)
+        finally:
+            if number >= 0:  # lost, unless it has left
+                self._peers.pop(number, None)
+                self._closed_s[number] = time.monotonic()
+
+    def _receive(self, number: int, message: dict[str, Any]) -> None:
+        self._heard_s[number] = time.monotonic()
+        self._left |= set(message.get("left", ()))
+        if "warning" in message or "verdict" in message:
+            self.send(message, but=number)
+        with self._lock:
+            if "warning" in message:
+                self._warnings.append(str(message["warning"]))
+            if "verdict" in message and self._verdict is None:
+                self._verdict = str(message["verdict"])

@@ -1,4 +1,4 @@
-"""The launcher's part in a world of local ranks: it gives them their job, listens to them and judges what went wrong,
+"""The launcher's part in a world of local ranks: it gives them their job, listens to them and decides what went wrong,
 and after a fault it decides which ranks are in the next world.
 
 Ranks that stay have left the old world and wait for their new places (`worker.stand_by`); a spare waits there from the
@@ -355,8 +355,8 @@ class LocalWorld:
         self._numbers = {rank: number for number, rank in enumerate(ranks)}
 
     def run(self, variables: dict[str, str]) -> str:
-        """Run the job until it is decided what follows: "stop" (with `values`, or `error`), "restart", or the policy of
-        the recovery. Needs the store of the world: without it, ranks would move on from where they were stuck."""
+        """Run the job and decide what follows: "stop" (with `values`, or `error`), "restart", or the policy of the
+        recovery. Needs the store of the world: without it, ranks would move on from where they were stuck."""
         recovery = self._job.recovery
         for number, rank in enumerate(self.ranks):
             own = variables | recovery.variables | {"RANK": str(number), "LOCAL_RANK": str(number)}
@@ -368,7 +368,7 @@ class LocalWorld:
         if waiting and not self.failures and all(rank.is_lost for rank in waiting):
             self.failures.append(Failure(None, time.monotonic(), "ranks lost contact, though all are alive"))
         if self.failures:
-            return self._judge()
+            return self._decide()
         if waiting:  # more ranks are available
             return recovery.policy
         self._name_stuck()
@@ -442,7 +442,7 @@ class LocalWorld:
         self._monitor.announce(f"warning: {who}{verdict.summary}", verdict.rank, verdict.stack)
         return None
 
-    def _judge(self) -> str:
+    def _decide(self) -> str:
         """What follows the first failure that is not just the loss of a peer."""
         first = min(self.failures, key=lambda failure: (failure.is_secondary, failure.when_s))
         size = len(self.ranks)

@@ -119,7 +119,7 @@ class Cleared:
 
 @dataclass(frozen=True)
 class Locate:
-    """Where is the main thread in the cell of this number? Always answered."""
+    """Asks where the main thread is in this cell. Always answered."""
 
     number: int
 

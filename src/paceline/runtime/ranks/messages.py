@@ -89,6 +89,8 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: tuple[Any, ...] = (
         return {tag: packed} if tag else packed
     found = f"a tensor ({value.layout}, on {value.device})" if is_tensor else f"of type {kind.__name__}"
     kinds = "dense tensors, int, float, bool, str, None, and dicts, lists and tuples of these"
+    if extend is not None:
+        kinds += ", or bytes, complex, sets, paths, dtypes, and NumPy's numbers and arrays"
     raise NotPlainError(f"{_name_place(path)} is {found}, which cannot be saved or sent to other ranks: use {kinds}")
 
 
@@ -171,7 +173,7 @@ def _describe(value: Any) -> tuple[str, Any] | None:
         return f"${kind.__name__}", list(value)
     if kind in (bytes, bytearray):
         return "$bytes", base64.b64encode(value).decode()
-    if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+    if isinstance(value, numpy.generic) and value.dtype.kind in "biuf" and value.dtype.char != "g":
         return "", value.item()
     if kind is numpy.ndarray and value.dtype.kind in "biufc" and value.dtype.char not in "gG":
         return "$array", torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))

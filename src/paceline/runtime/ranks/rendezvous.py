@@ -450,11 +450,21 @@ def _call(name: str, place: Place, timeout_s: float, where: str, code: str = "ti
 
 def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: float) -> socket.socket:
     """A connection to a store on another host, after both ends have proved that they know the secret."""
-    link = _dial(lambda left_s: socket.create_connection((host, port), left_s), place, timeout_s, f"{host}:{port}")
-    if not store_server.check_server(link, secret):
-        link.close()
-        text = f"the process that listens at {host}:{port} does not know the {SECRET} of rank {place.rank}"
-        raise LaunchError(f"{text}: give all ranks of the job the same {SECRET}", code="stranger")
+
+    def connect(left_s: float) -> socket.socket:
+        link = socket.create_connection((host, port), left_s)
+        try:
+            is_known = store_server.check_server(link, secret)
+        except OSError:
+            link.close()
+            raise
+        if not is_known:
+            link.close()
+            text = f"the process that listens at {host}:{port} does not know the {SECRET} of rank {place.rank}"
+            raise LaunchError(f"{text}: give all ranks of the job the same {SECRET}", code="stranger")
+        return link
+
+    link = _dial(connect, place, timeout_s, f"{host}:{port}")
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     store_server.keep_alive(link, _KEEPALIVE)
     return link

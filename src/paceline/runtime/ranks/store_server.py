@@ -44,7 +44,7 @@ def pack(kind: int, fields: Sequence[bytes]) -> bytes:
 
 
 def receive(link: socket.socket, num_bytes: int, until_s: float = math.inf) -> bytearray:
-    """Exactly so many bytes; OSError if they do not arrive in time."""
+    """Exactly `num_bytes` bytes; OSError if they do not arrive in time."""
     content = bytearray(num_bytes)
     left = memoryview(content)
     while left:
@@ -72,7 +72,7 @@ def receive_message(link: socket.socket, until_s: float = math.inf) -> tuple[int
     return content[0], fields
 
 
-# -- who is there ------------------------------------------------------------------------------------------------------
+# -- authentication ----------------------------------------------------------------------------------------------------
 
 
 def check_client(link: socket.socket, secret: bytes) -> str:
@@ -95,11 +95,12 @@ def check_client(link: socket.socket, secret: bytes) -> str:
 
 
 def check_server(link: socket.socket, secret: bytes) -> bool:
-    """The client's half of the handshake: whether the server knows the secret. Waits for at most HELLO_S."""
+    """The client's half of the handshake: whether the server knows the secret. OSError if it does not begin the
+    handshake, which is worth another try: it may have too many connections. Waits for at most HELLO_S."""
     until_s = time.monotonic() + HELLO_S
     mine = secrets.token_bytes(NONCE_BYTES)
+    nonce = bytes(receive(link, NONCE_BYTES, until_s))
     try:
-        nonce = bytes(receive(link, NONCE_BYTES, until_s))
         link.sendall(mine + _prove(secret, b"rank", nonce, mine))
         answer = bytes(receive(link, PROOF_BYTES, until_s))
     except OSError:
@@ -159,8 +160,8 @@ def keep_alive(link: socket.socket, values: tuple[int, int, int, int]) -> None:
 
 
 class Gate:
-    """Accepts connections and authenticates each in its own thread, so that a silent one delays nobody. `serve` is
-    called there with those of this job, which are closed after it."""
+    """Accepts connections and authenticates each in its own thread, so that a silent one delays nobody. `serve(link)`
+    then runs in that thread if the connection belongs to this job; the link is closed when it returns."""
 
     def __init__(
         self, listener: socket.socket, secret: bytes, serve: Callable[[socket.socket], None],
@@ -175,8 +176,8 @@ class Gate:
         self._is_closing = False
         self._near, self._far = socket.socketpair()  # closing one wakes the thread
         listener.setblocking(False)
-        self.num_unknown = 0
-        self.links: dict[socket.socket, threading.Thread] = {}
+        self._links: dict[socket.socket, threading.Thread] = {}
+        self._unknown: dict[socket.socket, str] = {}  # addresses of unauthenticated connections, oldest first
         self._thread = threading.Thread(target=self._accept_all, name="paceline-gate", daemon=True)
         self._thread.start()
 
@@ -188,11 +189,16 @@ class Gate:
         self._far.close()
         self._listener.close()
         with self._lock:
-            links = list(self.links.items())
+            links = list(self._links.items())
         for link, _ in links:
             _hang_up(link)
         for _, thread in links:
             thread.join()
+
+    def list_links(self) -> list[socket.socket]:
+        """All open connections."""
+        with self._lock:
+            return list(self._links)
 
     def _accept_all(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -207,60 +213,77 @@ class Gate:
                 except OSError:  # too many files are open
                     time.sleep(_PAUSE_S)
                 else:
-                    link.setblocking(True)
-                    self._accept(link, where)
+                    try:
+                        self._accept(link, where)
+                    except OSError:  # it is gone
+                        link.close()
 
     def _accept(self, link: socket.socket, where: tuple[str, ...]) -> None:
-        is_known = link.family == socket.AF_UNIX
-        if is_known:
-            found = peer_user(link)
-            if found is not None and found[0] != os.geteuid():
-                self._refuse(link, f"a process of another user (uid {found[0]}, pid {found[1]})")
-                return
-        elif self.num_unknown >= MOST_UNKNOWN:
-            self._refuse(link, f"{where[0]}: too many unauthenticated connections")
+        link.setblocking(True)
+        host = ""
+        if link.family != socket.AF_UNIX:
+            host = where[0]
+        elif (found := peer_user(link)) is not None and found[0] != os.geteuid():
+            self._refuse(link, f"a process of another user (uid {found[0]}, pid {found[1]})")
             return
-        thread = threading.Thread(target=self._run, args=(link, is_known), name="paceline-link", daemon=True)
+        thread = threading.Thread(target=self._run, args=(link, host), name="paceline-link", daemon=True)
+        dropped = None
         with self._lock:
-            self.num_unknown += not is_known
-            self.links[link] = thread
+            if host and len(self._unknown) >= MOST_UNKNOWN:  # the new one may be a rank's
+                oldest = next(iter(self._unknown))
+                dropped = self._unknown.pop(oldest)
+                _hang_up(oldest)  # its thread closes it
+            if host:
+                self._unknown[link] = host
+            self._links[link] = thread
         try:
             thread.start()
         except RuntimeError as error:
-            with self._lock:
-                self.num_unknown -= not is_known
-                del self.links[link]
-            link.close()
-            self._report(f"cannot serve a connection: {error}")
+            self._forget(link)
+            self._say(f"cannot serve a connection: {error}")
+        if dropped is not None:
+            self._count_refused(f"{dropped}: too many unauthenticated connections")
 
-    def _run(self, link: socket.socket, is_known: bool) -> None:
+    def _run(self, link: socket.socket, host: str) -> None:
+        """Serve a connection; one from a `host` has to authenticate first."""
         try:
             with contextlib.suppress(OSError):  # it is gone
-                if is_known or self._is_known(link):
+                if not host or self._is_known(link, host):
                     self._serve(link)
         finally:
-            with self._lock:
-                del self.links[link]
-            link.close()
+            self._forget(link)
 
-    def _is_known(self, link: socket.socket) -> bool:
+    def _forget(self, link: socket.socket) -> None:
+        with self._lock:
+            del self._links[link]
+            self._unknown.pop(link, None)
+        link.close()
+
+    def _is_known(self, link: socket.socket, host: str) -> bool:
         try:
             problem = check_client(link, self._secret)
         finally:
             with self._lock:
-                self.num_unknown -= 1
+                self._unknown.pop(link, None)
         if problem:
-            self._refuse(link, f"a connection from {link.getpeername()[0]}, which {problem}")
+            self._refuse(link, f"a connection from {host}, which {problem}")
         return not problem
 
     def _refuse(self, link: socket.socket, who: str) -> None:
         link.close()
+        self._count_refused(who)
+
+    def _count_refused(self, who: str) -> None:
         with self._lock:
             self._num_refused += 1
             number = self._num_refused
         if number <= _MOST_REPORTED:
             more = "; further refusals are not reported" if number == _MOST_REPORTED else ""
-            self._report(f"refused {who}: it is not a rank of this job{more}")
+            self._say(f"refused {who}: it is not a rank of this job{more}")
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed
+            self._report(text)
 
 
 def _hang_up(link: socket.socket) -> None:
@@ -276,6 +299,14 @@ def _print(text: str) -> None:
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
+class _Awaited:
+    """A key for which clients wait."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.num_clients = 0
+
+
 class Server:
     """Serves a listening socket until `stop`; with `secret`, only to clients that prove that they know it."""
 
@@ -284,14 +315,15 @@ class Server:
     ) -> None:
         self._lock = threading.Lock()
         self._values: dict[bytes, bytes] = {}
-        self._awaited: dict[bytes, threading.Event] = {}  # keys for which clients wait
+        self._awaited: dict[bytes, _Awaited] = {}
+        self._is_stopping = False
         self._gate = Gate(listener, secret, self._serve_link, report)
 
     def linger(self) -> None:
         """Wait until nobody is connected. Keepalive detects a host that was cut off: it does not close its
         connections."""
         probed = set[socket.socket]()
-        while links := set(self._gate.links):
+        while links := set(self._gate.list_links()):
             for link in links - probed:
                 with contextlib.suppress(OSError):  # it is already closed
                     keep_alive(link, _PROBES)
@@ -299,9 +331,11 @@ class Server:
             time.sleep(_PAUSE_S)
 
     def stop(self) -> None:
+        """Close all connections. Clients that wait for a key get an error."""
         with self._lock:
-            for event in self._awaited.values():
-                event.set()
+            self._is_stopping = True
+            for awaited in self._awaited.values():
+                awaited.event.set()
         self._gate.close()
 
     def _serve_link(self, link: socket.socket) -> None:
@@ -316,13 +350,11 @@ class Server:
             return
 
     def _answer(self, link: socket.socket, kind: int, fields: list[bytes]) -> tuple[int, list[bytes]]:
-        if kind in (GET, WAIT) and not self._await(link, fields[1:], time.monotonic() + float(fields[0])):
-            return LATE, []
+        if kind in (GET, WAIT):
+            return self._answer_later(link, kind, fields[1:], time.monotonic() + float(fields[0]))
         values, answer = self._values, list[bytes]()
         with self._lock:
-            if kind == GET:
-                answer = [values.get(key, b"") for key in fields[1:]]
-            elif kind in (SET, MULTI_SET):
+            if kind in (SET, MULTI_SET):
                 for key, value in zip(fields[::2], fields[1::2], strict=True):
                     self._put(key, value)
             elif kind == APPEND:
@@ -341,28 +373,49 @@ class Server:
                 answer = [values.get(key, expected)]
             elif kind == COUNT:
                 answer = [b"%d" % len(values)]
-            elif kind != WAIT:
+            else:
                 raise ValueError(f"request {kind}")
         return DONE, answer
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
-        if (event := self._awaited.pop(key, None)) is not None:
-            event.set()
+        if (awaited := self._awaited.pop(key, None)) is not None:
+            awaited.event.set()
 
-    def _await(self, link: socket.socket, keys: list[bytes], until_s: float) -> bool:
-        """Wait until all keys are there; False if they are late, OSError if the client is gone."""
-        for key in keys:
+    def _answer_later(
+        self, link: socket.socket, kind: int, keys: list[bytes], until_s: float
+    ) -> tuple[int, list[bytes]]:
+        while all(self._await(link, key, until_s) for key in keys):
+            if kind == WAIT:
+                return DONE, []
             with self._lock:
-                if key in self._values:
-                    continue
-                event = self._awaited.setdefault(key, threading.Event())
-            while not event.wait(max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
+                if all(key in self._values for key in keys):  # otherwise one has been deleted
+                    return DONE, [self._values[key] for key in keys]
+        return LATE, []
+
+    def _await(self, link: socket.socket, key: bytes, until_s: float) -> bool:
+        """Wait until a key is there; False if it is late, OSError if the client is gone or the store is closing."""
+        with self._lock:
+            if key in self._values:
+                return True
+            awaited = self._awaited.setdefault(key, _Awaited())
+            awaited.num_clients += 1
+        try:
+            while not self._is_stopping:
+                if awaited.event.wait(max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
+                    break
                 if time.monotonic() >= until_s:
                     return False
                 with contextlib.suppress(BlockingIOError):
                     if not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                         raise ConnectionError("closed")
+        finally:
+            with self._lock:
+                awaited.num_clients -= 1
+                if not awaited.num_clients and self._awaited.get(key) is awaited:
+                    del self._awaited[key]
+        if self._is_stopping:
+            raise ConnectionError("the store is closing")
         return True
 
 
