@@ -124,11 +124,8 @@ def test_a_gpu_that_waits_for_the_host():
     made = MadeTrace().step().kernel(TENSOR_GEMM, 0, 1.5).op("aten::mm", 0, 9)
     advice = given(made, "host")
     assert (advice.gain_s, advice.certainty) == (pytest.approx(8.5e-3), "at most")
-    assert (
-        "15% busy" in advice.text
-        and "6.7 times as fast" in advice.text
-        and "a batch of 256 instead of 32" in advice.text
-    )
+    assert "15% busy" in advice.text and "a batch of 256 instead of 32" in advice.text
+    assert advice.factor == pytest.approx(10 / 1.5)
     assert given(full_gpu(), "host") is None
     assert given(MadeTrace().step().op("aten::mm", 0, 9), "host") is None
 

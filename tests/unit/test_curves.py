@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -18,9 +20,11 @@ from paceline.predict.curves import (
     Resample,
     check_algorithm,
     choose_best,
+    draw,
     fit_collectives,
     fit_family,
     fit_line,
+    hold_draws,
     interpolate_sizes,
     join_levels,
     scale_curve,
@@ -281,6 +285,25 @@ def test_a_scaled_curve_is_the_measured_one_at_home_and_grows_as_its_family(num_
 def test_an_unknown_algorithm_is_refused_with_the_nearest(name, hint):
     with pytest.raises(ConfigError, match=hint):
         check_algorithm(name)
+
+
+def test_the_interval_of_two_equally_large_errors_covers_90_percent():
+    names = ("error", "noise", "shift", "slowdown")
+    normal = statistics.NormalDist()
+    _, draws = draw(lambda resample: [getattr(resample, name) for name in names])
+    for one, other in itertools.combinations(range(len(names)), 2):
+        sums = [(errors[one] + errors[other]) / math.sqrt(2) for errors in draws]
+        low, high = hold_draws(0.0, sums)
+        assert 0.87 <= normal.cdf(high) - normal.cdf(low) <= 0.93
+    for column in range(len(names)):
+        low, high = hold_draws(0.0, [errors[column] for errors in draws])
+        assert (low, high) == pytest.approx((normal.inv_cdf(0.05), normal.inv_cdf(0.95)), rel=0.01)
+
+
+def test_the_interval_of_few_draws_is_their_range():
+    assert hold_draws(2.0, []) == (2.0, 2.0)
+    assert hold_draws(2.0, [3.0]) == (2.0, 3.0)
+    assert hold_draws(2.0, [3.0, 1.0]) == (1.0, 3.0)
 
 
 def test_repetitions_of_one_length_are_drawn_together_and_all_are_used_where_nothing_is_drawn():

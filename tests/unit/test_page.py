@@ -245,6 +245,15 @@ def test_runs_of_one_kind_are_compared_record_by_record(tmp_path):
     assert {row.ratio for row in same.rows} == {1.0} and not any(row.change.is_clear for row in same.rows)
 
 
+def test_two_tunings_differ_in_their_settings_and_not_in_what_follows_from_them(build_environment):
+    folder = RESULTS / "neoverse-n1-2-cores" / "tuning"
+    runs = [load_result(folder / name) for name in ("gpt2-mini-gloo", "gpt2-mini-1Gb-8-ranks-torch")]
+    result = compare_results(runs, build_environment())
+    assert {"wrapper", "network", "network_ranks"} <= set(result.differences)
+    assert not {"tune", "predictions", "gradients", "default_plan"} & set(result.differences)
+    assert result.table().terminal().endswith("The runs were not interleaved.")
+
+
 def test_runs_that_share_no_number_still_make_a_page(tmp_path):
     runs = [RESULTS / "neoverse-n1-2-cores" / f"layers-{name}" for name in ("cnn-tiny", "mlp")]
     result = save_report(runs, page=tmp_path / "both.html")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, RecordError
-from paceline.predict import curves
+from paceline.predict import curves, scaling
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.job import Job
 from paceline.predict.networks import find_network
@@ -307,6 +307,17 @@ def test_the_interval_is_wider_far_from_steps_than_far_from_sweeps():
     idle = replace(world, sample_s=1e-6, fixed_s=1e-5)
     [point] = simulate_scaling(idle.evidence(1, 2, sweeps=(2, 4, 8)), (8,))
     assert point.high_s / point.step_s > 1.4
+
+
+@pytest.mark.parametrize(("known", "is_wider"), [((1,), True), ((1, 2), False)])
+def test_the_models_own_error_counts_until_steps_with_messages_correct_it(monkeypatch, known, is_wider):
+    world = MadeWorld(noise=0.01, bytes_per_s=1e9)
+    evidence = world.evidence(*known, sweeps=(2, 4))
+    [point] = simulate_scaling(evidence, (4,))
+    monkeypatch.setattr(scaling, "MODEL_ERROR", 0.5)
+    [wider] = simulate_scaling(evidence, (4,))
+    assert wider.step_s == point.step_s
+    assert (wider.high_s > point.high_s) is is_wider
 
 
 def test_the_optimizer_does_not_shrink_with_the_batch():

@@ -113,6 +113,12 @@ def test_a_timeline_by_hand():
     assert [(b.start_s, b.done_s) for b in two.buckets] == [(1.0, 2.0), (1.5, 2.5)]
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_job_without_gradients_sends_nothing(servers):
+    job = Job((), (), backward_s=1.0, before_s=2.0, after_s=3.0)
+    assert simulate(job, (), MachineCosts(curve=line(0.5, 10.0), servers=servers)).step_s == 6.0
+
+
 def test_contention_by_hand():
     """While a message is under way the rank computes at half its speed, and the message moves at half of its own."""
     costs = MachineCosts(curve=line(0.0, 10.0), contention=Contention((1,), (0.5,), (0.5,)))

@@ -388,15 +388,16 @@ class PowerSGD(Codec):
         orthonormalize = _orthonormalize_each if on_cpu else orthonormalize_all
         bases = _once(total, lambda: orthonormalize(sums))
         rights = [basis.mT @ matrix for basis, matrix in zip(bases, matrices, strict=True)]
-        first, total = total, (yield SUM, torch.cat([right.view(-1) for right in rights]).mul_(1 / n))
+        first = total
+        total = yield SUM, torch.cat([right.view(-1) for right in rights]).mul_(1 / n)
         self._finite.append(_are_finite(first, total))
         shares = total.split([right.numel() for right in rights])
         rights = [share.view_as(right) for share, right in zip(shares, rights, strict=True)]
         self._new_common |= zip(own_names, (one for right in rights for one in right.unbind()), strict=True)
         if on_cpu:
             lost = self._renew(own_names, own) if feedback else [None] * len(own)
-            for matrix, rest_of_it, basis, right in zip(matrices, lost, bases, rights, strict=True):
-                _subtract_product(matrix[0], rest_of_it, basis[0], right[0])
+            for matrix, residual, basis, right in zip(matrices, lost, bases, rights, strict=True):
+                _subtract_product(matrix[0], residual, basis[0], right[0])
             return
         products = _once(
             total, lambda: torch.cat([(basis @ right).view(-1) for basis, right in zip(bases, rights, strict=True)])

@@ -187,8 +187,7 @@ def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Findi
             "host",
             f"the GPU is {gpu.busy:.0%} busy and waits for the host for {format_duration(idle_s)} of the step",
             f"use a batch of {2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size} if memory allows"
-            f"{'' if facts.is_compiled else ', or --compile'}; if only the GPU bounded it, a step would be "
-            f"{step_s / (step_s - idle_s):.1f} times as fast",
+            f"{'' if facts.is_compiled else ', or --compile'}, until only the GPU bounds the step",
             idle_s,
             "at most",
         )

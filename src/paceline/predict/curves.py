@@ -5,6 +5,7 @@ A `CostCurve` holds for a fixed number of ranks; `networks` chooses the curve fo
 
 import bisect
 import contextlib
+import functools
 import itertools
 import math
 import random
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import ConfigError, MeasurementError, suggest
 from paceline.records import CollectiveRecord
-from paceline.records.samples import Samples, Summary, group_by, quantile
+from paceline.records.samples import Samples, Summary, group_by
 from paceline.units import MIB, format_bytes
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ _REACH = 2
 # Draws of the inputs for an interval.
 DRAWS = 40
 _SEED = 17
+# Errors of a draw that no repetition shows, and the random orders that are tried for each.
+_NUM_ERRORS, _TRIES = 4, 200
 # No single host has more ranks than this.
 _MOST_ON_ONE_HOST = 512
 
@@ -103,18 +106,46 @@ def find_nearest(counts: Iterable[int], world_size: int) -> int:
     return min(counts, key=lambda count: (abs(math.log(count / world_size)), -count))
 
 
-def draw(build: Callable[[Resample], T], count: int = DRAWS) -> tuple[T, list[T]]:
-    """What is built from the best known inputs, and from draws of them. The errors that no repetition shows take
-    equally spaced quantiles in random order: few draws would hardly reach the tails."""
+@functools.lru_cache(maxsize=8)
+def _draw_errors(count: int) -> list[tuple[float, ...]]:
+    """For each draw, its four errors in standard deviations. Each error takes equally spaced quantiles of a normal
+    distribution, since few random numbers would hardly reach its tails. Of many random orders, the one is kept that
+    correlates least with the other errors: sums and differences would otherwise spread too far or not far enough."""
     source = random.Random(_SEED)
     quantiles = [statistics.NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]
-    errors = zip(*(source.sample(quantiles, count) for _ in range(4)), strict=True)
-    return build(Resample()), [build(Resample(source, False, *one)) for one in errors]
+    columns: list[list[float]] = []
+
+    def correlate(column: Sequence[float]) -> float:
+        return max((abs(statistics.correlation(column, other)) for other in columns), default=0.0)
+
+    for _ in range(_NUM_ERRORS):
+        tries = [source.sample(quantiles, count) for _ in range(_TRIES if count > 2 else 1)]
+        columns.append(tries[0] if len(tries) == 1 else min(tries, key=correlate))
+    return list(zip(*columns, strict=True))
+
+
+def draw(build: Callable[[Resample], T], count: int = DRAWS) -> tuple[T, list[T]]:
+    """What is built from the best known inputs, and from draws of them."""
+    source = random.Random(_SEED + 1)
+    return build(Resample()), [build(Resample(source, False, *errors)) for errors in _draw_errors(count)]
 
 
 def hold_draws(value: float, draws: Sequence[float]) -> tuple[float, float]:
     """The 90 % interval: from p5 to p95 of the draws, extended to include the value itself."""
-    return (min(value, quantile(draws, 0.05)), max(value, quantile(draws, 0.95))) if draws else (value, value)
+    if not draws:
+        return value, value
+    ordered = sorted(draws)
+    return min(value, _find_quantile(ordered, 0.05)), max(value, _find_quantile(ordered, 0.95))
+
+
+def _find_quantile(ordered: Sequence[float], p: float) -> float:
+    """The p-quantile of sorted draws. The draws are the midpoints of equal shares, as those of `_draw_errors`, so the
+    k-th of n (from 0) is the quantile (k + 0.5) / n."""
+    last = len(ordered) - 1
+    position = min(max(p * len(ordered) - 0.5, 0), last)
+    low = int(position)
+    high = min(low + 1, last)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from paceline.predict.networks import (
     describe_uncertainty,
 )
 from paceline.predict.predictor import Draw, Prediction, Predictor, calibrate
-from paceline.predict.simulate import Contention, Layout, MachineCosts
+from paceline.predict.simulate import MODEL_ERROR, Contention, Layout, MachineCosts
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.samples import quantile
 from paceline.records.steps import find_straggler
@@ -221,6 +221,7 @@ class _ScalingCurve:
         self.alone_s = resample.median(alone.timing)
         # The measured median that a prediction is compared with has sampling noise of its own.
         self.noise = resample.noise * curves.median_noise(alone.timing)
+        self._model_error = MODEL_ERROR * resample.error
         drift = self.alone_s / alone.timing.median_s
         self.own_s = None
         if evidence.local is not None:
@@ -238,7 +239,9 @@ class _ScalingCurve:
             factors[count] = time_s / interpolate_logs(self.one_rank_s, evidence.count_samples(count))
             if alone.mode == "weak":  # more ranks are never faster, so a smaller factor than the previous one is noise
                 factors[count] = max(factors.values())
-        self.slowed, self.slowed_shift = list(factors.items()), resample.gauss()
+        self.slowed = list(factors.items())
+        # Not drawn by chance: in 40 draws it would correlate with the other errors.
+        self.slowed_shift = resample.slowdown
         self.jobs = [
             draw_jobs(profile, job, 1, source.randrange(1 << 30))[0] if source else job
             for profile, job in zip(evidence.profiles, evidence.jobs, strict=True)
@@ -251,7 +254,7 @@ class _ScalingCurve:
             count: self._calibrate(count, max(0.0, resample.median(record.timing) - self.compute_s(count)))
             for count, record in zip(evidence.ranks[1:], evidence.shared, strict=True)
         }
-        self.shift = resample.gauss()
+        self.shift = resample.shift
 
     def compute_s(self, world_size: int) -> float:
         """The slowest rank's step without communication; hosts do not slow each other down."""
@@ -281,7 +284,9 @@ class _ScalingCurve:
         if not self.corrections and self.own_s is None:
             extra_s += abs(self.shift) * _UNKNOWN_ERROR * job.local_s
         costs = replace(self._build_costs(world_size, place)(factor * doubt), finish_s=extra_s)
-        return Draw(job, costs, noise=self.noise, local_s=self.alone_s, layout=layout)
+        # Corrections from measured steps include the model's own error.
+        error = 0.0 if self.corrections else self._model_error
+        return Draw(job, costs, error=error, noise=self.noise, local_s=self.alone_s, layout=layout)
 
     def _build_job(self, world_size: int) -> tuple[Job, Layout]:
         """The profiled job, stretched to the step without communication, and its buckets."""

@@ -286,7 +286,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     done = [BucketSpan(size) for size in layout.num_bytes]
     if sending is None and costs.servers == 1 and costs.contention.is_nothing:
         backward_s = _queue(job, layout, costs, done)
-        run.now_s = max(backward_s, done[-1].done_s)
+        run.now_s = max([backward_s, *(bucket.done_s for bucket in done[-1:])])
     else:
         backward_s = run.compute_and_send(job, layout, done)
     # Embedding rows follow once the control words, which carry their number, have arrived.

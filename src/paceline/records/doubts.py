@@ -20,19 +20,20 @@ NOISY = ("inconclusive", "unstable", "drifting", "few")
 _MOST_NAMES = 3
 # Limits for the share of CPU time that the hypervisor steals, and for the load per core before a run.
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
-# Most serious first. `_KINDS` maps those that differ only in their text to one kind.
+# Evidence and cure (empty if there is none), most serious first. `_KINDS` maps those that differ only in their text to
+# one kind.
 _TEXTS = {
     "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
-    "parameters": ("WRONG PARAMETERS of {}", "replicas differ, or are not those of torch's wrapper"),
+    "parameters": ("WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper", ""),
     "above": (
-        "faster than one core per rank passes over memory at {}",
-        "several cores took part, or it was disturbed",
+        "faster than one core per rank passes over memory at {}: several cores took part, or it was disturbed",
+        "",
     ),
     "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or with more --iters"),
     "epochs": ("unstable at {} (p10 to p90 of epochs)", "repeat on a quiet machine or with more --epochs"),
     "drifting": ("not settled at {} (second half compared with the first)", "raise --warmup"),
-    "few": ("fewer than 5 repetitions at {}", "a median of these says little"),
-    "skewed": ("ranks arrive far apart at {}", "over half of the time is waiting for the last one"),
+    "few": ("fewer than 5 repetitions at {}: a median of these says little", ""),
+    "skewed": ("ranks arrive far apart at {}: over half of the time is waiting for the last one", ""),
 }
 _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 
@@ -108,18 +109,21 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Fin
     doubts = _join_reasons(timed)
     if crowded:
         many = f"{', '.join(map(str, sorted(crowded)))} ranks share {format_number_of(environment.cores, 'core')}"
-        doubts.append(Finding("crowded", many, "their times include waiting for a core"))
+        doubts.append(Finding("crowded", f"{many}: their times include waiting for a core"))
     causes, load = describe_load(environment)
     causes = [*_find_unstable_steps(timed, crowded), *causes]
     because = ", ".join([*causes, *load])
     if causes:
-        why = "nothing can be concluded from the times; repeat on a quiet machine"
-        why = "predictions may be off; plan comparisons allow for the noise" if compared else why
-        busy = Finding("inconclusive", f"the machine was too busy to measure ({because})", why)
+        evidence = f"the machine was too busy to measure ({because})"
+        if compared:
+            busy = Finding("inconclusive", f"{evidence}: predictions may be off; plan comparisons allow for the noise")
+        else:
+            evidence += ", so nothing can be concluded from the times"
+            busy = Finding("inconclusive", evidence, "repeat on a quiet machine")
         doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), busy)
     elif load:
         before = f"the machine was busy before the run ({because})"
-        doubts.append(Finding("busy", before, "other work may be in the times"))
+        doubts.append(Finding("busy", f"{before}: other work may be in the times"))
     return doubts
 
 

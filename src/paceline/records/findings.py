@@ -47,4 +47,8 @@ class Finding:
     def from_json(cls, found: dict[str, Any]) -> Finding:
         """From a document that was saved; in the oldest ones the text is in one piece."""
         given = {"evidence": found["text"]} | {name: found[name] for name in cls.__dataclass_fields__ if name in found}
+        # Older documents have the speed-up instead of the step.
+        factor = found.get("factor", 1.0)
+        if not given.get("step_s") and factor > 1:
+            given["step_s"] = found["gain_s"] * factor / (factor - 1)
         return cls(**given)

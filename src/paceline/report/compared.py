@@ -31,9 +31,11 @@ from paceline.units import format_bytes, format_duration, format_ms, format_numb
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Settings that differ without a note: runs are compared where these are equal, or they are results.
+# Settings that differ without a note: runs are compared where these are equal, or they are results or follow from
+# other settings.
 _PHASES_MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
 _TRAINING_MAY_DIFFER = ("ranks", "outcome", "faults")
+_TUNING_MAY_DIFFER = ("tune", "predictions", "gradients", "default_plan")  # `tune` is listed by setting
 _MOST_LETTERS = 120  # of a setting's value
 # Compared quantities, by JSON key; throughput first for traces, because their batches may differ.
 _OF_PHASES = (
@@ -50,6 +52,7 @@ _OF_TRACES = (
 )
 _OF_TRAINING = ("step_s", "data_wait_s", "exposed_comm_s")
 _UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # others follow from the suffix
+_RATIO_NOTE = "Ratios of medians, ± 95 %; = is 1 within that. The runs were not interleaved."
 # Fields of a record that do not identify what it measures, and those that follow from others.
 _ABOUT = ("source", "note", "num_wrong", "num_checked", "held_bytes", "peak_step_bytes", "order_seed")
 _PLAIN = ("configuration", "num_parameters")
@@ -189,7 +192,7 @@ def _build_numbers_table(name: str, title: str, rows: Sequence[ComparedNumber], 
         Column("second / first" if is_of_two else "this / first", "change", _say_ratio),
         *raw_columns("unit", "first", "second", "ratio", ratio_noise="noise"),
     ]
-    return Table(name, title, columns, rows, key)
+    return Table(name, title, columns, rows, key, ratio_note=_RATIO_NOTE)
 
 
 def _name_runs(parts: Sequence[Result]) -> list[str]:
@@ -222,7 +225,7 @@ class ComparisonResult(Result):
                 config[kind] = [asdict(row) for row in _compare_times(first, second, kind, time)]
             config["accumulation"] = _compare_shares(first, second, config["settings_that_differ"])
         doubts = tuple(f"{name}: {line}" for name, one in zip(names, parts, strict=True) for line in one.warnings)
-        return cls(Run("profile --compare", config, environment, (), doubts))
+        return cls(Run("compare", config, environment, (), doubts))
 
     @property
     def answer(self) -> str:
@@ -304,12 +307,14 @@ def _list_differences(parts: Sequence[Result]) -> dict[str, list[Any]]:
     """Settings that may explain a difference. For a trace, batch size and accumulation are the effective ones."""
     settings = []
     for part in parts:
-        settings.append(part.config | {"machine": part.run.environment.machine_and_torch})
+        tune = part.config.get("tune") or {}
+        settings.append(part.config | tune | {"machine": part.run.environment.machine_and_torch})
         if isinstance(part, TraceResult):
             settings[-1] |= {"batch_size": part.facts.batch_size, "accumulate": part.facts.accumulate}
     first = parts[0]
     is_phases, is_training = isinstance(first, PhasesResult), isinstance(first, TrainRunResult)
-    return list_differences(settings, _PHASES_MAY_DIFFER * is_phases + _TRAINING_MAY_DIFFER * is_training)
+    may_differ = _PHASES_MAY_DIFFER * is_phases + _TRAINING_MAY_DIFFER * is_training + _TUNING_MAY_DIFFER
+    return list_differences(settings, may_differ)
 
 
 # -- two traces --------------------------------------------------------------------------------------------------------

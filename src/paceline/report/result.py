@@ -29,6 +29,7 @@ _CLASSES = {
     "bench allreduce": "report.sweeps.CollectiveResult",
     "bench chunks": "report.sweeps.ChunksResult",
     "bench wrappers": "report.step_tables.WrappersResult",
+    "compare": "report.compared.ComparisonResult",
     "doctor": "report.result.DoctorResult",
     "faults": "studies.fault_trials.FaultsResult",
     "predict": "report.predictions.PredictResult",
@@ -38,7 +39,7 @@ _CLASSES = {
     "predict trace": "report.trace_predictions.TracedResult",
     "profile": "report.profiles.ProfileResult",
     "profile attach": "report.observed.AttachedResult",
-    "profile --compare": "report.compared.ComparisonResult",
+    "profile --compare": "report.compared.ComparisonResult",  # the name of `compare` in older runs
     "profile comm-table": "report.profiles.CommTableResult",
     "profile layers": "report.profiles.ProfileResult",
     "profile phases": "report.step_tables.PhasesResult",
@@ -54,7 +55,7 @@ _CLASSES = {
     "tune attach": "report.observed.AttachedResult",
     "watch": "report.observed.AttachedResult",
 }
-_WITHOUT_RECORDS = ("profile --compare", "profile trace", "scale report", "train", "train --compare")
+_WITHOUT_RECORDS = ("compare", "profile --compare", "profile trace", "scale report", "train", "train --compare")
 
 
 class Result:

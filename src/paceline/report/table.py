@@ -30,8 +30,8 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "percent.1": lambda value: f"{value:.1%}",
     "yes": lambda value: "yes" if value else "no",
 }
-# Printed under every table with ratios.
-_RATIO_NOTE = "Ratios of medians, ± 95 %; = is 1 within that, ? is a single repetition."
+# Printed under tables with ratios.
+_RATIO_NOTE = "Ratios are medians over interleaved repetitions, ± 95 %; = is 1 within that, ? is a single repetition."
 _HEADED = ("ms", "s", "GB/s")
 _GAP = 2
 _MIN_WORDS = 24  # minimum width of a wrapped column of words
@@ -133,6 +133,7 @@ class Table:
     """Rows under columns. `name` is used for its files, and `key` for its rows in JSON (the name by default).
 
     `shown` are the rows shown on a terminal if not all of them; an empty list makes a table for files only.
+    `ratio_note` is printed under the table if it has ratios.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Table:
     rows: Sequence[Any]
     key: str = ""
     shown: Sequence[Any] | None = None
+    ratio_note: str = _RATIO_NOTE
 
     def pivot(self, rows: Sequence[str], by: str, values: Sequence[str]) -> Table:
         """The same numbers as a matrix: one row per distinct combination of the columns `rows`, with the columns
@@ -219,7 +221,7 @@ class Table:
             lines = _lay_out(kept, width)
             lines += wrap(f"(not shown: {dropped}; --wide shows all columns)" if dropped else "", width)
         has_ratios = any(mark in cell for one in kept for cell in one.cells for mark in (" ± ", " ?"))
-        return "\n".join([*wrap(title, width), *lines, *wrap(_RATIO_NOTE if has_ratios else "", width)])
+        return "\n".join([*wrap(title, width), *lines, *wrap(self.ratio_note if has_ratios else "", width)])
 
     def _name_common(self, shown: Sequence[_Shown]) -> tuple[str, list[_Shown]]:
         """The title with the texts that are the same in every row, and the remaining columns."""
