@@ -130,7 +130,7 @@ def trace(
         plot: Draw one step of all ranks.
     """
     check_counts(steps=steps)
-    Option(least=1, advice=", because torch's profiler starts in a warm-up").check("warmup", warmup)
+    Option(least=1, each_s=1e-6, advice=", because torch's profiler starts in a warm-up").check("warmup", warmup)
     extras = tuple(name for name, is_on in (("memory", memory), ("shapes", shapes)) if is_on)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     opened, given = open_job("profile trace", model, step, ranks, job, out, progress)
