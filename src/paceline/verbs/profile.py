@@ -124,7 +124,7 @@ def trace(
 
     Args:
         steps: Number of steps to record.
-        warmup: Number of warm-up steps.
+        warmup: Number of warm-up steps. Default: 3.
         memory: Show what uses memory over one more step, by category, and what causes its peak.
         shapes: Record the shapes of operator inputs.
         plot: Draw one step of all ranks.

@@ -64,7 +64,7 @@ def train(
         out: Save the run in a new folder there: metrics, checkpoints and the trained weights. Without it nothing is
             written. If the variable PACELINE_RUN names the new folder and it already holds a run, that run is resumed,
             as when a scheduler restarts a job.
-        watch: Serve a live page (`paceline.watch`) from a separate process.
+        watch: Serve a live page from a separate process, and print its address.
         settings: The fields of `TrainSettings`, named like the options of `paceline train`: `batch_size`, `lr`,
             `optimizer`, `schedule`, `wrapper`, `backend`, `steps`, `save_every`, ...
 
