@@ -13,7 +13,7 @@ import typer
 
 from paceline.cli.commands import COMMON, Command, print_result
 from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
-from paceline.options import OUTPUT, find_flag
+from paceline.options import MEASUREMENT, OUTPUT, find_flag
 from paceline.units import parse_size, size_range
 
 app = typer.Typer(
@@ -287,6 +287,7 @@ Command(
         "confirm": "Only predict; do not run the job with the plans.",
         "budget": "Time limit for comparing plans, in seconds. Default: 60, with --quick 30.",
     },
+    panels={"network": MEASUREMENT},
     is_strict=True,
 ).add(
     app,
@@ -356,6 +357,7 @@ Command(
         "network": f"Predict scaling on these networks: {_NETWORKS}",
         "predict_ranks": "Predict scaling for these numbers of ranks.",
     },
+    panels={"network": MEASUREMENT},
     is_strict=True,
 ).add(
     scale,
