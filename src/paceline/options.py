@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def find_flag(name: str) -> str:
 @dataclass(frozen=True)
 class Option:
     """The help of an option, and the values that it takes: one of `choices`, text that matches `pattern`, or a number
-    within limits. `each_s` is how long one of them takes at least, to refuse what would never end; `advice` ends the
+    within limits. `each_s` is the least time one of them takes, to refuse what would never end; `advice` ends the
     message about a limit."""
 
     help: str = ""
@@ -63,20 +64,21 @@ class Option:
     advice: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value, or one of several in a tuple, that this option does not take. None means not given."""
+        """Refuse a value, or one of several, that this option does not take. None means not given."""
         flag = find_flag(name)
         known = f"use one of {', '.join(self.choices)}"
-        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        several = isinstance(value, list | tuple)
+        values = value if several else () if value is None else (value,)
         refuse(
-            (self.choices and value == (), f"{flag}: no name is given; {known}"),
-            (self.least is not None and value == (), f"{flag}: no number is given"),
+            (self.choices and several and not value, f"{flag}: no name is given; {known}"),
+            (self.least is not None and several and not value, f"{flag}: no number is given"),
         )
         for one in values:
-            if self.choices and one not in self.choices:
+            if self.choices and one not in tuple(self.choices):
                 near = suggest(str(one), self.choices)
                 raise ConfigError(f"{flag} {str(one)[:40]!r} is unknown: {near}{known}")
-            if self.pattern and not re.fullmatch(self.pattern, one):
-                raise ConfigError(f"{flag} {one[:40]!r} is not understood: use {self.help}")
+            if self.pattern and not (isinstance(one, str) and re.fullmatch(self.pattern, one)):
+                raise ConfigError(f"{flag} {str(one)[:40]!r} is not understood: use {self.help}")
             self._check_number(flag, one)
             if self.each_s is not None and one > _YEAR_S / self.each_s:
                 most = shorten(int(_YEAR_S / self.each_s))
@@ -86,8 +88,11 @@ class Option:
     def _check_number(self, flag: str, value: Any) -> None:
         limits = {"at least": self.least, "above": self.above, "below": self.below}
         needed = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
-        if not needed:
+        if not needed and self.each_s is None:
             return
+        is_number = isinstance(value, numbers.Real)
+        if not is_number:
+            raise ConfigError(f"{flag} {str(value)[:40]!r}: a number is needed")
         is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
         is_high = self.below is not None and value >= self.below
         is_finite = isinstance(value, int) or math.isfinite(value)
@@ -106,10 +111,16 @@ def check_options(settings: Any, names: Collection[str] = ()) -> None:
     """Refuse the first field of these settings that has a value which its option does not take."""
     for field in dataclasses.fields(settings):
         if "option" in field.metadata and (not names or field.name in names):
-            field.metadata["option"].check(field.name, getattr(settings, field.name))
+            value, flag = getattr(settings, field.name), find_flag(field.name)
+            takes_several = str(field.type).startswith(("tuple", "Growths"))
+            refuse(
+                (value is None and field.default is not None, f"{flag}: a value is needed, not None"),
+                (isinstance(value, list | tuple) and not takes_several, f"{flag} {value}: one value is needed"),
+            )
+            field.metadata["option"].check(field.name, value)
 
 
-# Counts of verbs whose settings are not kept: the fewest, if not 1, and how long one takes, if not a microsecond.
+# Counts of verbs whose settings are not kept: the fewest, if not 1, and the least time one takes, if not a microsecond.
 _COUNTS = {
     "at_once": Option(least=1, each_s=1e4),
     "seeds": Option(least=1, each_s=10.0),

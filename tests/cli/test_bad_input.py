@@ -45,6 +45,9 @@ def _no_gpu_no_launcher(monkeypatch):
         (("train", "--compare", "a", "b", "--lr", "0.1"), "--lr with --compare, which does not train"),
         (("profile", "layers", "--ranks", "2"), "--ranks 2: layers are timed on one rank"),
         (("profile", "layers", "--plan", "plan.json"), "--plan plan.json: layers are timed on the bare model"),
+        (("faults", "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),
+        (("tune", "--seed", "1.5"), "--seed '1.5' is not a whole number"),
+        (("profile", "trace", "--warmup", "1" + "0" * 18), "--warmup 10^18 takes more than a year"),
         (("profile", "trace", "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),
         (("profile", "trace", "--warmup", "0"), "--warmup 0: at least 1"),
         (("profile", "comm-table", "--network", "nvlnk"), "unknown network 'nvlnk': did you mean nvlink?"),
@@ -132,6 +135,18 @@ def test_a_refusal_does_not_wait_for_torch(start):
     out, err = job.communicate(timeout=100)
     assert (job.returncode, out.strip()) == (2, "False")
     assert "has no unit" in err
+
+
+def test_help_loads_neither_torch_nor_numpy(start):
+    probe = (
+        "import sys\n"
+        "from paceline.cli.main import main\n"
+        "sys.argv = ['paceline', 'train', '--help']\n"
+        "try:\n    main()\nfinally:\n    print({'torch', 'numpy'} & set(sys.modules))\n"
+    )
+    job = start("-c", probe)
+    out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0 and out.splitlines()[-1] == "set()"
 
 
 def test_debug_shows_the_traceback(command):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,17 @@ def find_options_without_help(app: typer.Typer) -> list[str]:
     ]
 
 
+def find_python(app: typer.Typer) -> list[str]:
+    """The options whose help speaks of names or text as Python writes them, which one does not type in a shell."""
+    python = re.compile(r"""\bpaceline\.\w|\bresult\.|`\w+_\w+`|["]""")
+    return [
+        f"{words}: {parameter.opts[0]}: {parameter.help}"
+        for words, command in walk_commands(app)
+        for parameter in command.params
+        if python.search(parameter.help or "")
+    ]
+
+
 def build_app(*, default: str = "gloo", is_switch: bool = False) -> typer.Typer:
     """A made-up command line with two verbs that share an option."""
     made_up = typer.Typer(add_completion=False)
@@ -155,6 +167,10 @@ def test_every_option_has_help() -> None:
     expect_none(find_options_without_help(app))
 
 
+def test_no_help_speaks_python() -> None:
+    expect_none(find_python(app))
+
+
 def test_an_option_without_help_is_found() -> None:
     assert "paceline bench one: --size" in find_options_without_help(build_app())
 
@@ -165,19 +181,24 @@ def compare_sizes(
     """Compares.
 
     Args:
-        lr: The rate,
+        sizes: The sizes,
             in two lines.
+        lr: The rate in Python.
     """
 
 
 def test_options_follow_from_the_arguments_of_the_verb_and_the_settings_of_its_job(monkeypatch) -> None:
     monkeypatch.setattr("paceline.cli.commands._load", lambda place: compare_sizes)
-    found = Command("here", without="sizes", job="-model clip", help={"seed": "A seed."}).parameters
-    assert {"is_fast", "lr", "out", "data", "clip", "json"} <= set(found) and not {"sizes", "model"} & set(found)
-    assert found["lr"].help == "The rate, in two lines." and found["seed"].help == "A seed."
+    command = Command("here", without="out", job="-model clip", help={"seed": "A seed."}, panels={"lr": "Output"})
+    found = command.parameters
+    assert {"is_fast", "lr", "sizes", "data", "clip", "json"} <= set(found) and not {"out", "model"} & set(found)
+    assert found["sizes"].help == "The sizes, in two lines." and found["seed"].help == "A seed."
+    assert found["lr"].help == "Peak learning rate." and found["lr"].panel == "Output"
     assert (found["lr"].shown_default, found["data"].shown_default, found["clip"].kind) == (0.5, "synthetic", float)
     assert found["is_fast"].flag == "--no-is-fast" and found["is_fast"].read(True) is False
-    assert found["channels"].read("8,8") == (8, 8) and found["clip"].panel == "Learning"
+    assert (
+        found["channels"].read("8,8") == (8, 8) and found["seed"].read("-3") == -3 and found["clip"].panel == "Learning"
+    )
 
 
 def test_surface_shows_everything_that_is_promised() -> None:

@@ -175,6 +175,19 @@ def layer_profiles(draw):
     return draw(build(LayerProfileRecord, **given, **dict.fromkeys(phases, phase)))
 
 
+@pytest.mark.parametrize(
+    ("build_bad", "place"),
+    [
+        (lambda: CostRecord(name="save", seconds=(math.inf,)), "cost of save: seconds is inf"),
+        (lambda: Samples(seconds=((-1.0,),)), "samples: seconds is -1.0"),
+        (lambda: TracedMessage(-1, 0.0, 0.0, 0.0), "traced message: "),
+    ],
+)
+def test_an_error_says_in_words_which_record_it_is(build_bad, place):
+    with pytest.raises(RecordError, match=f"^{place}"):
+        build_bad()
+
+
 @st.composite
 def steps(draw):
     ranks = draw(st.integers(1, 3))

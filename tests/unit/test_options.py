@@ -38,9 +38,9 @@ DECLARED = [
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        (NAMES, ("gloo", ("nccl", "gloo"), None)),
+        (NAMES, ("gloo", ("nccl", "gloo"), ["nccl", "gloo"], None)),
         (DEVICE, ("cpu", "cuda:1")),
-        (COUNT, (1, 10**9, (1, 2), None)),
+        (COUNT, (1, 10**9, (1, 2), [1, 2], None)),
         (SHARE, (0, 0.0, 0.999)),
         (NORM, (1e-9, 5)),
         (Option(), ("anything", -1, math.nan, ())),
@@ -61,6 +61,12 @@ def test_a_value_within_the_limits_is_accepted(option, values):
         (COUNT, 0, "--what 0: at least 1"),
         (COUNT, (3, -1), "--what -1: at least 1"),
         (COUNT, (), "--what: no number"),
+        (COUNT, [], "--what: no number"),
+        (COUNT, [3, -1], "--what -1: at least 1"),
+        (COUNT, "4", "--what '4': a number is needed"),
+        (NAMES, ["mpi"], "--what 'mpi' is unknown: use one of"),
+        (NAMES, {}, "--what '{}' is unknown: use one of"),
+        (DEVICE, 0, "--what '0' is not understood: use cpu or cuda"),
         (SHARE, 1, "--what 1: at least 0 and below 1"),
         (SHARE, -0.5, "--what -0.5: at least 0 and below 1"),
         (SHARE, math.nan, "--what nan: a finite number"),
@@ -78,6 +84,22 @@ def test_what_would_take_years_is_refused():
     with pytest.raises(ConfigError, match=r"--iters 10\^24 takes more than a year") as caught:
         check_counts(warmup=0, iters=10**24)
     assert caught.value.code == "endless"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("optimizer", None), ("wrapper", None), ("device", None), ("backend", None), ("batch_size", [8, 16]), ("lr", "1")],
+)
+def test_a_value_of_the_wrong_type_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"{find_flag(name)}.* is needed"):
+        TrainSettings(**{name: value}).check()
+
+
+def test_lists_and_devices_are_accepted_as_in_python():
+    torch = pytest.importorskip("torch")
+    settings = TrainSettings(channels=[8, 16, 16], device=torch.device("cuda", 1))
+    settings.check()
+    assert settings.device == "cuda:1"
 
 
 @pytest.mark.parametrize(("settings", "field"), DECLARED)

@@ -67,6 +67,14 @@ def check_typed(value: Any, flag: str) -> None:
         )  # fmt: skip
 
 
+def _read_number(text: str, flag: str) -> int:
+    if "," in text:
+        raise ConfigError(f"{flag} {text[:40]}: one number is needed here")
+    if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
+        raise ConfigError(f"{flag} {text[:40]!r} is not a whole number")
+    return int(text)
+
+
 def _read_channels(text: str, flag: str) -> tuple[int, ...]:
     """Parse a list of numbers that may repeat, unlike `parse_counts`: two layers may have the same size."""
     return tuple(number for part in text.split(",") for number in parse_counts(part, flag))
@@ -96,7 +104,7 @@ _KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
     "Names": (str, None),
     "Sizes": (str, None),
     "bool": (bool, None),
-    "int": (int, None),
+    "int": (str, _read_number),
     "float": (float, None),
 }
 
@@ -144,13 +152,18 @@ class _Parameter:
         """The parameter that typer turns into an option."""
         help = self.help.replace("[", "\\[")  # not markup
         names = self.flag.split()
+        metavar = None
         if self.name in _ARGUMENTS:
             info = typer.Argument(None, help=help)
         else:
             names += [short for short in FLAGS.get(self.name, "").split()[1:] if len(names) == 1]
             if self.kind is bool and self.default is None:
                 names = [f"{self.flag}/--no-{self.flag[2:]}"]
-            info = typer.Option(self.shown_default, *names, help=help, rich_help_panel=self.panel)
+            shown = self.shown_default
+            if self._conversion[1] is _read_number:
+                shown = None if shown is None else str(shown)
+                metavar = "<int>"
+            info = typer.Option(shown, *names, help=help, rich_help_panel=self.panel, metavar=metavar)
         kind = self.kind if self.shown_default is not None else self.kind | None
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
 
@@ -167,6 +180,11 @@ def read_help(function: Callable[..., Any]) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in zip(found[::2], found[1::2], strict=True)}
 
 
+def _help_of(field: Any) -> str:
+    """The help of a setting, or nothing if there is none."""
+    return "" if field is None else str(field.metadata["option"].help)
+
+
 def _load(place: str) -> Callable[..., Any]:
     """A function of the package: "verbs.bench:chunks"."""
     module, _, name = place.partition(":")
@@ -180,8 +198,9 @@ class Command:
     its own defaults.
 
     Its options are the arguments of `adapter` and of the verb, except `without`. A verb with `**job` also takes
-    `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. Their help is in the docstrings of both and of
-    the functions in `like`, then in the settings. `help` and `flags` are for options that this command has differently.
+    `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. `help`, `flags` and `panels` are for options
+    that this command has differently. The help of the others is in the docstring of `adapter`, in the settings, or in
+    the docstring of the verb or of a function in `like`: the first of these that has one.
     """
 
     verb: str
@@ -191,20 +210,22 @@ class Command:
     like: Sequence[str] = ()
     help: Mapping[str, str] = dataclasses.field(default_factory=dict)
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    panels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_strict: bool = False
     always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, _Parameter]:
         """The options by name, in the order of the panels."""
-        functions = [_load(self.verb), *([self.adapter] if self.adapter else [])]
-        arguments: dict[str, inspect.Parameter] = {}
+        verb = _load(self.verb)
+        arguments: dict[str, inspect.Parameter] = {**inspect.signature(verb).parameters}
+        typed: dict[str, str] = {"out": COMMON["out"], **self.help}  # in Python, nothing is saved by default
+        if self.adapter is not None:
+            arguments |= inspect.signature(self.adapter).parameters
+            typed = read_help(self.adapter) | typed
         docs: dict[str, str] = {}
-        for function in [*map(_load, reversed(self.like)), *functions]:
+        for function in [*map(_load, reversed(self.like)), verb]:
             docs |= read_help(function)
-        for function in functions:
-            arguments |= inspect.signature(function).parameters
-        docs |= {**self.help, "out": COMMON["out"]}  # in Python, nothing is saved by default
         fields: dict[str, Any] = {}
         if "job" in arguments or "settings" in arguments:
             from paceline.training.train_settings import TrainSettings
@@ -214,26 +235,26 @@ class Command:
         for name, argument in arguments.items():
             if argument.kind is not argument.VAR_KEYWORD:
                 default = None if argument.default is argument.empty else argument.default
-                found[name] = self._build(name, argument.annotation, default, find_panel(name), docs, fields.get(name))
+                field = fields.get(name)
+                help = typed.get(name) or _help_of(field) or docs.get(name) or COMMON.get(name, "")
+                if default is None and field is not None and name not in typed:  # the verb leaves it to the settings
+                    default = field.default
+                found[name] = self._build(name, argument.annotation, default, find_panel(name), help)
         more = list(fields) if "settings" in arguments else [*JOB_OPTIONS.split(), *self.job.split()] if fields else []
         for name in more:
             if name not in found and not name.startswith("-"):
                 field = fields[name]
-                panel = field.metadata["option"].panel
-                found[name] = self._build(name, field.type, field.default, panel, self.help, field)
+                help = typed.get(name) or _help_of(field)
+                found[name] = self._build(name, field.type, field.default, field.metadata["option"].panel, help)
         for name in [*(["strict"] if self.is_strict else []), "json", "wide"]:
             found[name] = _Parameter(name, "bool", False, COMMON[name], find_panel(name), find_flag(name))
         removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
         kept = {name: parameter for name, parameter in found.items() if name not in removed}
         return dict(sorted(kept.items(), key=lambda item: PANELS.index(item[1].panel)))
 
-    def _build(
-        self, name: str, annotation: str, default: Any, panel: str, docs: Mapping[str, str], field: Any
-    ) -> _Parameter:
+    def _build(self, name: str, annotation: str, default: Any, panel: str, help: str) -> _Parameter:
         default = self.always.get(name, Path("runs") if name == "out" else default)
-        if name == "model" and not annotation.startswith("str"):  # in Python, a module
-            docs = {}
-        help = docs.get(name) or (field.metadata["option"].help if field is not None else COMMON.get(name, ""))
+        panel = self.panels.get(name, panel)
         flag = self.flags.get(name) or find_flag(name)
         return _Parameter(name, annotation, default, help, panel, f"--no-{flag[2:]}" if default is True else flag)
 

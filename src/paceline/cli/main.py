@@ -13,7 +13,7 @@ import typer
 
 from paceline.cli.commands import COMMON, Command, print_result
 from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
-from paceline.options import OUTPUT, find_flag
+from paceline.options import MEASUREMENT, OUTPUT, find_flag
 from paceline.units import parse_size, size_range
 
 app = typer.Typer(
@@ -31,6 +31,11 @@ scale = typer.Typer(help="Does it scale? Batch sizes, ranks, large batches.", no
 predict = typer.Typer(no_args_is_help=False)
 for group, name in ((bench, "bench"), (profile, "profile"), (predict, "predict"), (scale, "scale")):
     app.add_typer(group, name=name)
+_NETWORKS = (
+    "nvlink, pcie4, hdr, 100gbe, 10gbe, ..., bandwidth and latency (10Gb/s,50us), or a measured cluster: a100-hdr, "
+    "h100-rdma, gh200-slingshot, ..."
+)
+_STRATEGIES = "Compare strategies: all, or a list: bf16,powersgd:4,diloco:100+int8"
 _COMMAND = "The command, after --: -- python train.py"
 _PROFILES = ("phases", "layers", "trace", "comm-table", "attach")
 
@@ -144,7 +149,10 @@ def _profile(
 Command(
     "verbs.profile:profile",
     without="kind",
-    help={"ranks": "Numbers of ranks: 1,2,4. Default: the launched world's, else 2."},
+    help={
+        "ranks": "Numbers of ranks: 1,2,4. Default: the launched world's, else 2.",
+        "batch_size": "Samples per rank in a micro-batch: 32,128. Default: 32.",
+    },
     is_strict=True,
     always={"model": "cnn", "kind": "phases"},
 ).add(profile, "phases", "Time data loading, forward, backward, optimizer and communication (exposed and total).")
@@ -158,11 +166,12 @@ Command(
 Command(
     "verbs.profile:trace",
     like=["verbs.profile:profile"],
+    help={"steps": "Number of steps to record."},
     flags={"memory": "--memory-use"},
     is_strict=True,
     always={"model": "cnn", "plot": False},
 ).add(profile, "trace", "Record steps on all ranks as one Perfetto trace, and estimate what would make them faster.")
-Command("verbs.profile:comm_table").add(
+Command("verbs.profile:comm_table", help={"ranks": "Numbers of ranks."}).add(
     profile,
     "comm-table",
     "Compare the cost of sending gradients on other networks with the measured computation of a step.",
@@ -224,13 +233,21 @@ def _predict(
     return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
 
-Command("verbs.predict:predict", _predict, flags={"profile": "--model-profile"}).add(
+Command(
+    "verbs.predict:predict",
+    _predict,
+    help={"strategy": _STRATEGIES},
+    flags={"profile": "--model-profile"},
+).add(
     predict,
     "",
     "What will a step cost with other bucket sizes, networks and numbers of ranks?\n\n"
     "Predicts from torch.profiler traces of your own job (--trace), a profile (--model-profile), or tables (--csv).",
 )
-Command("verbs.predict:predict_goodput").add(
+Command(
+    "verbs.predict:predict_goodput",
+    help={"runs": "Folders of training runs, and of `faults --restart`."},
+).add(
     predict,
     "goodput",
     "How much of a job's time is productive under faults, how often should it save, and which policy is best?\n\n"
@@ -264,8 +281,13 @@ Command(
     job="-plan -accumulate",
     help={
         "batch_size": "Samples per rank. Default: 4, so that compute does not hide communication.",
+        "wrapper": "paceline or torch",
+        "network": f"Emulate this network: {_NETWORKS}",
+        "strategy": _STRATEGIES,
         "confirm": "Only predict; do not run the job with the plans.",
+        "budget": "Time limit for comparing plans, in seconds. Default: 60, with --quick 30.",
     },
+    panels={"network": MEASUREMENT},
     is_strict=True,
 ).add(
     app,
@@ -295,7 +317,7 @@ def _watch(*, command: Sequence[str] | None = None, every: int | None = None, ou
     return attach(words, every=50 if every is None else every, steps=0, out=out, **given)
 
 
-Command("verbs.attach:attach", _watch, without="steps stop race caps budget").add(
+Command("verbs.attach:attach", _watch, without="steps stop race caps budget", panels={"port": OUTPUT}).add(
     app,
     "watch",
     "Watch a training run on a live page, served only on this machine, and in the terminal: paceline watch FOLDER\n\n"
@@ -308,22 +330,57 @@ Command("studies.fault_trials:faults").add(
     "Which faults are identified, and how soon? Repeatedly kills, stops or hangs a small job.\n\n"
     "Compares with torchrun and torch's own wrapper, interleaved; each job has its own processes.",
 )
-Command("verbs.report:save_report").add(
+Command("verbs.report:save_report", help={"runs": "Folders of runs; several are compared."}).add(
     app, "report", "Show any run on one self-contained HTML page, or compare several runs."
 )
-Command("studies.scale:batch", job="-ranks -accumulate -wrapper -backend -sync_batchnorm -plan", is_strict=True).add(
+Command(
+    "studies.scale:batch",
+    job="-ranks -accumulate -wrapper -backend -sync_batchnorm -plan",
+    help={"batch_size": "Batch sizes to compare.", "epochs": "Number of passes over the data at each batch size."},
+    is_strict=True,
+).add(
     scale,
     "batch",
     "Which batch size keeps one rank busy? Trains whole epochs at each size: time, samples/s and memory.\n\n"
     "The first epoch is a warm-up.",
 )
-Command("studies.scale:ranks", job="-sync_batchnorm -plan", like=["studies.scale:batch"], is_strict=True).add(
+Command(
+    "studies.scale:ranks",
+    job="-sync_batchnorm -plan",
+    like=["studies.scale:batch"],
+    help={
+        "ranks": "Numbers of ranks. Default: 1,2,4,... up to the number of cores or GPUs, or to the launched world.",
+        "batch_size": "Samples per rank (weak scaling).",
+        "global_batch_size": "Samples per step over all ranks (strong scaling). Default: one that all can share.",
+        "wrapper": "paceline, torch or dp; several are interleaved",
+        "backend": "auto, gloo, shm (shared memory) or nccl; several are interleaved: gloo,shm",
+        "network": f"Predict scaling on these networks: {_NETWORKS}",
+        "predict_ranks": "Predict scaling for these numbers of ranks.",
+    },
+    panels={"network": MEASUREMENT},
+    is_strict=True,
+).add(
     scale,
     "ranks",
     "Do more ranks help? Weak and strong scaling of wrappers: speed-up, communication, bandwidth and predictions.",
 )
 _RECIPES = "momentum weight_decay lr_drops tail augment cutout test_samples"
-Command("studies.scale:large_batch", job=f"-accumulate {_RECIPES}", like=["studies.scale:batch"]).add(
+_OF_ACCURACY = {
+    "model": "cnn, resnet18, ..., hf:NAME, or FILE.py:FUNCTION. Default: a small cnn.",
+    "schedule": "constant, linear, cosine (the default), piecewise (with --lr-drops)",
+}
+Command(
+    "studies.scale:large_batch",
+    job=f"-accumulate {_RECIPES}",
+    like=["studies.scale:batch"],
+    help=_OF_ACCURACY
+    | {
+        "base_batch_size": "Baseline: the global batch size that --lr is tuned for.",
+        "global_batch_size": "Samples per step over all ranks: 1024,8192. Default: 16 times the baseline.",
+        "batch_size": "Largest micro-batch per rank; larger batches are accumulated.",
+        "ranks": "Number of ranks. Default: the launched world's, else 1.",
+    },
+).add(
     scale,
     "large-batch",
     "What does a large global batch cost in test accuracy, and which recipe restores it? Several seeds each.",
@@ -332,13 +389,21 @@ Command(
     "studies.scale:strategies",
     job=f"-sync_batchnorm -plan -wrapper steps lr_warmup global_batch_size {_RECIPES}",
     like=["studies.scale:large_batch", "studies.scale:batch"],
-    help={"data": "As for train. Default: synthetic:noisy; with --model, synthetic."},
+    help=_OF_ACCURACY
+    | {
+        "data": "As for train. Default: synthetic:noisy; with --model, synthetic.",
+        "strategies": "all, or a list: int8,topk:0.01,... dense and bf16 are always included.",
+        "workers": "Replicas in one process that exchange data as ranks would. Default: 4.",
+        "ranks": "Number of ranks, instead of --workers; makes times meaningful. Default: none.",
+        "epochs": "Number of passes over the data. Default: 6.",
+        "seeds": "Number of runs of each strategy.",
+    },
 ).add(
     scale,
     "strategies",
     "What does sending less cost in test accuracy? The same job with each strategy, several seeds each.",
 )
-Command("studies.scale:report").add(
+Command("studies.scale:report", help={"runs": "Folders of finished studies. Default: measure all three."}).add(
     scale,
     "report",
     "Put the whole study on one page: tables, figures and findings, from finished runs or measured here.",

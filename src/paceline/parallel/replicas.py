@@ -95,6 +95,7 @@ class Options:
             raise ConfigError(f"{' and '.join(given)} contradict each other: give one")
         if self.embeddings == "rows" and self.plan is not None and not self.plan.rows:
             raise ConfigError("embeddings='rows' contradicts a plan that sends no rows: leave one of them out")
+        given += ["embeddings='rows'"] if self.embeddings == "rows" else []
         if given and self.reducer == "simple":
             raise ConfigError(f"{given[0]} contradicts reducer='simple', which sends one message per parameter")
         if self.reducer == "simple" and not self.strategy.is_dense:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import typing
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -60,8 +61,8 @@ class Checked:
 
     @property
     def place(self) -> str:
-        """Identifies the object in errors."""
-        return type(self).__name__
+        """Identifies the object in errors: `CollectiveRecord` is a collective record."""
+        return re.sub(r"(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
 
 
 @functools.cache

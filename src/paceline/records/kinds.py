@@ -265,9 +265,13 @@ class CostRecord(Record):
     name: Annotated[str, one_of(COSTS)]
     seconds: tuple[Seconds, ...]
 
+    @property
+    def place(self) -> str:
+        return f"cost of {self.name}"
+
     def find_faults(self) -> Iterator[str]:
         if not self.seconds:
-            yield f"{self.name} has no time: at least one is needed"
+            yield "no time: at least one is needed"
 
 
 def record_to_json(record: Record) -> dict[str, Any]:

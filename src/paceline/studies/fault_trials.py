@@ -189,19 +189,19 @@ def faults(
     """Inject faults into a small job in processes of its own, alternating between systems, and measure the outcome.
 
     Args:
-        faults: Names, or "all".
+        faults: all, or a list: kill, stop, gil, loop, nan, oom, link-down, disk-full, stall, ...
         backend: gloo, shm, or both.
         ranks: Number of ranks.
-        systems: "train" (`paceline train`), "script" (a script with Paceline's wrapper and monitor, under torchrun),
-            "torch" (one with torch's wrapper and torch.save), "attached" (that with PACELINE_MONITOR=1).
-        trials: How often each fault is injected; once by default.
-        patience: Seconds to wait for a fault to be identified; the noise of a healthy job lasts as long.
+        systems: train (`paceline train`), script (a script with Paceline's wrapper and monitor, under torchrun), torch
+            (one with torch's wrapper and torch.save), attached (that with PACELINE_MONITOR=1).
+        trials: Number of trials per fault. Default: 1, or as in the resumed run.
+        patience: Seconds to wait for a fault to be identified, and to disturb a healthy job.
         restart: Restart each job once from its newest checkpoint.
-        on_fault: What `paceline train` does after it ("stop", "restart", "spare" or "shrink"), or several of these.
-        state: Size of the model and optimizer, such as "100MB"; small by default.
-        device: "cpu" or "cuda".
+        on_fault: Recovery policy of `paceline train`: stop, restart, spare or shrink; several are interleaved.
+        state: Size of the model and optimizer: 100MB. Default: small.
+        device: cpu or cuda.
         out: Save the run in a new folder there, trial by trial.
-        resume: The folder of an interrupted run. It keeps its own settings: only `trials` may be given.
+        resume: The folder of an interrupted run. It keeps its own settings: only the number of trials may be given.
     """
     given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
     check_counts(trials=trials)

@@ -45,7 +45,8 @@ def large_batch(
         model: By default a cnn so small that the study takes minutes.
         base_batch_size: The baseline, for which the learning rate was tuned.
         global_batch_size: By default 16 times as large.
-        recipes: Switches joined by +, such as "linear+warmup". By default all common ones that fit the job.
+        recipes: none, or switches joined by +, each with an optional number: lars:0.2+warmup. Default: all common ones
+            that fit the job.
         seeds: Number of runs of each batch size and recipe.
         updates: Length of additional runs with equal numbers of updates. By default twice the largest batch's; 0: none.
         lr: The learning rate of the baseline.

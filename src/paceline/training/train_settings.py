@@ -40,7 +40,7 @@ AUTO = "auto"
 FIRST_SAVE_S = 5.0  # first save interval with "auto", until the cost of a save has been measured
 HOST_MTBF_S = 86400.0  # assumed mean time between faults of one host
 
-STEP_S = 1e-5  # what a step takes at least
+STEP_S = 1e-5  # lower bound on the time of a step
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TrainSettings:
     precision: str = option("fp32", "fp32, bf16 or fp16 (autocast)", choices=PRECISIONS)
     wrapper: str = option("paceline", "paceline, torch, none or dp", choices=WRAPPERS)
     backend: str = option("auto", "auto, gloo, shm (shared memory) or nccl", pattern=r"[A-Za-z0-9_.:, -]{1,100}")
-    device: str = option("auto", "auto, cpu or cuda", pattern=r"auto|cpu|cuda(:\d{1,9})?")
+    device: str = option("auto", "auto, cpu, cuda or cuda:INDEX", pattern=r"auto|cpu|cuda(:\d{1,9})?")
     threads: int | None = option(None, "CPU threads per rank for torch.", least=1)
     compile: bool = option(False, "Compile the model, block by block.")
     sync_batchnorm: bool = option(False, "Compute BatchNorm statistics over the whole global batch.")
@@ -126,13 +126,27 @@ class TrainSettings:
     grow: str = option("accumulate", "What grows on a rank: accumulate or batch-size.", LEARNING, choices=GROWS)
     clip: float | None = option(None, "Clip gradients to this norm.", LEARNING, above=0)
     lr: float = option(0.05, "Peak learning rate.", LEARNING, least=0)
-    momentum: float = option(0.9, "Momentum of sgd (Nesterov) or lars.", LEARNING, least=0, below=1)
+    momentum: float = option(
+        0.9,
+        "Momentum of sgd (Nesterov) or lars.",
+        LEARNING,
+        least=0,
+        below=1,
+        advice=", or updates grow without bound",
+    )
     trust_coefficient: float | None = option(None, "lars: a layer's step relative to its weights.", LEARNING, above=0)
     weight_decay: float = option(0.0, "Weight decay, except of biases and norms.", LEARNING, least=0)
     schedule: str = option("constant", "constant, cosine or linear (to 0), piecewise", LEARNING, choices=SCHEDULES)
     lr_warmup: int = option(0, "Number of steps to warm up the learning rate.", LEARNING, least=0)
     lr_drops: tuple[float, ...] = option((), "Where piecewise divides by 10: 0.5,0.75 of the run", LEARNING)
-    label_smoothing: float = option(0.0, "Fraction of a target spread over all classes.", LEARNING, least=0, below=1)
+    label_smoothing: float = option(
+        0.0,
+        "Fraction of a target spread over all classes.",
+        LEARNING,
+        least=0,
+        below=1,
+        advice=", or labels carry no information",
+    )
     profile: bool = option(False, "Time the forward, backward and optimizer of each step.", MEASUREMENT)
     save_every: str = option(
         "60s", "When a checkpoint is due: epoch, 10s, 5min, 2h, 100steps or auto (see --mtbf)", OUTPUT
@@ -144,7 +158,10 @@ class TrainSettings:
     tensorboard: bool = option(False, "Also write event files for TensorBoard.", OUTPUT)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "backend", machine.canonical_backend(self.backend))
+        if isinstance(self.backend, str):
+            object.__setattr__(self, "backend", machine.canonical_backend(self.backend))
+        if self.device is not None:  # a torch.device is as good as its name
+            object.__setattr__(self, "device", str(self.device))
 
     @property
     def batches(self) -> Batches:

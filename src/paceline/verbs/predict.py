@@ -61,7 +61,7 @@ def predict(
         algorithm: auto, ring, tree, two-level, gloo or shared.
         accumulate: Micro-batches per step.
         gradients: fp32 or bf16. Default: as in the profile.
-        straggler: Variation between ranks: a standard deviation such as "3%", or "profile" for that of the profile.
+        straggler: Variation between ranks: 3% (standard deviation), or profile for that of the profile.
         strategy: Compare strategies, each with its best buckets: "all", or a list ("bf16,int8").
         out: Save the run in a new folder there.
 
@@ -228,8 +228,8 @@ def predict_goodput(
     Args:
         runs: Runs that measured costs: training runs (steps, saves and recoveries from faults), and runs of `faults`
             with `restart`.
-        mtbf: The mean time between faults of the whole job: "3h", "120s", "2d".
-        mtbf_per_rank: The mean time between faults of one rank, instead of `mtbf`.
+        mtbf: The mean time between faults of the whole job: 3h, 120s, 2d.
+        mtbf_per_rank: The mean time between faults of one rank, instead of that of the whole job.
         ranks: Number of ranks. Default: as in the training run.
         step_seconds: Seconds per step. This and the following override measurements.
         save_seconds: Seconds that each save stalls training.
@@ -240,7 +240,7 @@ def predict_goodput(
         all_lost: The fraction of faults that leave no replica, so that any policy needs a checkpoint.
         repair: How long the slot of a lost rank stays unavailable.
         horizon: The length of the job, for the interval.
-        save_every: Evaluate this save interval ("5min") instead of the best one.
+        save_every: Evaluate this save interval (10s, 5min, 2h) instead of the best one.
         out: Save the run in a new folder there.
     """
     from paceline.predict.goodput import Faults

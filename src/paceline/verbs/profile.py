@@ -124,13 +124,13 @@ def trace(
 
     Args:
         steps: Number of steps to record.
-        warmup: Number of warm-up steps.
+        warmup: Number of warm-up steps. Default: 3.
         memory: Show what uses memory over one more step, by category, and what causes its peak.
         shapes: Record the shapes of operator inputs.
         plot: Draw one step of all ranks.
     """
     check_counts(steps=steps)
-    Option(least=1, advice=", because torch's profiler starts in a warm-up").check("warmup", warmup)
+    Option(least=1, each_s=1e-6, advice=", because torch's profiler starts in a warm-up").check("warmup", warmup)
     extras = tuple(name for name, is_on in (("memory", memory), ("shapes", shapes)) if is_on)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     opened, given = open_job("profile trace", model, step, ranks, job, out, progress)

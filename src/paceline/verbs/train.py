@@ -11,15 +11,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records.environment import Environment
 from paceline.records.store import Run, naming_damage, write_new
 from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, load_metrics
-from paceline.report.compared import TrainComparisonResult
 from paceline.report.result import Result, load_result
-from paceline.report.training_result import TrainRunResult, render_config
 from paceline.runtime.faults.monitor import find_hang_timeout
 from paceline.runtime.faults.recovery import Fault, Recovery
 from paceline.runtime.ranks.launch import check_rank_count
@@ -29,8 +27,12 @@ from paceline.training.schedules import format_growths
 from paceline.training.train_settings import AUTO, TrainSettings, check_job, list_job_warnings
 from paceline.units import format_number_of, name_ranks
 from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts, refuse_unknown
-from paceline.verbs.watch import start_watching
 from paceline.workloads.data import parse_data
+
+# Reports load NumPy, which `paceline train --help` does without: they are imported where they are used.
+if TYPE_CHECKING:
+    from paceline.report.compared import TrainComparisonResult
+    from paceline.report.training_result import TrainRunResult
 
 # Settings that a resumed run may change: how and how long it runs, but not what it computes. Data may move, too.
 _CHANGEABLE = (
@@ -64,7 +66,7 @@ def train(
         out: Save the run in a new folder there: metrics, checkpoints and the trained weights. Without it nothing is
             written. If the variable PACELINE_RUN names the new folder and it already holds a run, that run is resumed,
             as when a scheduler restarts a job.
-        watch: Serve a live page (`paceline.watch`) from a separate process.
+        watch: Serve a live page from a separate process, and print its address.
         settings: The fields of `TrainSettings`, named like the options of `paceline train`: `batch_size`, `lr`,
             `optimizer`, `schedule`, `wrapper`, `backend`, `steps`, `save_every`, ...
 
@@ -131,6 +133,8 @@ def compare_runs(runs: Sequence[str | Path | Result], out: Place = None) -> Trai
 
 
 def _compare(session: Session, parts: Sequence[Result]) -> TrainComparisonResult:
+    from paceline.report.compared import TrainComparisonResult
+
     result = TrainComparisonResult.of(parts, session.environment)
     session.write(result)
     return result
@@ -160,6 +164,8 @@ def _train(
 ) -> TrainRunResult:  # fmt: skip
     """Train one run, in a new folder in `out` or, with `resume`, continuing after `num_before` steps. `whole` is the
     enclosing session, which is told about a signal that came too late to stop this run."""
+    from paceline.report.training_result import TrainRunResult, render_config
+
     config = wanted.to_json()
     _check_recovery(wanted, out is not None or resume is not None)
     with open_session(
@@ -176,6 +182,8 @@ def _train(
             else:
                 update_config(folder, end="", **{ends: getattr(wanted, ends)})
             if watch:
+                from paceline.verbs.watch import start_watching
+
                 start_watching(folder)
         rows_wanted = folder is None or session.place is not None
         recovery = _build_recovery(session, wanted, rows_wanted)

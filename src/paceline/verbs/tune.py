@@ -40,7 +40,7 @@ def tune(
         wrapper: paceline or torch.
         quick: Fewer bucket sizes and rounds, and less certain: about a minute.
         confirm: With False, only predict; do not run the job with the plans.
-        caps: Bucket sizes to run ("1MiB,25MiB"). Default: a range.
+        caps: Bucket sizes to run: 1MiB,4MiB,25MiB. Default: a range.
         iters: Number of timed steps. Default: as time allows.
         network: Emulate this network: one rank computes, and its messages take as long as they would there.
         network_ranks: Number of ranks on that network, including this one. Default: 8.
