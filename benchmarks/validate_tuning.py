@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How wrong are the predictions of `paceline tune`? Prediction by steps that they have not seen, as tables and as bars.
+"""How wrong are the predictions of `paceline tune`? Scored on steps that they have not seen, as tables and as bars.
 
     benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu|nccl] [--only NAME] [--keep]
 

@@ -288,7 +288,7 @@ def test_an_unknown_algorithm_is_refused_with_the_nearest(name, hint):
 
 
 def test_the_interval_of_two_equally_large_errors_covers_90_percent():
-    names = ("error", "noise", "shift", "slowdown")
+    names = ("error", "noise", "shift", "slowdown", "latency")
     normal = statistics.NormalDist()
     _, draws = draw(lambda resample: [getattr(resample, name) for name in names])
     for one, other in itertools.combinations(range(len(names)), 2):
@@ -308,7 +308,7 @@ def test_the_interval_of_few_draws_is_their_range():
 
 def test_repetitions_of_one_length_are_drawn_together_and_all_are_used_where_nothing_is_drawn():
     everything = Resample()
-    assert everything.take((3.0, 1.0, 2.0)) == (3.0, 1.0, 2.0) and everything.gauss() == 0
+    assert everything.take((3.0, 1.0, 2.0)) == (3.0, 1.0, 2.0)
     first, again, other = (Resample(random.Random(seed)) for seed in (3, 3, 4))
     numbers = range(9)
     drawn = first.take(numbers)

@@ -321,6 +321,13 @@ def test_what_is_confirmed_does_not_change_the_plan():
     assert plan.rule.startswith("tuned: ") and plan.gradients == job.gradients
 
 
+def test_the_predicted_gain_is_that_of_the_best_plan_whether_it_ran_or_not():
+    before = tune(SLOW)
+    after = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "cap 8 MiB": 0.100})
+    assert before.predicted_gain == before.choice.gain > after.choice.gain
+    assert make_result(after).to_json()["predicted_gain"] == after.predicted_gain == before.predicted_gain
+
+
 def test_the_emulated_network_is_what_messages_cost():
     settings = replace(SETTINGS, network="1gbe", network_ranks=4)
     settings.check(ranks=1)

@@ -32,7 +32,7 @@ _REACH = 2
 DRAWS = 40
 _SEED = 17
 # Errors of a draw that no repetition shows, and the random orders that are tried for each.
-_NUM_ERRORS, _TRIES = 4, 200
+_NUM_ERRORS, _TRIES = 5, 200
 # No single host has more ranks than this.
 _MOST_ON_ONE_HOST = 512
 
@@ -58,8 +58,8 @@ class Resample:
     replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
     an unstable series (`UNSTABLE`) a draw is a single repetition: more samples do not average out the disturbance of a
     busy machine. Errors that no repetition shows are in standard deviations, and 0 if nothing is drawn: `error` is the
-    model's own, `noise` that of the measured median, `shift` that of the network, and `slowdown` that of ranks next to
-    each other."""
+    model's own, `noise` that of the measured median, `shift` that of the network, `slowdown` that of ranks next to each
+    other, and `latency` that of a message's latency."""
 
     def __init__(
         self,
@@ -69,12 +69,14 @@ class Resample:
         noise: float = 0.0,
         shift: float = 0.0,
         slowdown: float = 0.0,
+        latency: float = 0.0,
     ) -> None:
         self.source = source
         self.error = error
         self.noise = noise
         self.shift = shift
         self.slowdown = slowdown
+        self.latency = latency
         self._is_unstable = is_unstable
         self._drawn: dict[int, Sequence[int]] = {}
 
@@ -91,10 +93,6 @@ class Resample:
             raise MeasurementError("a prediction needs raw samples, but this is a summary")
         return statistics.median(self.take(samples.reduced_s))
 
-    def gauss(self) -> float:
-        """A random error of an assumption, in standard deviations; 0 if nothing is drawn."""
-        return self.source.gauss(0, 1) if self.source else 0.0
-
 
 def median_noise(timing: Samples) -> float:
     """The relative standard deviation of the median of repeated times: 1.25 times that of their mean."""
@@ -108,7 +106,7 @@ def find_nearest(counts: Iterable[int], world_size: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _draw_errors(count: int) -> list[tuple[float, ...]]:
-    """For each draw, its four errors in standard deviations. Each error takes equally spaced quantiles of a normal
+    """For each draw, its errors in standard deviations. Each error takes equally spaced quantiles of a normal
     distribution, since few random numbers would hardly reach its tails. Of many random orders, the one is kept that
     correlates least with the other errors: sums and differences would otherwise spread too far or not far enough."""
     source = random.Random(_SEED)

@@ -278,7 +278,7 @@ class TracedJob:
         lies between that line and the times, closer to the times the less they vary."""
         sizes, times = np.array(self.layout), np.maximum(np.median(seconds, axis=0), 1e-9)
         noise = 1.25 * np.std(seconds, axis=0) / math.sqrt(len(seconds)) / times
-        latency_s = self._fit_latency(sizes, times) * _LATENCY_FACTOR ** resample.gauss()
+        latency_s = self._fit_latency(sizes, times) * _LATENCY_FACTOR**resample.latency
         # Use means: if messages end at the same moment, all but the first seem to take no time.
         halves = sizes <= np.median(sizes), sizes >= np.median(sizes)
         latency_s = min(latency_s, *(0.9 * float(times[half].mean()) for half in halves))
@@ -289,7 +289,7 @@ class TracedJob:
         (small, least_s), (large, most_s) = points[0], points[-1]
         # Continue through the first and the last point to avoid a jump.
         found = dict(points) | {size: latency_s + (least_s - latency_s) * size / small for size in _halve(small)}
-        shift, count = _ERROR_OF_TWICE * resample.gauss(), math.ceil(math.log2(sum(self.layout) / large)) + 1
+        shift, count = _ERROR_OF_TWICE * resample.shift, math.ceil(math.log2(sum(self.layout) / large)) + 1
         moved_s = max(most_s - latency_s, large / bytes_per_s)
         for n in range(1, count):
             found[large << n] = (latency_s + moved_s * 2**n) * math.exp(shift * math.sqrt(n))

@@ -263,6 +263,13 @@ class Tuning:
         times = [point.best_s for point in self.points]
         return max(times) / min(times) - 1
 
+    @cached_property
+    def predicted_gain(self) -> float:
+        """What the best of all plans saves of the default's step by the prediction, whether it ran or not."""
+        if self.race is None:
+            return self.choice.gain
+        return self.model.choose(self.choice.default.cuts, only_caps=not self.settings.takes_lists).gain
+
     @property
     def best_predicted(self) -> Prediction:
         return min(self.points, key=lambda point: point.step_s)

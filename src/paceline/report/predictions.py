@@ -711,7 +711,7 @@ class TuneResult(Result):
             "regret": regret[0], "regret_high": None if regret[1] == math.inf else regret[1],
             "best_predicted_cap_bytes": tuning.best_predicted.cap_bytes,
             "best_measured_cap_bytes": None if best is None else best.cap_bytes,
-            "predicted_gain": tuning.choice.gain,
+            "predicted_gain": tuning.predicted_gain,
             "plan": None if self.folder is None else str(self.folder / "plan.json"),
             "plan_measured_s": tuning.answer.measured_s, "default_measured_s": tuning.candidates[0].measured_s,
         }  # fmt: skip
