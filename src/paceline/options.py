@@ -115,7 +115,10 @@ def check_options(settings: Any, names: Collection[str] = ()) -> None:
             takes_several = str(field.type).startswith(("tuple", "Growths"))
             refuse(
                 (value is None and field.default is not None, f"{flag}: a value is needed, not None"),
-                (isinstance(value, list | tuple) and not takes_several, f"{flag} {value}: one value is needed"),
+                (
+                    isinstance(value, list | tuple) and not takes_several,
+                    f"{flag} {str(value)[:40]}: one value is needed",
+                ),
             )
             field.metadata["option"].check(field.name, value)
 
@@ -124,6 +127,7 @@ def check_options(settings: Any, names: Collection[str] = ()) -> None:
 _COUNTS = {
     "at_once": Option(least=1, each_s=1e4),
     "seeds": Option(least=1, each_s=10.0),
+    "steps": Option(least=1, each_s=1e-5),
     "warmup": Option(least=0, each_s=1e-6),
     "workers": Option(least=1, each_s=1.0),
 }

@@ -124,17 +124,24 @@ def test_an_unknown_verb_or_flag_exits_2(command, arguments):
     assert answer.code == 2 and answer.out == ""
 
 
-def test_a_refusal_does_not_wait_for_torch(start):
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["bench", "allreduce", "--sizes", "100"], "has no unit"),
+        (["train", "--batch-size", "1" + "0" * 30], "--batch-size 10^30 needs at least"),
+    ],
+)
+def test_a_refusal_does_not_wait_for_torch(start, arguments, reason):
     probe = (
         "import sys\n"
         "from paceline.cli.main import main\n"
-        "sys.argv = ['paceline', 'bench', 'allreduce', '--sizes', '100']\n"
+        f"sys.argv = ['paceline', *{arguments}]\n"
         "try:\n    main()\nfinally:\n    print('torch' in sys.modules)\n"
     )
     job = start("-c", probe)
     out, err = job.communicate(timeout=100)
     assert (job.returncode, out.strip()) == (2, "False")
-    assert "has no unit" in err
+    assert reason in err
 
 
 def test_help_loads_neither_torch_nor_numpy(start):

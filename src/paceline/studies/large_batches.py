@@ -73,7 +73,7 @@ class LargeBatchSettings(grid.GridSettings):
     global_batch_sizes: tuple[int, ...]
     recipes: tuple[str, ...]
     updates: int | None = option(None, least=0, each_s=1e-6)
-    most_at_once: int = option(512, least=1)
+    most_at_once: int = option(512, least=1, each_s=1e-6)
 
     @classmethod
     def build(
