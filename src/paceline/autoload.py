@@ -1,6 +1,6 @@
 """What torch calls when it is imported (entry point `torch.backends`): nothing, unless a variable asks for it.
 
-PACELINE_WRAPPER=1 puts our wrapper in the place of torch's. PACELINE_ATTACH, which `paceline profile -- COMMAND` sets,
+PACELINE_WRAPPER=1 replaces torch's wrapper with ours. PACELINE_ATTACH, which `paceline profile -- COMMAND` sets,
 observes the training of this process. PACELINE_MONITOR=1 lets a monitor watch its ranks. An error would fail
 `import torch`, so none leaves this module.
 """

@@ -1,6 +1,6 @@
 """Options: settings declare each one in a field, with its help and limits. Checks and the command line follow from it.
 
-The name, the type and the default of an option are those of the field, or of the argument of a verb.
+An option takes its name, type and default from the settings field or the verb's argument.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Option:
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", panel: str = JOB, **limits: Any) -> Any:
-    """A field of settings that is an option. `limits` are those of `Option`."""
+    """A settings field that is an option. `limits` are passed to `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(help, panel, **limits)})
 
 

@@ -87,7 +87,7 @@ def _read_drops(text: str, flag: str) -> tuple[float, ...]:
         raise ConfigError(f"{flag} {text!r} is not understood: use fractions of the run, such as 0.5,0.75") from None
 
 
-# What the parser of the command line reads for an annotation, the first of these that occurs in it; and the conversion.
+# By text in an annotation (the first match counts): the type that the command line parses, and the conversion of it.
 _KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
     "tuple[Path, Path]": (tuple[Path, Path], None),
     "Growths": (str, lambda text, _: parse_growths(text)),
@@ -169,7 +169,7 @@ class _Parameter:
 
 
 def find_panel(name: str) -> str:
-    """The panel of an argument of a verb."""
+    """The help panel that lists this argument of a verb."""
     return next((panel for panel, names in _PANELS.items() if name in names.split()), JOB)
 
 

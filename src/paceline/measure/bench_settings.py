@@ -25,8 +25,8 @@ WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
 REMOVED_WRAPPERS = ("paceline-flat", "paceline-overlap", "paceline-per_parameter")  # still in stored results
 # What two cores step through in minutes; the others are for GPUs and must be named.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
-# Ways to set the buckets of a wrapper that a tuned one chooses from: its own caps, five others, one bucket, and for
-# torch's wrapper our plan.
+# Maximum number of bucket settings that a tuned wrapper chooses from: its own caps, five others, a single bucket, and,
+# for torch's wrapper, our plan.
 MAX_CANDIDATES = 8
 _TIME = ", or leave it out to fit the time"
 
@@ -84,7 +84,7 @@ class GroupSettings:
         """Refuse what this host's GPUs or memory cannot hold for this number of ranks, before anything is started."""
         on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
         gpus, who = machine.count_gpus() if on_gpu else 0, " and ".join(sorted(on_gpu))
-        # The GPU's memory is checked where torch can ask it.
+        # GPU memory is checked later, on the ranks, where torch can query it.
         need = 0 if on_gpu == set(self.backends) else self.bytes_per_rank
         have, (takes, advice) = machine.available_memory_bytes(), self.memory_words
         refuse(

@@ -58,7 +58,7 @@ class Traffic:
         self.wait()
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        """The next part of the memory; buckets are contiguous, too."""
+        """The next slice of the memory, contiguous like a bucket."""
         elements = max(1, num_bytes // self.memory.element_size())
         start = self._sent * elements % max(1, self.memory.numel() - elements + 1)
         self._sent += 1

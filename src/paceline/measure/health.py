@@ -129,7 +129,8 @@ def _check_interface() -> CheckRecord:
     except OSError:
         return _report("network", f"{local}; between hosts gloo would fail: {host!r} does not resolve", choose)
     if address.startswith("127."):
-        return _report("network", f"{local}; {host!r} is {address}, a local address: for several hosts, {choose}")
+        found = f"{local}; {host!r} resolves to {address}, a loopback address: for several hosts, {choose}"
+        return _report("network", found)
     owner = next((n for n, found in interfaces.items() if any(a.address == address for a in found)), None)
     if owner is None:
         return _report("network", f"{local}; between hosts gloo would use {address}, which no interface has", choose)

@@ -1,4 +1,4 @@
-"""Runs one training job under many bucket plans, and measures what its prediction is calibrated with, interleaved.
+"""Runs one training job under many bucket plans, interleaved with the measurements that calibrate its prediction.
 
 Each round has one all-reduce of every size and one step of every variant, on all ranks. `predict` evaluates the
 records; its calibration never uses the steps of the job itself.

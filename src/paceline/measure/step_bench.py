@@ -309,7 +309,7 @@ class TimedMessages:
 
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
         self.replica = replica
-        self._before = Sent(0, 0)  # the count of Paceline's wrapper at `begin`
+        self._before = Sent(0, 0)  # what Paceline's wrapper had sent at `begin`
         self._buckets: list[BucketTimes] = []  # what torch's hook sent since `begin`
         self._group = group
         self._has_hook = is_torchs(replica.model) and replica.device.type == "cpu"

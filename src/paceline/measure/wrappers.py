@@ -219,7 +219,7 @@ class _Cell:
         return {name: wrappings.get(name) or find_wrapping(name) for name in names}
 
     def _tune(self, group: Group, wrapper: str) -> Wrapping:
-        """The fastest of several bucket settings for a wrapper, with the medians of all as its note."""
+        """The fastest of several bucket settings for a wrapper. Its note lists the median of every setting."""
         plan = None  # one more candidate for torch: the plan of Paceline's wrapper
         if self.is_in and wrapper == "torch":
             replica, _ = self._build_replica(group, find_wrapping("paceline"))

@@ -38,7 +38,7 @@ _LEAST_SCALE = 1e-37
 class Codec:
     """Averages gradients over the ranks, in place. `errors` holds residuals, by parameter name and in units of
     gradients: what has not been sent yet. `common` holds state that is equal on all ranks. A step updates both only if
-    all its averages are finite: otherwise no rank applies them. Read and set them between steps."""
+    all its averages are finite; otherwise no rank applies the averages. Read and set both between steps."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # dtypes of vectors; other gradients are converted to the first
 
@@ -82,7 +82,7 @@ class Codec:
         return sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
 
     def rescale(self, names: Sequence[str], factor: Any) -> None:
-        """Scale the residuals of these parameters: the last learning rate is `factor` times the next one."""
+        """Multiply these parameters' residuals by `factor`: the ratio of the last learning rate to the next one."""
         errors = self.errors
         found = [errors[name] for name in names if name in errors]
         if isinstance(factor, torch.Tensor):  # a tensor on a GPU, which `_foreach_mul_` rejects

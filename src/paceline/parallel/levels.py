@@ -88,7 +88,7 @@ class Levels:
             text += "dgc needs a codec, which does not run on a single host: leave out dgc or +hosts"
             raise ConfigError(text, code="strategy")
         if levels.are_two and channel.world_size < dist.get_world_size():
-            text += f"a group of {channel.world_size} of {dist.get_world_size()} ranks cannot be divided by hosts"
+            text += f"a group with {channel.world_size} of {dist.get_world_size()} ranks cannot be split by host"
             raise ConfigError(f"{text}: use all ranks, or leave out +hosts", code="strategy")
         return levels
 

@@ -173,8 +173,8 @@ class Outer:
                 self.means.setdefault(index % self.strategy.fragments, []).append(mean.to(start.device, copy=True))
 
     def average(self, number: int) -> Exchange:
-        """Average over the replicas how far each has moved, into `means`. The differences are taken immediately: the
-        replica may continue while the exchange is in flight."""
+        """Average the parameter differences of all replicas into `means`. They are computed immediately: the replica
+        may continue while the exchange is in flight."""
         is_dense, values, gone = self.strategy.codec == "dense", self.values, []
         for index in self.fragment(number):
             start, value = self.start[index], values[index]

@@ -325,8 +325,8 @@ class EmbeddingRows(Lookups):
 
     @torch.no_grad()
     def exchange(self, counts: Sequence[Sequence[int]], take_part: bool) -> None:
-        """Send the rows of this step, or dense gradients where those take fewer bytes. `counts` is by rank and table.
-        Collective."""
+        """Send the rows of this step, or dense gradients where those take fewer bytes. `counts` is indexed by rank and
+        table. Collective."""
         self._seen = list(counts)
         started: list[tuple[Table, Any, Any, list[int]]] = []
         for number, table in enumerate(self.tables):

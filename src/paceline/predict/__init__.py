@@ -1,6 +1,6 @@
 """Cost curves, and predictions built on them. Nothing here times anything.
 
-The package has the name of a verb, so calling it, as in `paceline.predict(profile, ...)`, calls `verbs.predict`.
+The package shares its name with a verb, so calling it, as in `paceline.predict(profile, ...)`, runs `verbs.predict`.
 """
 
 import sys

@@ -376,8 +376,8 @@ def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
 
 
 def scale_curve(measured: MeasuredCurve, there: FamilyCurve, here: FamilyCurve) -> CostCurve:
-    """A measured curve, keeping its shape, scaled to another number of ranks by the family's ratio of `here` to
-    `there`."""
+    """A measured curve, scaled to another number of ranks by the family's ratio of `here` to `there`. The scaling
+    preserves the shape of the curve."""
 
     def estimate_s(num_bytes: float) -> float:
         if num_bytes <= 0 or here.world_size == 1:

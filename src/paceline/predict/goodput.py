@@ -15,8 +15,8 @@ The mean times are exact for such faults. The derivation, in words, with r = 1 /
 - So a period takes e^rR (e^r(interval + save) - 1) (1 / r + D): Daly's formula (2006), with D. For rare faults, its
   optimum is Young's interval, sqrt(2 save mtbf).
 - With a write of B seconds, consider the moments at which a checkpoint reaches the disk. Without a fault, the next one
-  is a period away; after a fault it is B further, since the job returns to where the checkpoint was taken. Both added
-  up, the factor is e^rB.
+  is a period away; after a fault it is B further, since the job returns to where the checkpoint was taken. The sum of
+  both cases gives a factor of e^rB.
 - If replicas survive, a step is the stretch that starts again, and a fault without a replica ends the period. Each
   step has a probability of finishing without one, and the same sums are taken over steps.
 
@@ -150,8 +150,8 @@ class Policy:
         first_s, period_s = interval_s + self.save_s, interval_s + self.stall_s(interval_s)
 
         def collect(until_s: float) -> float:
-            """The integral, up to `until_s`, of the work of one interval done before a fault times the fault's
-            density."""
+            """The integral, up to `until_s`, of the work that one interval completes before a fault, weighted by the
+            fault's density."""
             total = _integrate(rate, min(until_s, interval_s))
             return total + interval_s * max(0.0, math.exp(-rate * interval_s) - math.exp(-rate * until_s))
 
@@ -327,7 +327,7 @@ class Goodput:
 
     @property
     def failing(self) -> float:
-        """The share of the time that faults cost: detection, recovery and repeated work."""
+        """The share of time lost to faults: detection, recovery and repeated work."""
         return max(0.0, 1.0 - self.share - self.saving)
 
     @property

@@ -182,7 +182,7 @@ def _follow(
         at_us = event["ts"]
         if mark is None:
             address, size = event["args"]["Addr"], event["args"]["Bytes"]
-            if address in held:  # also if it is allocated again: an untraced thread freed it
+            if address in held:  # freed now, or allocated again after an untraced thread freed it
                 held.pop(address).end_us = at_us
             if size > 0:
                 add(address, _Block(size, at_us, len(phases)))

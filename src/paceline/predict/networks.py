@@ -339,7 +339,7 @@ class MeasuredFabric:
         return 0 < self.ranks_per_node < world_size
 
     def _may_be_beyond(self, world_size: int) -> bool:
-        """Whether these ranks may span more nodes than the measured ones, with nothing to tell."""
+        """Whether these ranks may span more nodes than the measured ones did; unknown without `ranks_per_node`."""
         is_shared = self.fits[0].algorithm == "shared"  # always on one host
         return not self.ranks_per_node and not is_shared and world_size > max(self.ranks)
 
@@ -369,7 +369,7 @@ class MeasuredFabric:
             doubt += " (use a --network with --ranks-per-node)" if is_beyond else ""
         elif self._may_be_beyond(world_size):
             error = math.hypot(error, FIRST_NODE_ERROR)
-            doubt = f"it is unknown how many of the {world_size:,} ranks share a node: set --ranks-per-node"
+            doubt = f"cannot tell how many of the {world_size:,} ranks share a node: set --ranks-per-node"
         if not self.shift and not doubt:
             return scaled
 

@@ -354,7 +354,7 @@ class Prediction:
 
     @property
     def gain(self) -> float:
-        """The share of the step with default buckets that these save."""
+        """The fraction of the step time with default buckets that these buckets save."""
         return 1 - self.step_s / self.default_step_s
 
     @property

@@ -216,7 +216,7 @@ class MachineCosts:
     def __post_init__(self) -> None:
         if self.servers < 1 or not 0 < self.pair_rate <= 1:
             raise ConfigError(
-                f"{self.servers} servers, pair rate {self.pair_rate}: use 1 or more, and a rate in (0, 1]"
+                f"servers={self.servers}, pair_rate={self.pair_rate}: servers must be at least 1, pair_rate in (0, 1]"
             )
 
     @classmethod
@@ -393,8 +393,8 @@ class _Run:
     now_s: float = 0.0
     waiting: tuple[deque[_Task], deque[_Task]] = field(default_factory=lambda: (deque(), deque()))
     moving: list[_Task] = field(default_factory=list)
-    # Of what is in progress: the number of messages, whether a codec computes, and the speed of all compute. Two
-    # messages share a core, so they use only as much of it as the more demanding one.
+    # State of the work in progress: the number of messages, whether a codec is computing, and the speed of all compute.
+    # Two messages share a core, so together they use only as much of it as the more demanding one.
     num_messages: int = 0
     is_coding: bool = False
     compute_rate: float = 1.0

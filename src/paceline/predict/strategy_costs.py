@@ -80,8 +80,8 @@ def fit_sending(
     factor: float = 1.0, is_in_place: bool = False, ranks_per_host: int = 1,
 ) -> Sending | None:  # fmt: skip
     """How ranks send with a strategy, with the median costs of its codec times a factor; None where they send dense
-    gradients, or nothing. One bucket and many separate the cost of a bucket from that of its bytes; few ranks and many
-    show what grows with the ranks."""
+    gradients, or nothing. Measuring one bucket and many separates the cost per bucket from the cost per byte; measuring
+    few ranks and many shows what grows with the number of ranks."""
     if strategy.between_hosts and world_size > ranks_per_host > 1:
         flat = replace(strategy, between_hosts=False)
         found = fit_sending(flat, world_size // ranks_per_host, records, resample, factor) or Sending(flat, world_size)

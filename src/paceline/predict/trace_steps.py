@@ -167,7 +167,7 @@ class _Device:
         return self._computing.sum_up(begin, end) if self.is_gpu else end - begin
 
     def measure_idle(self, begin: float, end: float, *parts: tuple[float, float]) -> float:
-        """How long a GPU was idle in these parts of the work that the host launched from `begin` to `end`."""
+        """How long the GPU was idle within `parts`, given the work that the host launched from `begin` to `end`."""
         windows = np.array([part for part in parts if part[0] < part[1]])
         if not self.is_gpu or not windows.size:
             return 0.0
@@ -220,8 +220,8 @@ class _Kernels:
 
 
 def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-    """The all-reduces, and the calls that launched them. If Paceline's wrapper recorded its buckets, those are the
-    calls, or the messages if the backend records none."""
+    """The all-reduces, and the calls that launched them. Buckets recorded by Paceline's wrapper serve as the calls, or
+    as the messages if the backend records none."""
     found = find_messages(timed)
     buckets, others = [e for e in found if e["cat"] == BUCKET], [e for e in found if e["cat"] != BUCKET]
     messages = [e for e in others if _ALL_REDUCE.search(f"{e['name']} {_get(e, 'Collective name')}")]
@@ -240,7 +240,7 @@ class _Sent(NamedTuple):
 def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device) -> _Sent:
     """Match the all-reduces of a backward with their calls. A backend starts them in call order, except that gloo's
     threads may swap neighbours, so the first ones belong to backward; later reductions by the program do not. The flags
-    of unused parameters are integers, not buckets; nor are all-reduces launched by other autograd nodes than gradient
+    of unused parameters are integers, not buckets; nor are all-reduces launched by autograd nodes other than gradient
     hooks, such as SyncBatchNorm's."""
     moments = [device.launched.get(id(event), _begin(event)) for event in messages]
     launched = sorted(zip(moments, messages, strict=True), key=lambda pair: pair[0])

@@ -176,7 +176,7 @@ class Tuning:
         lines = [f"assumed: {line}" for line in describe_strategies(self.model.job, strategies, codecs)]
         if left := [one.text for one in strategies if not one.is_hook and one.text not in ran]:
             why = "a turn is shorter than a synchronization period, and the job has no sharded optimizer"
-            lines.append(f"predicted and not run: {', '.join(left)}; {why}")
+            lines.append(f"predicted but not run: {', '.join(left)}; {why}")
         return lines
 
     @property

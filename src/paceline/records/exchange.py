@@ -119,7 +119,7 @@ _TABLES: list[tuple[list[str], Callable[[Row], Any]]] = [
 
 
 def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]]]) -> list[Any]:
-    """The records of a CSV file. The table with the largest share of matching columns is chosen; all must be there."""
+    """The records of a CSV file, as the table that matches best. The file must have all columns of that table."""
     lines = _read_csv(path)
     header = lines[0][1]
     columns, parse = max(tables, key=lambda table: len(set(table[0]) & set(header)) / len(table[0]))

@@ -188,7 +188,7 @@ class CheckRecord(Record):
 
     @classmethod
     def build(cls, name: str, found: str, advice: str = "", status: str = "warn") -> CheckRecord:
-        """The result of a check; without advice it is ok."""
+        """The result of a check, whose status is `ok` if there is no advice."""
         return cls(name=name, status=status if advice else "ok", found=found, advice=advice)
 
 

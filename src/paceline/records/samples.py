@@ -207,7 +207,7 @@ def compare_times(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """
     ratios = sorted(here / there for here, there in zip(mine, theirs, strict=True) if there > 0)
     if not ratios:
-        raise RecordError("every time of the reference is 0: there is nothing to compare with")
+        raise RecordError("all times of the reference are 0: there is nothing to compare with")
     value, n = statistics.median(ratios), len(ratios)
     low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
     return Ratio(value, max(ratios[n - 1 - low] - value, value - ratios[low]) if n > 1 else None)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
-# The class of the result of each verb, by the name of its module, which is imported when such a run is shown.
+# The result class of each verb, by module name. The module is imported when such a run is shown.
 _CLASSES = {
     "bench allreduce": "report.sweeps.CollectiveResult",
     "bench chunks": "report.sweeps.ChunksResult",

@@ -1,4 +1,4 @@
-"""`predict --strategy` as a result: a step under each strategy, the fastest, and where that changes."""
+"""The result of `predict --strategy`: the step under each strategy, the fastest one, and where that changes."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class StrategyStepsResult(PredictResult):
             *(Column(f"{one.text} (ms)", functools.partial(_get_step, one.text), format_ms, f"{one.text}_s")
               for one in self.strategies),
         )  # fmt: skip
-        title = f"{self.profile.model}: the fastest by bandwidth, at a latency of {self._latency}"
+        title = f"{self.profile.model}: the fastest strategy by bandwidth, at a latency of {self._latency}"
         return [
             Table("strategies", f"{self.profile.model}: a step under each strategy", STRATEGIES, self.rows, key="rows"),
             Table("bandwidths", title, columns, swept, key="bandwidths"),

@@ -232,7 +232,7 @@ class Table:
         return title, [one for one in shown if one not in same]
 
     def _show(self, rows: Sequence[Any]) -> list[_Shown]:
-        """The columns for people that are not empty."""
+        """The non-empty columns of the human-readable table."""
         named = [column for column in self.columns if column.name is not None]
         shown = [_Shown(column, [column.cell(row) for row in rows]) for column in named]
         return [one for one in shown if not rows or any(one.cells)]

@@ -214,7 +214,7 @@ def _is_sure(ratio: Interval) -> bool:
 
 
 def round_cap(low_bytes: int, high_bytes: int) -> int:
-    """A cap between the two with few digits in MiB, torch's unit."""
+    """The roundest cap between the two: the one with the fewest digits in MiB, torch's unit."""
     for digits in range(1, 12):
         scale = 10 ** (digits - 1 - math.floor(math.log10(high_bytes / MIB)))
         cap_bytes = int(math.floor(high_bytes / MIB * scale) / scale * MIB)

@@ -96,7 +96,7 @@ def _run_out_of_memory(group: Path) -> None:
     """Run out of memory in a control group with a limit, so that the kernel kills no other process."""
     (group / "cgroup.procs").write_text(str(os.getpid()))
     taken = [torch.ones(1 << 22) for _ in range(64)]  # a gigabyte
-    raise RuntimeError(f"{len(taken)} blocks were taken, and memory did not run out")
+    raise RuntimeError(f"{len(taken)} blocks were allocated without running out of memory")
 
 
 def inject(fault: str) -> None:

@@ -1,4 +1,4 @@
-"""`paceline faults`: inject faults into a small job repeatedly. How quickly and how correctly is each identified?
+"""`paceline faults`: inject faults into a small job repeatedly. How quickly and accurately is each one identified?
 
 The job is `fault_job`, in processes of its own: under `paceline train`, as a script with Paceline's wrapper and monitor
 under torchrun, and as a script with torch's wrapper only.

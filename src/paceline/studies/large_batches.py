@@ -52,7 +52,7 @@ def large_batch(
         lr: The learning rate of the baseline.
         schedule: By default cosine, or piecewise with `lr_drops`.
         batch_size: Largest micro-batch of a rank.
-        evaluations: Number of evaluations of a run.
+        evaluations: Number of evaluations per run.
         at_once: Number of concurrent runs. By default 1, or that of the resumed study.
     """
     return cast("LargeBatchResult", run_study(LargeBatchSettings, locals()))
@@ -159,7 +159,7 @@ def _check_length(cell: TrainingCell, num_samples: int) -> None:
         raise ConfigError(f"{what}: {error}") from None
     if s.lr_warmup >= steps.num_steps:
         found = f"a warm-up of {s.lr_warmup} updates in a run of {steps.num_steps}"
-        raise ConfigError(f"{what}: {found}; use more --epochs, or a smaller share")
+        raise ConfigError(f"{what}: {found}; use more --epochs, or a shorter warm-up")
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ SWITCHES: Mapping[str, Switch] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Switches with their numbers, such as `linear+warmup:0.1`; `none` has no switch."""
+    """Switches with their values, such as `linear+warmup:0.1`; `none` has no switches."""
 
     text: str
     switches: tuple[tuple[str, float], ...]

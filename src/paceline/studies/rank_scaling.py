@@ -616,8 +616,9 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _predicted(self) -> tuple[list[Prediction], list[str]]:
-        """Predictions for more ranks, from all measurements; and for the largest measured number from half as many, to
-        compare them. Nothing where no layers were profiled. With the assumptions, or why there is no prediction."""
+        """Predictions for more ranks from all measurements, and one for the most ranks measured from half as many, to
+        compare with the measurement. Empty if no layers were profiled. Also the assumptions, or why nothing could be
+        predicted."""
         if not self.several or not self.only(LayerProfileRecord):
             return [], []
         networks = find_networks(self.config["network"])

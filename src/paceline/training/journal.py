@@ -79,7 +79,7 @@ class TakenStep:
 
 # Unwritten records of a world that ended early; see `Journal.list_unwritten`.
 Unwritten = tuple[list[dict[str, Any]], list[dict[str, Any]], int]
-# A step not yet exchanged: itself, (loss sum, number of correct targets) on the host, lap, phases and exposed_s.
+# An unexchanged step: the step, (loss sum, number of correct targets) on the host, lap, phases and exposed_s.
 _Entry = tuple[TakenStep, torch.Tensor, PhaseTimes, PhaseTimes, float | None]
 
 

@@ -91,7 +91,7 @@ def format_growths(growths: Growths) -> str:
 
 
 def check_growths(growths: Growths) -> None:
-    """Refuse invalid growths: fractions of the run and factors must increase, and factors start at 2."""
+    """Reject an invalid batch growth: fractions of the run and factors must increase, and factors start at 2."""
     flag = f"--batch-growth {format_growths(growths)}:"
     for (before, least), (share, factor) in itertools.pairwise(((0.0, 1), *growths)):
         is_factor = type(factor) is int

@@ -59,7 +59,7 @@ def attach(
     caps: Sizes = (), budget: float | None = None, port: int | None = None, browser: bool | None = None,
     out: Place = None, progress: bool | None = None,
 ) -> AttachedResult:  # fmt: skip
-    """Where does the time of your own program go, and which buckets would be better? Needs no changes to the program.
+    """Where does your own program spend its time, and which buckets would be faster? Needs no changes to the program.
 
     Args:
         command: The command that starts the program: `["torchrun", "--nproc-per-node", "2", "train.py"]`.

@@ -149,7 +149,7 @@ def open_job(
         (job, f"{', '.join(job)}: only for built-in models; your own job decides this itself"),
         (len(counts) != 1, f"ranks={ranks}: one number of ranks is needed"),
         (here and counts != (world_size,),
-         f"ranks={ranks}: {what}; pass a factory of (model, step) in a process that is not a rank"),
+         f"ranks={ranks}: {what}; in a process that is not a rank, pass a factory that returns (model, step)"),
     )  # fmt: skip
     where["backend"] = canonical_backend(where["backend"])
     if is_module and where["device"] == "auto":

@@ -68,7 +68,7 @@ def profile(
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     sizes = () if batch_size is None else list_counts(batch_size, "batch_size")
     if sizes and kind != "phases":
-        refuse((len(sizes) > 1, f"--batch-size {','.join(map(str, sizes))}: one number is needed here"))
+        refuse((len(sizes) > 1, f"--batch-size {','.join(map(str, sizes))}: give a single number"))
         job["batch_size"] = sizes[0]
     if kind == "trace":
         return trace(model, step, ranks=ranks, warmup=warmup, out=out, progress=progress, **job)

@@ -246,7 +246,7 @@ def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, 
         (parts_of is not state, f"{said} {type(state).__name__} as state: a dict of optimizers and the like is needed"),
         (evaluate is not None and not callable(evaluate),
          f"{said} {type(evaluate).__name__} as evaluate: a function (model, batch) is needed"),
-        (odd, f"{said} state without load_state_dict: {', '.join(odd)}; an optimizer has one"),
+        (odd, f"{said} state with parts that lack load_state_dict: {', '.join(odd)}; optimizers, for example, have it"),
         code="own-type",
     )  # fmt: skip
     return parts, taken
@@ -349,7 +349,7 @@ def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tup
     needed = [p for p in found if p.default is p.empty and p.kind not in variable and p.name not in taken]
     form, what = facts.get("form"), ", ".join(p.name for p in needed)
     first = "the form of the data, and " * ("form" in facts)
-    unknown = f"{name} takes the form of the data: name the data, such as --data synthetic:images"
+    unknown = f"{name} needs to know the form of the data: choose the data, such as --data synthetic:images"
     text = f"{name} needs {what}: it is called with {first}{', '.join(FACTS)} where it takes them by name"
     refuse((len(needed) > ("form" in facts), text), code="own-type")
     refuse((needed and form is None, unknown), code="no-data")

@@ -86,7 +86,8 @@ def check_model(name: str, options: ModelOptions) -> None:
 
 
 def default_form(name: str) -> DataForm:
-    """The form of the synthetic data that a checked model trains on if no data is named. Imports no torch."""
+    """The form of the synthetic data that a model trains on by default; `check_model` must have accepted the name.
+    Does not import torch."""
     if is_own(name):
         advice = "name it, such as synthetic:images, or return it: (model, data, step)"
         raise ConfigError(f"model {name} does not say what data it takes: {advice}", code="no-data")

@@ -74,7 +74,7 @@ _MARK = "mark long-running work with paceline.slow()"
 _ADVICE = {
     "ended": "see its own output, or the kernel's log (dmesg)",
     "stopped": "it was suspended and never resumed, by a person, a debugger or a job manager",
-    "gil": f"a call in this stack does not release the lock: release it, or return earlier; {_MARK}",
+    "gil": f"a call in this stack does not release the GIL: make it release the GIL, or return sooner; {_MARK}",
     "loop": f"it is slow in this stack, or stuck in a loop; {_MARK}",
     "blocked": f"it waits for something other than a rank: a lock, a file, a child process; {_MARK}",
     "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",

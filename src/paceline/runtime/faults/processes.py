@@ -22,7 +22,8 @@ from pathlib import Path
 from paceline.errors import LaunchError, PacelineError
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-# Files of functions that wait for other ranks, and files that call such functions in torch's C++ as innermost frame.
+# Files with functions that wait for other ranks; and files that call such functions in torch's C++, which count only as
+# the innermost frame.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
     "torch/distributed/_functional_collectives.py", "paceline/parallel/channel.py",

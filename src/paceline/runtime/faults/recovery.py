@@ -1,5 +1,5 @@
-"""The launcher's part in a world of local ranks: it gives them their job, listens to them and decides what went wrong,
-and after a fault it decides which ranks are in the next world.
+"""The launcher's part in a world of local ranks: it gives them their job, listens to them, finds out what
+went wrong, and after a fault decides which ranks are in the next world.
 
 Ranks that stay have left the old world and wait for their new places (`worker.stand_by`); a spare waits there from the
 start. The ranks themselves decide what state they keep, and how they agree on it. Does not import torch.

@@ -1,4 +1,4 @@
-"""Slurm jobs: rendering the sbatch script, which requeues itself once its ranks saved; submitting and following."""
+"""Slurm jobs: render the sbatch script, which requeues itself once its ranks have saved; submit and follow jobs."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
             if is_broken := self._find_broken(ended):
                 self._reopen()
         if is_broken:
-            advice = "create wrappers, meshes and groups that used the old one again"
+            advice = "recreate all wrappers, meshes and groups that used the old one"
             self._notice(f"collectives were left incomplete, so a new process group was opened: {advice}")
         failures = {rank: end for rank, end in ended.items() if end.failure is not None}
         error = describe_end(failures, self.settings.num_ranks, run.is_interrupted)
@@ -356,7 +356,8 @@ class _CellRun:
             raise CellInterrupted("interrupted twice: the ranks were ended; %dist_reset starts new ones")
 
     def _check_limits(self, now_s: float) -> None:
-        """Abort the collectives of ranks that wait for one that will not come, and report what only the user can end"""
+        """Abort the collectives of ranks that wait for a rank that will never arrive, and report hangs that only the
+        user can end."""
         blocked_s = [now_s - self._places[rank][1] if rank in self._places else 0.0 for rank in self._pending]
         interrupted_s = now_s - self._interrupt_s
         has_failed = any(end.failure is not None for end in self._ended.values())
@@ -384,8 +385,8 @@ class _CellRun:
 
 
 def describe_end(failures: dict[int, Ended], num_ranks: int, is_interrupted: bool) -> BaseException | None:
-    """The one error of a cell, of the rank that failed first. Ranks with the same traceback are named with it, and the
-    others after it."""
+    """The single error of a cell: that of the rank that failed first. Ranks with the same traceback are named with it,
+    and all other failed ranks after it."""
     if is_interrupted:
         lines = [f"rank {rank} was at {end.place or 'no line of a cell'}" for rank, end in sorted(failures.items())]
         return CellInterrupted("\n".join(["interrupted", *lines]))

@@ -47,7 +47,8 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: tuple[Any, ...] = (
     """Turn a value into a structure that `json` can write. Tensors go into `tensors` under flat names, uncopied.
 
     Accepts dicts (keys: strings and integers), lists, tuples, tensors, int, float, bool, str and None, but not
-    subclasses, and what `extend` describes; an OrderedDict comes back as a dict. NotPlainError names anything else.
+    subclasses, and what `extend` describes; an OrderedDict comes back as a dict. Anything else raises a NotPlainError
+    that names it.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -163,7 +164,7 @@ def decode(data: bytes) -> Any:
 
 
 def _describe(value: Any) -> tuple[str, Any] | None:
-    """The tag of a value that only messages support, and its content; an empty tag if the content takes its place."""
+    """The tag and content of a value that only messages support. An empty tag means: send the content instead."""
     kind = type(value)
     if kind is torch.Size:
         return "", tuple(value)

@@ -291,7 +291,7 @@ class Session:
         return dataclasses.replace(self.environment, stolen=stolen)
 
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
-        """The finished run, saved as `run.json` if this session writes. Its warnings are the reasons to doubt it.
+        """The finished run; rank 0 saves it as `run.json` if there is a folder. Its warnings are reasons to doubt it.
 
         `details` is what only a rank knows about the environment. If a resumed run was already finished, returns the
         saved one.

@@ -388,7 +388,7 @@ def _count_holders(items: list[Any]) -> list[int]:
 def _leave() -> None:
     """At interpreter exit: do not end a thread in the middle of a group's destruction."""
     _is_leaving.set()
-    if _keeping.acquire(timeout=_DESTROY_S):  # kept, so that no keeper starts again
+    if _keeping.acquire(timeout=_DESTROY_S):  # never released, so that no new keeper starts
         _take_arrived()
         _drop_unreferenced()
     deadline = time.monotonic() + _DESTROY_S

@@ -80,7 +80,7 @@ class OwnData:
 
     def first(self, num_samples: int) -> Self:
         """The first `num_samples` samples, or all if there are fewer."""
-        what = f"the first {num_samples} samples of {self.describe()}: a stream cannot be cut; leave out --samples"
+        what = f"the first {num_samples} samples of {self.describe()}: cannot truncate a stream; leave out --samples"
         refuse((self.is_stream, what), code="stream")
         return replace(self, items=Subset(self.items, range(min(num_samples, len(self)))))
 
@@ -256,7 +256,7 @@ def _look(data: OwnData) -> OwnData:
     if data.is_stream:
         with contextlib.closing(data.read(0, 1)) as batches:
             found = next(batches, [])
-    refuse((len(found) == 0, f"data {data.name}, {data.split}: it is empty; return at least one sample"), code="empty")
+    refuse((len(found) == 0, f"data {data.name}, {data.split}: it has no samples; return at least one"), code="empty")
     data.head = OwnBatch(found[0]) if data.is_stream else data.take(0)
     _check_batch(data)
     data.batch_size = data.batch_size or (len(data.head) if data.is_stream else None)

@@ -39,7 +39,7 @@ class DataSet:
 
     @functools.cached_property
     def checksum(self) -> int:
-        """A CRC of all samples, which tells apart different or edited sets."""
+        """A CRC of all samples, which distinguishes different or edited data sets."""
         parts = (value.cpu().contiguous().numpy().data for value in self._rows.values())
         return functools.reduce(lambda found, part: zlib.crc32(part, found), parts, 0)
 
