@@ -280,7 +280,7 @@ def test_an_empty_stream_is_refused():
 
 @pytest.mark.parametrize("found", [Numbers(0), Stream(0), [], DataLoader([], 4), DataLoader(Numbers(0), 4), Loader(0)])
 def test_data_without_samples_is_refused_by_its_split(found):
-    with pytest.raises(ConfigError, match=r"own.py:load, test.*empty") as caught:
+    with pytest.raises(ConfigError, match=r"own.py:load, test") as caught:
         open_own(found, "test")
     assert caught.value.code == "empty"
 
