@@ -45,7 +45,8 @@ def test_allreduce_by_hand(start, prefix):
     assert run_example(start, "allreduce_by_hand.py", prefix=prefix) == "the sum over 2 ranks is 3\n"
 
 
-@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
 def test_minimal_ddp(start, prefix):
     loss, step, _, _, *sizes = run_example(start, "minimal_ddp.py", prefix=prefix).splitlines()
     assert re.fullmatch(r"loss 0\.0\d+ after 60 steps of 2 x 32 samples", loss)
