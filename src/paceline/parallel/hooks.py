@@ -108,7 +108,7 @@ class HookCalls:
 
     def __init__(self, hook: CommHook, channel: Channel) -> None:
         self._hook, self._channel, self._step = hook, channel, 0
-        self._group = channel.group  # the group of the hook's messages; the control words may use another one later
+        self._group = channel.group  # the group of a user's hook; the control words may use another one later
         self.failure: Failure | None = None
         self.is_over = False  # the hook failed in this step, here or on another rank
         self._is_aborted = False  # the hook's groups were aborted
@@ -163,8 +163,9 @@ class HookCalls:
                 checked_s = time.monotonic()
                 if self._channel.has_failure(self._step):
                     self.is_over = self._is_aborted = True
+                    # Not the group of these words: the ranks still have to agree on the error.
                     exchanges = getattr(self._hook[0], "exchanges", self._hook[0])
-                    abort_groups({self._group, *getattr(exchanges, "groups", ())})
+                    abort_groups(getattr(exchanges, "groups", [self._group]))
         return kept.tolist()  # type: ignore[no-any-return]
 
     def _fail(self, error: Exception) -> None:

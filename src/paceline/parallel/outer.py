@@ -26,6 +26,7 @@ from paceline.parallel.codecs import Codec, Exchange
 from paceline.parallel.hooks import Failure, HookCalls
 from paceline.parallel.replicas import Options, Replica, digest_replica, list_some
 from paceline.parallel.strategies import Exchanges, StrategyState
+from paceline.parallel.streams import copy_to_device
 from paceline.strategy import Strategy
 
 # How often a rank checks, between two syncs, whether another rank has failed.
@@ -463,7 +464,7 @@ class OuterState(StrategyState):
         words[0] = self._calls.is_over
         for index, lr in self._lrs.items() if size else ():
             words[1 + index], words[1 + size + index] = lr, 1.0
-        words = words.to(channel.device)
+        words = copy_to_device(words, channel.device)
         channel.wait(channel.start_sum(words), "the end of the sync")
         has_failed, *rest = self._calls.read(words)
         if has_failed:

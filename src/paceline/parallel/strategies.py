@@ -48,7 +48,7 @@ class Exchanges:
         self._waiting: dict[int, tuple[str, torch.Tensor, Exchange, Any]] = {}
         self._count = 0
         self._error: Exception | None = None
-        self.side = SideStream(channel.device)
+        self.side = SideStream(channel.device, channel.is_nccl)
         self.num_messages = self.num_bytes = self.sent_bytes = 0
         self.encode_s = self.decode_s = 0.0  # on the host, before and after the first message of an exchange
 

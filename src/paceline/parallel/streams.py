@@ -29,8 +29,8 @@ import torch
 class SideStream:
     """A stream next to the caller's, for computations between messages."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, is_nccl: bool = False) -> None:
+        self.device, self._is_nccl = device, is_nccl
         self._stream: Any = None
         self._mark: torch.Tensor | None = None
         if device.type == "cuda":
@@ -52,11 +52,11 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def receive(self, work: Any) -> None:
-        """Make the side stream wait for a message that has arrived, or for an NCCL message. Does not call `wait()`:
-        gloo runs callbacks before it marks a Work as finished."""
+        """Make the side stream wait for a message that has arrived, or for an NCCL message. With gloo this must not
+        call `wait()`: gloo runs callbacks before it marks a Work as finished. With NCCL, `wait()` only queues."""
         if self._stream is not None and work is not None:
             with self.current():
-                work.synchronize()
+                work.wait() if self._is_nccl else work.synchronize()
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -81,3 +81,9 @@ def copy_to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
     kept = torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
     event.record()
     return kept, event
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor without making the host wait. A plain copy to a GPU waits for the current stream, which may be
+    blocked by a message that another rank never sends."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
