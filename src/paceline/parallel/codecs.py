@@ -41,6 +41,7 @@ class Codec:
     all its averages are finite; otherwise no rank applies the averages. Read and set both between steps."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # dtypes of vectors; other gradients are converted to the first
+    kinds: tuple[str, ...] = (SUM,)  # the collectives that it uses
 
     def __init__(self, strategy: Strategy, rank: int, world_size: int) -> None:
         self.strategy, self.rank, self.world_size = strategy, rank, world_size
@@ -190,6 +191,7 @@ class BFloat16(Codec):
 
     sums_precisely = False  # whether the all-reduce itself adds in float32 and rounds once
     dtypes = (torch.float32, torch.bfloat16)
+    kinds = (SUM, SWAP, GATHER)
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         n, runs = self.world_size, [_join(run) for run in _list_runs(vectors)]
@@ -228,6 +230,8 @@ class BFloat16(Codec):
 class Quantized(Codec):
     """int8 or int4 with one scale per block. Each rank sums its shard of the vector in float32, and sends the result
     quantised as well. The owner of a shard adds the error of the result, times the number of ranks, to its residual."""
+
+    kinds = (SUM, SWAP, GATHER)
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         n, bits, core = self.world_size, QUANTIZED_BITS[self.strategy.codec], _core(vectors)
@@ -274,6 +278,8 @@ class TopK(Codec):
     """Sends the largest elements of each gradient with their indices, and keeps the rest as residual. Biases and norms
     are sent whole. `dgc` applies Nesterov momentum first (Deep Gradient Compression): the optimizer must then use no
     momentum."""
+
+    kinds = (SUM, GATHER)
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         density = self.strategy.find_density(self._step)

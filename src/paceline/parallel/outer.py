@@ -280,7 +280,7 @@ class OuterState(StrategyState):
         self.control = ControlMessage(replica, channel, num_words, options.allow_missing)
         # A separate group from the control words, because an error may leave messages of the codec behind.
         self._moving = Channel(channel.group, channel.device)
-        self.exchanges = Exchanges(self._moving)
+        self.exchanges = Exchanges(self._moving, kinds=self.codec.kinds)
         self._calls = HookCalls((self.exchanges, _start), channel)
         self._futures: dict[int, Any] = {}
         self.is_due = self.defers = self.is_overdue = False
@@ -346,7 +346,7 @@ class OuterState(StrategyState):
         if self._channel.world_size > 1:
             self._channel.use_own_group()
             self._moving.use_own_group()
-            self.exchanges = Exchanges(self._moving)
+            self.exchanges = Exchanges(self._moving, kinds=self.codec.kinds)
             self._calls = HookCalls((self.exchanges, _start), self._channel)
 
     def warn_of_drift(self) -> None:

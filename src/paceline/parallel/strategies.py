@@ -37,8 +37,8 @@ class Exchanges:
     an error nothing more is sent, because peers would take it for a missing message.
     """
 
-    def __init__(self, channel: Channel, levels: Levels | None = None) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, levels: Levels | None = None, kinds: Sequence[str] = ()) -> None:
+        self._channel, self._kinds = channel, kinds
         self._levels = levels if levels is not None and levels.are_two else None
         # The current group: later the channel may get its own group, for control words that report errors.
         self._groups: list[tuple[dist.ProcessGroup, int]] = [(channel.group, channel.world_size)]
@@ -62,12 +62,20 @@ class Exchanges:
         return len(self._groups) > 1 or self._channel.world_size == 1 or self._channel.is_nccl
 
     def open(self) -> None:
-        """On the first call, open the groups that are needed. Collective."""
+        """On the first call, open the groups that are needed, and connect them. Collective."""
         if not self._is_open and self._levels is not None:
             self._groups = self._levels.open_groups(self._channel, self)
         elif not self._is_open and not self.can_interleave:
             other = open_group(self._channel, self)
             self._groups += [] if other is None else [(other, self._channel.world_size)]
+        if not self._is_open and self._channel.is_nccl:
+            # NCCL connects in the first collective of each kind, and blocks the host meanwhile. If a rank failed before
+            # it, the others could not look for failures.
+            for group, size in self._groups if self._channel.world_size > 1 else ():
+                for kind in self._kinds:
+                    work, _ = start_message(kind, torch.zeros(size, 4, device=self._channel.device), group, size)
+                    if work is not None:
+                        work.wait()
         self._is_open = True
 
     def start(self, exchange: Exchange, result: torch.Tensor | None = None) -> torch.futures.Future[Any]:
@@ -236,7 +244,7 @@ class StrategyState:
         if isinstance(self.codec, BFloat16) and self.codec.world_size == channel.world_size:
             # With shared memory, ranks sum in float32 and round once. gloo and NCCL round at every hop of a ring.
             self.codec.sums_precisely = channel.shares_memory
-        self.exchanges, self.step = Exchanges(channel, levels), 0
+        self.exchanges, self.step = Exchanges(channel, levels, self.codec.kinds), 0
         self._rates: dict[str, Any] = {}  # by parameter: the learning rate that its residual refers to
         # By parameter: the optimizer that stepped it last, and the index of its group, which has the next rate.
         self._steppers: dict[str, tuple[Callable[[], Optimizer | None], int]] = {}
