@@ -24,10 +24,10 @@ from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
 from paceline.parallel.flat import FlatGradients, LiveBucket, choose_separate
-from paceline.parallel.graph import Arrivals, find_tensors, is_nested, on_gradient, will_accumulate
+from paceline.parallel.graph import Arrivals, WeakHook, find_tensors, is_nested, on_gradient, will_accumulate
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.outer import ControlMessage, OuterState
-from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
+from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica, find_strides
 from paceline.parallel.rows import EmbeddingRows
 from paceline.parallel.simple import SimpleReducer
 from paceline.parallel.strategies import StrategyState
@@ -110,8 +110,7 @@ class GradientSync:
     def _hook(self, params: Collection[torch.Tensor]) -> None:
         for handle in self._handles:
             handle.remove()
-        begin = functools.partial(_begin_backward, weakref.ref(self), None)
-        self._handles = [on_gradient(param, begin) for param in params]
+        self._handles = [on_gradient(param, WeakHook(self._begin_backward, None)) for param in params]
 
     def stop(self) -> None:
         """Stop synchronising, even for a backward whose forward has already run."""
@@ -123,9 +122,9 @@ class GradientSync:
             self.schedule.stop()
 
     @property
-    def _is_local(self) -> bool:
-        """Whether steps currently send no gradients."""
-        return self.schedule is not None and self.schedule.outer.is_local
+    def _local(self) -> OuterState | None:
+        """The schedule, if steps currently send no gradients."""
+        return self.schedule if self.schedule is not None and self.schedule.outer.is_local else None
 
     def sync_parameters(self) -> None:
         """Average the parameters now if they may differ between ranks. Collective."""
@@ -135,7 +134,7 @@ class GradientSync:
         if self.schedule.outer.has_drifted:
             self._completes = True
             try:
-                self._exchange_control(Status.OK)
+                self._exchange_control(self.schedule, Status.OK)
                 self.schedule.complete()
             finally:
                 self._completes = False
@@ -167,10 +166,9 @@ class GradientSync:
             return  # as from a frozen teacher: no backward follows
         forward = _Forward(samples, is_training)
         self._open.add(forward)
-        begin = functools.partial(_begin_backward, weakref.ref(self), forward)
         nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
         for node in nodes:
-            node.register_prehook(begin)
+            node.register_prehook(WeakHook(self._begin_backward, forward))
         if not nodes:
             self._samples = (self._samples or 0) + samples
             self.expect_backward()
@@ -187,9 +185,9 @@ class GradientSync:
             return
         self.channel.timeout_s = _SHORT_REPORT_S if self.syncs_in_forward else _REPORT_S
         try:
-            if self.schedule is not None and self._is_local:
-                self.schedule.report_failure()
-                self._exchange_control(Status.FAILED, Failure(error, IN_FORWARD))
+            if (local := self._local) is not None:
+                local.report_failure()
+                self._exchange_control(local, Status.FAILED, Failure(error, IN_FORWARD))
                 return
             self._announce_step()
             self._run_step(Status.FAILED, take_part=False, failure=Failure(error, IN_FORWARD))
@@ -200,7 +198,14 @@ class GradientSync:
         finally:
             self.channel.timeout_s = None
 
-    def _on_backward(self, is_certain: bool = False) -> None:
+    def _begin_backward(self, forward: _Forward | None, _: object) -> None:
+        """Autograd hook: a backward has reached the output of a forward, or a parameter."""
+        if forward is not None and forward in self._open:
+            self._open.discard(forward)
+            self._samples = (self._samples or 0) + forward.samples
+        self._on_backward(is_certain=forward is None)
+
+    def _on_backward(self, is_certain: bool) -> None:
         """Decide whether to synchronise the backward that has reached this model, and queue a callback for its end."""
         task = current_graph_task()
         if self._is_stopped or task == self._task:
@@ -224,7 +229,7 @@ class GradientSync:
         self._task = rows.task = task
         self._syncing = syncing
         pulse.enter(pulse.BACKWARD)
-        if syncing and not self._is_local:
+        if syncing and self._local is None:
             if torch.is_grad_enabled() and not self._warned:
                 self._warned = True
                 text = "averaged gradients have no graph; for a gradient penalty, use torch.autograd.grad"
@@ -253,27 +258,25 @@ class GradientSync:
         self._end_step()
 
     def _end_step(self) -> None:
-        schedule = self.schedule
-        if schedule is None or not self._is_local:
-            self._run_step(Status.OK, take_part=True)
-            if schedule is not None:
-                schedule.outer.count()
+        if (local := self._local) is not None:
+            self.num_steps += 1
+            self.is_pending, self._samples = False, None
+            if local.must_exchange_control():
+                self._exchange_control(local, Status.OK)
             return
-        self.num_steps += 1
-        self.is_pending, self._samples = False, None
-        if schedule.must_exchange_control():
-            self._exchange_control(Status.OK)
+        self._run_step(Status.OK, take_part=True)
+        if self.schedule is not None:
+            self.schedule.outer.count()
 
-    def _exchange_control(self, status: Status, failure: Failure | None = None) -> None:
+    def _exchange_control(self, schedule: OuterState, status: Status, failure: Failure | None = None) -> None:
         """Exchange control words in a step that sends no gradients. Collective. After an error the round restarts."""
-        assert self.schedule is not None
         try:
             self._run_step(status, take_part=False, failure=failure)
         except Exception:
-            self.schedule.restart()
+            schedule.restart()
             raise
         if failure is not None:  # every rank has failed
-            self.schedule.restart()
+            schedule.restart()
 
     def _count_weight(self) -> int:
         """1, or the samples of all forwards since the last step, including those whose backward is still to come."""
@@ -310,8 +313,7 @@ class GradientSync:
     def _run_step(self, status: Status, take_part: bool, failure: Failure | None = None) -> None:
         """Send the remaining buckets with this rank's report, wait, and act on all reports. Collective. A `status` of
         FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` unchanged."""
-        has_data, every = status == Status.OK, self.options.check_every
-        local = self.schedule if self._is_local else None
+        has_data, every, local = status == Status.OK, self.options.check_every, self._local
         reducer: BucketedReducer | SimpleReducer | ControlMessage = self.reducer if local is None else local.control
         try:
             late = self._await_deferred()
@@ -383,12 +385,12 @@ class GradientSync:
             status |= Status.MISSING
         if self._change:
             status |= Status.CHANGED
-        if self.schedule is not None and self._is_local and not self.schedule.has_finite_gradients():
+        if (local := self._local) is not None and not local.has_finite_gradients():
             status |= Status.SKIPS
         # A pending backward needs the buffers as they are. Evaluation outputs do not count: they may be kept for ever.
         if any(forward.is_training for forward in self._open):
             return status | Status.HOLD
-        if self.buffers.are_due(0 if self._is_local else self.num_steps, in_training=not self._completes):
+        if self.buffers.are_due(self.num_steps if local is None else 0, in_training=not self._completes):
             status |= Status.STATISTICS
         if self.buffers.every and self.buffers.have_changed():
             status |= Status.BUFFERS
@@ -446,8 +448,7 @@ class GradientSync:
             done = ", ".join(str(rank) for rank in range(len(reports)) if rank not in active)
             text = f"step {self.num_steps}: rank {done} has run out of data, but other ranks have not"
             raise CollectiveError(text, code="uneven-inputs")
-        local = self.schedule if self._is_local else None
-        if local is not None and len(counts := sorted({report.samples for report in reports})) > 1:
+        if (local := self._local) is not None and len(counts := sorted({report.samples for report in reports})) > 1:
             made = f"ranks have taken {', '.join(map(str, counts))} steps since the last sync"
             text = f"step {self.num_steps}: {made}: give every rank the same number of batches"
             raise CollectiveError(text, code="uneven-inputs")
@@ -479,8 +480,8 @@ class GradientSync:
 
     def _complete(self, reports: list[RankReport], words: torch.Tensor, absent: list[int], take_part: bool) -> None:
         """Store averaged statistics, drop gradients that no rank has, and rescale to the actual total."""
-        if self.schedule is not None and self._is_local:
-            self.schedule.agree(any(report.status & Status.SKIPS for report in reports))
+        if (local := self._local) is not None:
+            local.agree(any(report.status & Status.SKIPS for report in reports))
         writes = [bool(report.status & Status.STATISTICS) for report in reports]
         if any(writes) and not any(report.status & Status.HOLD for report in reports):
             if self.buffers.need_message:
@@ -505,15 +506,6 @@ class GradientSync:
             self.expected_total = total
 
 
-def _begin_backward(own: weakref.ref[GradientSync], forward: _Forward | None, _: object) -> None:
-    """Autograd hook: a backward has reached the output of a forward, or a parameter."""
-    if (me := own()) is not None:
-        if forward is not None and forward in me._open:
-            me._open.discard(forward)
-            me._samples = (me._samples or 0) + forward.samples
-        me._on_backward(is_certain=forward is None)
-
-
 class BucketedReducer:
     """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`. Every rank always
     sends the same messages in the same order: missing gradients are sent as zeros.
@@ -531,8 +523,8 @@ class BucketedReducer:
         make_plan: MakePlan,
         rows: EmbeddingRows,
         hook: CommHook | None,
-        sharding: Sharding | None = None,
-        rounds: bool = False,
+        sharding: Sharding | None,
+        rounds: bool,
     ) -> None:
         self.replica, self.channel, self.num_words, self.sharding = replica, channel, num_words, sharding
         self.rows = rows  # embedding gradients that are sent as rows
@@ -888,7 +880,7 @@ class BucketedReducer:
         allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for lasting buffers
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         params = self.replica.params
-        self._uncopied_strides = {i: torch.empty_like(params[i], device="meta").stride() for i in uncopied}
+        self._uncopied_strides = {index: find_strides(params[index]) for index in uncopied}
         packs = self.channel.world_size > 1
         self._buckets = [
             LiveBucket(number, indices, uncopied, separate, self._flat, params, packs)
@@ -922,4 +914,4 @@ class BucketedReducer:
                 self._handles.append(on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
 
 
-keep_from_compiler(GradientSync, BucketedReducer, _begin_backward)
+keep_from_compiler(GradientSync, BucketedReducer, WeakHook)

@@ -53,7 +53,7 @@ class Channel:
             pulse.watch_device(torch.cuda.current_stream(device).query)
         self._computed = torch.cuda.Event() if self.is_nccl and self.world_size > 1 else None  # type: ignore[no-untyped-call]
         self.waits_for_gpu = self._computed is not None and os.environ.get(RECOVERS) == "1"
-        self._num_messages = self._num_bytes = 0
+        self.sent = Sent(0, 0)  # all gradient messages so far
         self.timeout_s: float | None = None  # None: the group's own timeout
         # Keyed by whether to average.
         self._one = {average: _build_options(dist.AllreduceOptions(), average) for average in (False, True)}
@@ -65,10 +65,8 @@ class Channel:
             return self.group.allocate(numel * dtype.itemsize).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    @property
-    def sent(self) -> Sent:
-        """All gradient messages so far."""
-        return Sent(self._num_messages, self._num_bytes)
+    def _count(self, gradient_bytes: int) -> None:
+        self.sent = Sent(self.sent.num_messages + 1, self.sent.num_bytes + gradient_bytes)
 
     def use_own_group(self) -> None:
         """Switch to a group that nobody else uses, if torch can make one. Collective."""
@@ -76,8 +74,7 @@ class Channel:
             self.group, self.has_own_group = group, True
 
     def _store(self, what: str) -> dist.Store:
-        store = get_default_store()
-        return dist.PrefixStore(f"paceline-{what}-{self.group.group_name}", store)
+        return dist.PrefixStore(f"paceline-{what}-{self.group.group_name}", get_default_store())
 
     @property
     def _failures(self) -> dist.Store:
@@ -125,8 +122,7 @@ class Channel:
         if self.world_size == 1:
             return FinishedWork(list(tensors))  # a backend call takes as long as with many ranks
         if gradient_bytes:
-            self._num_messages += 1
-            self._num_bytes += gradient_bytes
+            self._count(gradient_bytes)
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
         if self.is_nccl:  # torch rejects channels_last strides here, though NCCL only needs dense memory
             real = [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset()) for t in real]
@@ -141,8 +137,7 @@ class Channel:
         """Start to gather one tensor per rank, all of the same size, into `output` in rank order."""
         if self.world_size == 1:
             return FinishedWork([output.copy_(tensor)])
-        self._num_messages += 1
-        self._num_bytes += tensor.nbytes
+        self._count(tensor.nbytes)
         work = start_exchange(output.view(self.world_size, -1), tensor.view(-1), self.group)
         return cast(dist.Work, work)
 
@@ -154,8 +149,7 @@ class Channel:
 
     def start_rounded(self, tensor: torch.Tensor, words: torch.Tensor, gradient_bytes: int) -> dist.Work:
         """Start to average float32 values in bfloat16, in place, and to sum control words. Needs `shares_memory`."""
-        self._num_messages += 1
-        self._num_bytes += gradient_bytes
+        self._count(gradient_bytes)
         group: Any = self.group
         return cast(dist.Work, group.average_rounded(tensor, words, self._one[False]))
 

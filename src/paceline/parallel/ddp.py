@@ -424,10 +424,6 @@ class DDP(DistributedDataParallel):
         are gathered in `step` or, with `overlap=True`, during the next forward. A program that then reads them in
         between without the wrapper, for a moving average say, must first call `wait()` on the optimizer. Collective.
         """
-        if "shared" in options:
-            raise ConfigError(
-                "shard_optimizer(shared=...) was removed: every rank has its own parameters; leave it out"
-            )
         self._ready  # noqa: B018
         sharding = self._sharding
         if sharding is None:

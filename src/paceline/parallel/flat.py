@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import alias
-from paceline.parallel.replicas import Replica
+from paceline.parallel.replicas import Replica, find_strides
 from paceline.plan import Plan
 from paceline.torch_internals import count_storage_uses
 
@@ -77,8 +77,8 @@ class FlatGradients:
                     is_together = is_whole and piece.gradient not in separate
                     base = span if is_together else alias(self._flats[family][: ends[family]])
                     # The parameter's own strides, so that optimizers and all ranks traverse memory in the same order.
-                    strides = torch.empty_like(param, device="meta").stride()
-                    self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])
+                    start = starts[piece.gradient]
+                    self.views[piece.gradient] = base.as_strided(param.size(), find_strides(param), start)
         self.bucket_bytes = plan.bucket_bytes
         self.num_words = num_words
         self.words = _view_words(self._flats[last_family][ends[last_family] :], num_words)
@@ -174,8 +174,7 @@ class Pack:
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # size, strides and first element
         self._end = 0
         for param in params:
-            strides = torch.empty_like(param, device="meta").stride()
-            self._places.append((param.size(), strides, self._end))
+            self._places.append((param.size(), find_strides(param), self._end))
             self._end += -(-param.nbytes // _PACK_BYTES) * _PACK_BYTES // param.element_size()
         self._numel = self._end + _count_elements(num_words, like.dtype)
         self._lasts = self._end * like.element_size() < _LASTING_BYTES * len(params)

@@ -1,4 +1,4 @@
-"""Queries on the autograd graph: tensors in a value, what the current backward will do, and the order of gradients."""
+"""The autograd graph: tensors in a value, what the current backward will do, the order of gradients, and hooks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -126,6 +127,22 @@ def is_nested() -> bool:
 def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
     """Call `hook(param)` (the parameter, not its gradient) whenever its gradient has been accumulated."""
     return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class WeakHook:
+    """A hook that calls a method, with `given` as first arguments, while its object exists. Copies do nothing."""
+
+    def __init__(self, method: Any = None, *given: Any) -> None:
+        self._find = (lambda: None) if method is None else weakref.ref(method.__self__)
+        self._call = getattr(method, "__func__", None)
+        self._given = given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if (owner := self._find()) is not None:
+            self._call(owner, *self._given, *args)  # type: ignore[misc]
+
+    def __reduce__(self) -> Any:
+        return WeakHook, ()
 
 
 keep_from_compiler(_note_arrival, move_tensors)

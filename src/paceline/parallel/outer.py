@@ -11,7 +11,6 @@ import copy
 import functools
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.channel import Channel
 from paceline.parallel.codecs import Codec, Exchange
+from paceline.parallel.graph import WeakHook
 from paceline.parallel.hooks import Failure, HookCalls
 from paceline.parallel.replicas import Options, Replica, digest_replica, list_some
 from paceline.parallel.strategies import Exchanges, StrategyState
@@ -112,14 +112,14 @@ class Outer:
     def advance(self, lrs: Sequence[float] = ()) -> Exchange:
         """Do everything that is due, for replicas in one process. `lrs`: learning rate of each parameter (SlowMo)."""
         while self.to_apply:
-            self.apply(self.to_apply.pop(0), lrs, self.strategy.mixing)
+            self._finish(self.to_apply.pop(0), lrs, self.strategy.mixing)
         while self.to_begin:
             number = self.to_begin.pop(0)
             yield from self.average(number)
             if self.strategy.delay:
                 self.begun[number] = self.step + self.strategy.delay
             else:
-                self.apply(number, lrs)
+                self._finish(number, lrs)
 
     def complete(self, lrs: Sequence[float] = ()) -> Exchange:
         """End the round now, so that all replicas hold the same parameters."""
@@ -128,8 +128,13 @@ class Outer:
             yield from self.advance(lrs)
             for number in range(self.strategy.fragments):
                 yield from self.average(number)
-                self.apply(number, lrs)
+                self._finish(number, lrs)
             self.end_round()
+
+    def _finish(self, number: int, lrs: Sequence[float], mixing: float = 0.0) -> None:
+        if not self.is_finite(number):
+            raise CollectiveError("the average of the parameters is not finite", code="not-finite")
+        self.apply(number, lrs, mixing)
 
     def end_round(self) -> None:
         self.base, self.is_fresh, self.has_drifted = self.step, True, False
@@ -194,10 +199,8 @@ class Outer:
         return _are_finite(self.means[number])
 
     def apply(self, number: int, lrs: Sequence[float] = (), mixing: float = 0.0) -> None:
-        """Take the outer step with the averaged differences. A replica that has moved on meanwhile keeps the share
-        `mixing` of its own parameters. Raises, without changing anything, if the average is not finite."""
-        if not self.is_finite(number):
-            raise CollectiveError("the average of the parameters is not finite", code="not-finite")
+        """Take the outer step with averages that are finite. A replica that has moved on meanwhile keeps the share
+        `mixing` of its own parameters."""
         self.begun.pop(number, None)
         strategy, values = self.strategy, self.values
         b, gone = strategy.momentum, self.means.pop(number)
@@ -272,7 +275,7 @@ class OuterState(StrategyState):
         replica: Replica,
         channel: Channel,
         num_words: int,
-        before: StrategyState | None = None,
+        before: StrategyState | None,
     ) -> None:
         strategy = options.strategy
         super().__init__(strategy, replica, channel, before)
@@ -294,13 +297,7 @@ class OuterState(StrategyState):
         if isinstance(before, OuterState):
             self._follow_outer(before)
         self._index = {id(param): index for index, param in enumerate(replica.params)}
-        own = weakref.ref(self)
-
-        def stepped(optimizer: Optimizer, *_: Any) -> None:
-            if (me := own()) is not None and me.is_due:
-                me._on_optimizer_step(optimizer)
-
-        self._handle = register_optimizer_step_post_hook(stepped)
+        self._handle = register_optimizer_step_post_hook(WeakHook(self._on_optimizer_step))
 
     def _follow_outer(self, before: OuterState) -> None:
         """Continue from the state before the model was read again."""
@@ -337,9 +334,6 @@ class OuterState(StrategyState):
     def stop(self) -> None:
         super().stop()
         self._handle.remove()
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        """Overrides the rescaling: residuals are parameter differences, which do not scale with learning rates."""
 
     def open_groups(self) -> None:
         """Open groups that nobody else uses: a sync may run before or after the user's own messages. Collective."""
@@ -406,7 +400,9 @@ class OuterState(StrategyState):
     def has_finite_gradients(self) -> bool:
         return _are_finite([param.grad for param in self.replica.params if param.grad is not None])
 
-    def _on_optimizer_step(self, optimizer: Optimizer) -> None:
+    def _on_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
+        if not self.is_due:
+            return
         for group in optimizer.param_groups:
             found = [self._index[id(param)] for param in group["params"] if id(param) in self._index]
             self._stepped.update(found)

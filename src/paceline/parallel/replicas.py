@@ -27,11 +27,6 @@ from paceline.runtime.ranks.world import current_world
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, name_ranks
 
-_REMOVED = {
-    "flat": "reducer='bucketed' with a large bucket_cap_mb",
-    "overlap": "reducer='bucketed' with a small bucket_cap_mb",
-    "per_parameter": "reducer='simple'",
-}
 # On gloo, a message needs about this many bytes per rank to reach full bandwidth.
 _GLOO_BYTES_PER_RANK = 4 * MIB
 # Buckets are limited to about this share of the model, so that small models overlap with backward, too. This gives
@@ -75,8 +70,6 @@ class Options:
     embeddings: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.reducer in _REMOVED:
-            raise ConfigError(f"reducer={self.reducer!r} was removed: use {_REMOVED[self.reducer]}")
         known = {
             "reducer": ("bucketed", "simple"),
             "init": ("broadcast", "verify", "none"),
@@ -223,6 +216,11 @@ class Replica:
         """All tensors: trained, frozen, buffers."""
         trained = {names[0]: param for names, param in zip(self.names, self.params, strict=True)}
         return {**trained, **self.frozen, **self.buffers}
+
+
+def find_strides(param: torch.Tensor) -> tuple[int, ...]:
+    """The strides of new tensors like this one, such as its gradient: its own, if it is dense."""
+    return torch.empty_like(param, device="meta").stride()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -61,6 +61,11 @@ class Table:
     def row_bytes(self) -> int:
         return self.param[0].nbytes
 
+    @property
+    def is_all_rows(self) -> bool:
+        """Whether it is sent as rows, without a dense part."""
+        return self.sent is not None and self.sent.is_all
+
     def pack(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The distinct rows of the pending gradients, and the sum of each."""
         pending, self.pending = self.pending, []
@@ -101,9 +106,8 @@ class Table:
 
     def take(self, factor: float) -> int:
         """Take this rank's rows, scaled by `factor`. Returns their number, or DENSE."""
-        assert self.sent is not None
         grad = self.param.grad
-        if not self.sent.is_all or grad is None:
+        if not self.is_all_rows or grad is None:
             found = self.pack()
         elif grad.layout != torch.strided:
             self.fold()
@@ -122,37 +126,34 @@ class Table:
 
     def collect_dense(self, factor: float) -> torch.Tensor:
         """All of it as one dense gradient, scaled by `factor`."""
-        assert self.sent is not None
         out, self._written = self._memory(), None
-        if self.mine is None and self.sent.is_all and self.param.grad is not None:
+        if self.mine is None and self.is_all_rows and self.param.grad is not None:
             return torch.mul(self.param.grad.to_dense(), factor, out=out)
         out.zero_()
         return out if self.mine is None else out.index_add_(0, *self.mine)
 
     def _memory(self) -> torch.Tensor:
-        if self.sent is not None and not self.sent.is_all:
+        if not self.is_all_rows:
             return torch.empty_like(self.param, requires_grad=False)
         if self._dense is None:
             self._dense = torch.zeros_like(self.param, requires_grad=False)
         return self._dense
 
     def finish_dense(self, total: torch.Tensor) -> None:
-        assert self.sent is not None
-        if self.sent.is_all:
+        if self.is_all_rows:
             self.param.grad = total
         else:
             self.param.grad.add_(total)  # type: ignore[union-attr]
 
     def finish_rows(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Add the rows of all ranks, in rank order."""
-        assert self.sent is not None
         parts = [part for part in parts if len(part[0])]
-        if self.sent.is_all and self.is_sparse:
+        if self.is_all_rows and self.is_sparse:
             places = [rows.long() for rows, _ in parts] or [torch.zeros(0, dtype=torch.int64, device=self.param.device)]
             every = [values for _, values in parts] or [self.param.detach()[:0]]
             self.param.grad = build_sparse(*add_up(torch.cat(places), torch.cat(every)), self.param)
             return
-        if self.sent.is_all:
+        if self.is_all_rows:
             out = self._memory()
             if self._written is not None and self._written[0] == out._version:
                 for rows in self._written[1]:
@@ -164,11 +165,11 @@ class Table:
         assert grad is not None
         for rows, values in parts:
             grad.index_add_(0, rows, values)
-        if self.sent.is_all:
+        if self.is_all_rows:
             self._written = grad._version, [rows.long() for rows, _ in parts]
 
     def multiply(self, factor: float) -> None:
-        if self.sent is not None and self.sent.is_all and self.param.grad is not None:
+        if self.is_all_rows and self.param.grad is not None:
             self.param.grad.mul_(factor)
             if self._written is not None:
                 self._written = self.param.grad._version, self._written[1]

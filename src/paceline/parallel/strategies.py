@@ -20,11 +20,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from paceline.errors import ConfigError, LaunchError
 from paceline.parallel.channel import Channel, Sent, alias, open_group, start_exchange
 from paceline.parallel.codecs import GATHER, SCATTER, SUM, BFloat16, Codec, Exchange, build_codec
+from paceline.parallel.graph import WeakHook
 from paceline.parallel.levels import NUM_STAGES, Inside, Levels
-from paceline.parallel.replicas import Replica, read_replica
+from paceline.parallel.replicas import Replica, find_strides, read_replica
 from paceline.parallel.streams import SideStream
 from paceline.parallel.timeline import StrategyCosts
 from paceline.strategy import DENSE, Message, Strategy
+
+_SUM_OPTIONS = dist.AllreduceOptions()
+_SUM_OPTIONS.asyncOp = True
 
 
 class Exchanges:
@@ -181,7 +185,7 @@ def start_message(kind: str, tensor: torch.Tensor, group: Any, world_size: int) 
     if world_size == 1:
         return None, tensor[None] if kind == GATHER else tensor[0] if kind == SCATTER else tensor
     if kind == SUM:
-        return group.allreduce([alias(tensor)], _sum_options()), tensor
+        return group.allreduce([alias(tensor)], _SUM_OPTIONS), tensor
     # Sent as bytes, because not every backend supports every dtype.
     rows = tensor.contiguous()
     if kind == SCATTER:
@@ -192,12 +196,6 @@ def start_message(kind: str, tensor: torch.Tensor, group: Any, world_size: int) 
     into = result.view(-1).view(torch.uint8).view(world_size, -1)
     given = rows.view(-1).view(torch.uint8)
     return start_exchange(into, given if kind == GATHER else given.view(world_size, -1), group), result
-
-
-def _sum_options() -> Any:
-    options = dist.AllreduceOptions()
-    options.asyncOp = True
-    return options
 
 
 def check_states(states: Sequence[Mapping[str, Any]], strategy: Strategy) -> None:
@@ -221,12 +219,7 @@ class StrategyState:
         self.strategy, self._world_size, self._rank = strategy, channel.world_size, channel.rank
         self._names = {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
         self._shapes = {names[0]: layout[0] for names, layout in zip(replica.names, replica.layouts, strict=True)}
-        # Residuals are in memory order, like gradients in a bucket. It is unusual for channels_last, for example.
-        self._strides = {} if strategy.outer else {
-            names[0]: list(strides)
-            for param, names in zip(replica.params, replica.names, strict=True)
-            if (strides := torch.empty_like(param, device="meta").stride()) != _usual_strides(param.size())
-        }  # fmt: skip
+        self._strides = {names[0]: find_strides(p) for p, names in zip(replica.params, replica.names, strict=True)}
         for param, names in zip(replica.params, replica.names, strict=True):
             if param.is_complex() and strategy.codec != "dense":
                 text = f"strategy {strategy.text!r}: {names[0]} is complex, but this strategy sends only real numbers"
@@ -258,20 +251,14 @@ class StrategyState:
             return  # gradients have no residuals
         watch_unscaling(_note_scaler)
         _states.add(self)
-        own = weakref.ref(self)
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (me := own()) is not None:
-                me._before_step(optimizer)
-
-        self._end = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        self._end = weakref.finalize(self, register_optimizer_step_pre_hook(WeakHook(self._before_step)).remove)
 
     def stop(self) -> None:
         """Remove the hooks on optimizers."""
         self._end()
         _states.discard(self)
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         """Record the learning rates of this step, and refuse a second momentum."""
         for number, group in enumerate(optimizer.param_groups):
             if not (names := self._find_names(group)):
@@ -340,14 +327,14 @@ class StrategyState:
 
     def state(self) -> dict[str, Any]:
         """`common` is the same on all ranks, and `rank` is this rank's part."""
-        # Copies, so that later steps do not change them.
         with self.exchanges.side.borrowed():
-            memory = self.codec.common, self.codec.errors
-        common, errors = ({name: value.clone() for name, value in kept.items()} for kept in memory)
+            common, errors = self.codec.common, self.codec.errors
+        # Copies on the caller's stream, so that later steps do not change them.
+        common = {name: value.clone() for name, value in common.items()}
+        errors = {name: self._reorder(name, error, is_saved=False) for name, error in errors.items()}
         rates = {name: float(rate) for name, rate in self._rates.items()}
         scale = None if self._scale is None else float(self._scale)
         counts = {"strategy": self.strategy.text, "step": self.step, "rates": rates, "scale": scale}
-        counts |= {"strides": dict(self._strides)} if self._strides else {}
         counts |= {} if self.levels is None else {"place": self.levels.places[self._rank]}
         return {**counts, "common": common, "rank": errors}
 
@@ -365,9 +352,8 @@ class StrategyState:
         exchanges, steps = self.exchanges, max(1, num_steps)
         plain = Message(SUM, channel.sent.num_bytes).sent_bytes(channel.world_size)
         sent, memory = (exchanges.sent_bytes + plain) // steps, self.memory_bytes + held_bytes
-        return StrategyCosts(
-            self.strategy.text, sent, sent, memory, exchanges.encode_s / steps, exchanges.decode_s / steps
-        )
+        encode_s, decode_s = exchanges.encode_s / steps, exchanges.decode_s / steps
+        return StrategyCosts(self.strategy.text, sent, memory, encode_s, decode_s)
 
     def load(self, states: Sequence[dict[str, Any]], *optimizers: Optimizer) -> None:
         """Continue from the states of all ranks. If the number of ranks has changed, every rank gets the mean of the
@@ -436,23 +422,25 @@ class StrategyState:
 
     def _keep(self, found: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
         # Copies, so that steps change neither the input nor what `state` returned. Checkpoints are often on the CPU.
-        saved, device = found.get("strides", {}), self.exchanges.side.device
+        device = self.exchanges.side.device
         with self.exchanges.side.borrowed():
             errors = {name: error.detach().to(device) for name, error in errors.items()}
-            self.codec.errors = {name: self._reorder(name, error, saved) for name, error in errors.items()}
+            self.codec.errors = {name: self._reorder(name, error, is_saved=True) for name, error in errors.items()}
             self.codec.common = {n: value.detach().to(device, copy=True) for n, value in found["common"].items()}
         self._rates, self._scale = dict(found["rates"]), found.get("scale")
         self.step = found["step"]
 
-    def _reorder(self, name: str, error: torch.Tensor, saved: Mapping[str, Sequence[int]]) -> torch.Tensor:
-        """A copy in this model's memory order. Part of a parameter is copied as it is."""
-        name = name.rpartition(" ")[2]
-        shape, old, new = self._shapes[name], saved.get(name), self._strides.get(name)
-        if old == new or self.levels is not None:
+    def _reorder(self, name: str, error: torch.Tensor, is_saved: bool) -> torch.Tensor:
+        """A copy of a residual: codecs keep it in the order of its parameter's memory, which is unusual for
+        channels_last, and states in the usual order. Part of a parameter is copied as it is."""
+        if self.levels is not None or self.strategy.outer:
             return error.clone()
-        value = error.reshape(-1).as_strided(shape, old or _usual_strides(shape))
-        reordered = torch.empty_strided(shape, new or _usual_strides(shape), dtype=error.dtype, device=error.device)
-        return reordered.copy_(value).as_strided(error.shape, error.stride())
+        name = name.rpartition(" ")[2]
+        shape, strides = self._shapes[name], self._strides[name]
+        usual = torch.empty(shape, device="meta").stride()
+        old, new = (usual, strides) if is_saved else (strides, usual)
+        value = torch.empty_strided(shape, new, dtype=error.dtype, device=error.device)
+        return value.copy_(error.as_strided(shape, old)).as_strided(error.shape, error.stride())
 
     def discard(self, params: Sequence[torch.Tensor] | None) -> None:
         """Undo the step for all parameters, or for these, because its averages are not applied."""
@@ -477,10 +465,6 @@ class StrategyState:
 
 
 _states: weakref.WeakSet[StrategyState] = weakref.WeakSet()  # states with residuals, which depend on the loss scale
-
-
-def _usual_strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _read_scale(scaler: Any) -> Any:

@@ -150,21 +150,19 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class StrategyCosts:
-    """Cost of a strategy on a rank: mean bytes and host seconds per step. `memory_bytes` is everything that it keeps,
-    including a sharded optimizer's state on this rank."""
+    """Cost of a strategy on a rank: mean bytes (sent, and as many received) and host seconds per step. `memory_bytes`
+    is everything that it keeps, including a sharded optimizer's state on this rank."""
 
     text: str
     sent_bytes: int
-    received_bytes: int
     memory_bytes: int
     encode_s: float
     decode_s: float
 
     def __str__(self) -> str:
-        sent, received, memory = map(format_bytes, (self.sent_bytes, self.received_bytes, self.memory_bytes))
-        encode, decode = map(format_ms, (self.encode_s, self.decode_s))
-        spent = f"encoding takes {encode} ms, decoding {decode} ms; memory {memory}"
-        return f"strategy {self.text}: {sent} sent and {received} received per step, {spent}"
+        sent, memory = format_bytes(self.sent_bytes), format_bytes(self.memory_bytes)
+        spent = f"encoding takes {format_ms(self.encode_s)} ms, decoding {format_ms(self.decode_s)} ms; memory {memory}"
+        return f"strategy {self.text}: {sent} sent and {sent} received per step, {spent}"
 
 
 @dataclass(frozen=True)

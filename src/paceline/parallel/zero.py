@@ -24,7 +24,8 @@ from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias, naming_lost_peers, start_exchange
 from paceline.parallel.codecs import GATHER, Exchange, reduce_scatter
 from paceline.parallel.flat import FlatGradients
-from paceline.parallel.replicas import Replica
+from paceline.parallel.graph import WeakHook
+from paceline.parallel.replicas import Replica, find_strides
 from paceline.parallel.strategies import Exchanges, start_message, watch_unscaling
 from paceline.plan import Plan
 from paceline.strategy import Strategy, count_each
@@ -38,6 +39,10 @@ _ELEMENTWISE = frozenset(
 _STATE_TIMEOUT_S = 120.0
 # Entries of an optimizer's state that hold one number per parameter. The parameter may be a scalar itself.
 _COUNTERS = ("step", "eta", "mu", "mu_product")
+
+
+def _error(text: str) -> ConfigError:
+    return ConfigError(f"zero1: {text}", code="strategy")
 
 
 class Range(NamedTuple):
@@ -64,10 +69,6 @@ def cut_plan(flat: FlatGradients, plan: Plan, rank: int, world_size: int) -> lis
                 found.append(Range(piece.gradient, int(max(0, start)), int(max(0, end))))
         cuts.append(found)
     return cuts
-
-
-def _strides(param: torch.Tensor) -> tuple[int, ...]:
-    return torch.empty_like(param, device="meta").stride()
 
 
 def _flatten(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
@@ -155,16 +156,14 @@ class Sharding:
 
     def lay_out(self, flat: FlatGradients, plan: Plan, is_planned: bool) -> None:
         """Cut the buckets. With a plan this is collective: the optimizer's state moves to its new owners."""
+        self.wait()
         self.flat, self.plan, self.is_planned = flat, plan, is_planned
+        n = self.channel.world_size
+        self.cuts = [cut_plan(flat, plan, rank, n) for rank in range(n)]  # by rank and bucket
         self._needs.clear()
         self._mark = None
         if is_planned and self.optimizer is not None:
-            self.optimizer.cut(self.cut())
-
-    def cut(self) -> list[list[list[Range]]]:
-        """The ranges of all ranks, by rank and bucket."""
-        n = self.channel.world_size
-        return [cut_plan(self.flat, self.plan, rank, n) for rank in range(n)]
+            self.optimizer.cut()
 
     def attach(self) -> None:
         """Mark the gradients as averaged."""
@@ -179,8 +178,8 @@ class Sharding:
         so it can reveal that whole gradients were scaled."""
         channel = self.channel
         if self._mark is None and self.is_planned and self.needs_hook and channel.device.type == "cpu":
-            others = (cut_plan(self.flat, self.plan, rank, channel.world_size) for rank in range(channel.world_size))
-            found = (part for rank, cut in enumerate(others) if rank != channel.rank for parts in cut for part in parts)
+            others = (cut for rank, cut in enumerate(self.cuts) if rank != channel.rank)
+            found = (part for cut in others for parts in cut for part in parts)
             if (part := next((part for part in found if part.start < part.end), None)) is not None:
                 view = self.flat.views[part.param]
                 self._mark = alias(view.as_strided((1,), (1,), view.storage_offset() + part.start))
@@ -204,9 +203,7 @@ class Sharding:
         if not any(grad.any() for grad in grads):
             return None
         text = "these gradients are already reduced, in this rank's shard only; you cannot accumulate into them"
-        return ConfigError(
-            f"zero1: {text}: use no_sync() for all but the last backward, then optimizer.zero_grad()", code="strategy"
-        )
+        return _error(f"{text}: use no_sync() for all but the last backward, then optimizer.zero_grad()")
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -234,8 +231,7 @@ class Sharding:
 
     def pieces_of_gradients(self) -> list[torch.Tensor]:
         """This rank's shard of all gradients, in the message buffers."""
-        cut = cut_plan(self.flat, self.plan, self.channel.rank, self.channel.world_size)
-        parts = [part for bucket in cut for part in bucket if part.start < part.end]
+        parts = [part for bucket in self.cuts[self.channel.rank] for part in bucket if part.start < part.end]
         return [self.gradient_piece(part) for part in parts if self.replica.params[part.param].grad is not None]
 
     def gradient_piece(self, part: Range) -> torch.Tensor:
@@ -264,17 +260,16 @@ class Sharding:
 
     def piece(self, param: nn.Parameter, part: Range) -> torch.Tensor:
         """A range of a parameter, in the memory that this rank updates."""
-        if param.stride() != _strides(param):
+        if param.stride() != find_strides(param):
             param.data = param.data.clone()
         return alias(_flatten(param, param.stride())[part.start : part.end])
 
-    def end_step(self, params: Sequence[nn.Parameter], cuts: Sequence[Sequence[Sequence[Range]]]) -> None:
+    def end_step(self, params: Sequence[nn.Parameter]) -> None:
         """Distribute the new values to all ranks. Collective."""
         if self.channel.world_size > 1:
-            self._cuts = cuts
             # Forward needs the parameters of the last bucket first.
-            for number in reversed(range(len(cuts[0]))):
-                self._start_gather(number, [cut[number] for cut in cuts])
+            for number in reversed(range(len(self.plan.buckets))):
+                self._start_gather(number, [cut[number] for cut in self.cuts])
             if not self.overlaps:
                 self.wait()
         if params:
@@ -312,7 +307,7 @@ class Sharding:
             self.channel.wait(work, f"the parameters of bucket {number}")
             for rank in range(self.channel.world_size):
                 at = 0
-                for part in self._cuts[rank][number] if rank != self.channel.rank else ():
+                for part in self.cuts[rank][number] if rank != self.channel.rank else ():
                     size = part.end - part.start
                     self.piece(self.replica.params[part.param], part).copy_(rows[rank, at : at + size])
                     at += size
@@ -322,16 +317,17 @@ class Sharding:
         while self._hooks:
             self._hooks.pop().remove()
         for part in module.modules():
-            waiting = _Hook(self, lambda own, *_: own.wait())
-            self._hooks.append(part.register_state_dict_pre_hook(waiting))  # type: ignore[no-untyped-call]
-            self._hooks.append(part.register_load_state_dict_pre_hook(waiting))  # type: ignore[no-untyped-call]
+            hook = WeakHook(self._wait_for_all)
+            self._hooks.append(part.register_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+            self._hooks.append(part.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
         if self.channel.world_size == 1 or not self.overlaps:
             return
         self._needs.clear()
-        self._hooks.append(module.register_forward_pre_hook(_Hook(self, Sharding._wait_outside_blocks)))
-        self._hooks += [
-            block.register_forward_pre_hook(_Hook(self, Sharding._wait_block)) for block in find_blocks(module)
-        ]
+        self._hooks.append(module.register_forward_pre_hook(WeakHook(self._wait_outside_blocks)))
+        self._hooks += [block.register_forward_pre_hook(WeakHook(self._wait_block)) for block in find_blocks(module)]
+
+    def _wait_for_all(self, *_: Any) -> None:
+        self.wait()
 
     def _find_needs(self, params: set[nn.Parameter]) -> set[int]:
         plan, known = self.plan, self.replica.params
@@ -371,20 +367,6 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-class _Hook:
-    """A module hook that calls a sharding as long as it exists. In copies of the module it does nothing."""
-
-    def __init__(self, sharding: Sharding | None, call: Callable[..., None]) -> None:
-        self._sharding, self._call = (lambda: None) if sharding is None else weakref.ref(sharding), call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if (sharding := self._sharding()) is not None:
-            self._call(sharding, *args)
-
-    def __reduce__(self) -> Any:
-        return _Hook, (None, Sharding.wait)
-
-
 def scatter_hook(sharding: Sharding, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """The communication hook for sharded optimizers."""
     return sharding.scatter(bucket)
@@ -412,7 +394,7 @@ class ShardedOptimizer(Optimizer):
         self._num_requests = 0  # requests for the state since the last step
         self._whole: dict[int, dict[str, Any]] | None = None  # the state gathered by `consolidate_state_dict`
         self.check(sharding.replica)
-        self.cut(sharding.cut())
+        self.cut()
 
     @property
     def members(self) -> list[nn.Parameter]:
@@ -421,7 +403,7 @@ class ShardedOptimizer(Optimizer):
     def check(self, replica: Replica) -> None:
         if self.cuts and len(self.cuts) != self._sharding.channel.world_size:
             text = f"the optimizer is sharded for {len(self.cuts)} ranks: save its state and load it into a new one"
-            raise ConfigError(f"zero1: {text}", code="strategy")
+            raise _error(text)
         known = set(replica.params)
         self._names |= {id(param): names[0] for param, names in zip(replica.params, replica.names, strict=True)}
         for number, params in enumerate(self._members):
@@ -430,12 +412,12 @@ class ShardedOptimizer(Optimizer):
                     name = self._names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
                     text = f"group {number} of the optimizer has {name}, which this model does not train"
                     advice = "pass parameters of the model; to freeze some, save state_dict() and shard a new optimizer"
-                    raise ConfigError(f"zero1: {text}: {advice}", code="strategy")
+                    raise _error(f"{text}: {advice}")
 
-    def cut(self, cuts: list[list[list[Range]]]) -> None:
-        """Use the ranges of a plan. Collective if there is state, which moves to its new owners."""
+    def cut(self) -> None:
+        """Use the ranges of the plan. Collective if there is state, which moves to its new owners."""
         full = self._collect() if self.cuts and any(self._sharding.channel.share(bool(self.state))) else None
-        self.cuts, self._params = cuts, self._sharding.replica.params
+        self.cuts, self._params = self._sharding.cuts, self._sharding.replica.params
         self._bind()
         if full is not None:
             self._load(full)
@@ -477,8 +459,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         sharding = self._sharding
         if not sharding.is_planned or getattr(sharding.sync(), "is_pending", False):
-            text = "the gradients are not averaged: step() must follow a synchronised backward"
-            raise ConfigError(f"zero1: {text}", code="strategy")
+            raise _error("the gradients are not averaged: step() must follow a synchronised backward")
         sharding.check_mark()
         self._num_steps += 1
         self._num_requests = 0
@@ -488,7 +469,7 @@ class ShardedOptimizer(Optimizer):
             self._follow()
             self.attach()
             super().step()
-            sharding.end_step(self.members, self.cuts)
+            sharding.end_step(self.members)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # the user's class calls the step hooks itself
@@ -511,9 +492,7 @@ class ShardedOptimizer(Optimizer):
                 param.grad.requires_grad_(False).zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ConfigError(
-            "zero1: a group was added after sharding: pass all groups to shard_optimizer", code="strategy"
-        )
+        raise _error("a group was added after sharding: pass all groups to shard_optimizer")
 
     def wait(self) -> None:
         """With `overlap=True`, wait for the new values of all parameters before the program reads them. The wrapper
@@ -544,7 +523,7 @@ class ShardedOptimizer(Optimizer):
         if absent := self._sharding.channel.wait_for_ranks(name, _STATE_TIMEOUT_S):
             text = f"state_dict() needs all ranks, but {name_ranks(absent)} did not call it in {_STATE_TIMEOUT_S:g} s"
             advice = "call it on all ranks, or consolidate_state_dict() on all and then state_dict() on one"
-            raise ConfigError(f"zero1: {text}: {advice}", code="strategy")
+            raise _error(f"{text}: {advice}")
         self._num_requests += 1
         return {"state": self._collect(to), "param_groups": groups}
 
@@ -565,45 +544,44 @@ class ShardedOptimizer(Optimizer):
                 found = {key: _describe(value, own) for key, value in self.state[own].items()}
                 mine.setdefault(place_of[id(param)], found)
         known: dict[int, dict[str, Any]] = {}
-        for facts in channel.share(mine):
-            for place, found in facts.items():
-                known.setdefault(place, found)
+        for facts in reversed(channel.share(mine)):
+            known |= facts
+        state: dict[int, dict[str, Any]] = {place: {} for place in sorted(known)}
+        dtypes: dict[str, dict[int, torch.dtype]] = {}  # by key and parameter
+        for place in state:
+            for key, value in known[place].items():
+                if isinstance(value, torch.dtype):
+                    dtypes.setdefault(key, {})[place] = value
+                else:
+                    state[place][key] = value
         is_wanted = to in (None, channel.rank)
-        state: dict[int, dict[str, Any]] = {place: {} for place in sorted(known)} if is_wanted else {}
-        for key in dict.fromkeys(key for place in sorted(known) for key in known[place]):
+        for key, kinds in dtypes.items():
             parts = [
-                [part for bucket in cut for part in bucket if _has_values(known, place_of, params[part.param], key)]
+                [part for bucket in cut for part in bucket if place_of.get(id(params[part.param])) in kinds]
                 for cut in self.cuts
             ]
             rows = self._gather_state(key, parts)
-            for place, found in known.items():
-                if is_wanted and key in found and not isinstance(found[key], torch.dtype):
-                    state[place][key] = found[key]
-            for rank, cut in enumerate(parts if is_wanted else ()):
+            for row, cut in zip(rows, parts, strict=True) if is_wanted else ():
                 at = 0
                 for part in cut:
                     param = params[part.param]
                     place = place_of[id(param)]
-                    dtype = known[place][key]
-                    if key not in state[place]:
-                        size, strides = param.size(), _strides(param)
-                        state[place][key] = torch.empty_strided(size, strides, dtype=dtype, device=param.device)
-                    num_bytes = (part.end - part.start) * dtype.itemsize
-                    values = rows[rank, at : at + num_bytes].clone().view(dtype)
-                    whole = state[place][key]
-                    _flatten(whole, whole.stride())[part.start : part.end] = values
-                    at += num_bytes
-        return state
+                    dtype = kinds[place]
+                    if (whole := state[place].get(key)) is None:
+                        whole = torch.empty_strided(param.size(), find_strides(param), dtype=dtype, device=param.device)
+                        state[place][key] = whole
+                    end = at + (part.end - part.start) * dtype.itemsize
+                    _flatten(whole, whole.stride())[part.start : part.end] = row[at:end].clone().view(dtype)
+                    at = end
+        return state if is_wanted else {}
 
     def _gather_state(self, key: str, parts: Sequence[Sequence[Range]]) -> torch.Tensor:
         """The bytes of one entry of the state, in a row per rank."""
         channel = self._sharding.channel
         own_of = {part: own for own, (_, part) in self._parts.items()}
         mine = [self.state[own_of[part]][key].reshape(-1).view(torch.uint8) for part in parts[channel.rank]]
-        sizes = channel.share(sum(tensor.numel() for tensor in mine))
-        given = torch.zeros(max(sizes), dtype=torch.uint8, device=channel.device)
-        if mine:
-            given[: sizes[channel.rank]] = torch.cat(mine)
+        most = max(channel.share(sum(tensor.numel() for tensor in mine)))
+        given = join(mine, torch.empty(most, dtype=torch.uint8, device=channel.device))
         work, rows = start_message(GATHER, given, channel.group, channel.world_size)
         if work is not None:
             channel.wait(work, "the optimizer state")
@@ -614,7 +592,7 @@ class ShardedOptimizer(Optimizer):
         saved = [len(group["params"]) for group in state_dict["param_groups"]]
         if saved != [len(params) for params in self._members]:
             text = f"the state has groups of {saved} parameters, but the optimizer has {[*map(len, self._members)]}"
-            raise ConfigError(f"zero1: {text}: it belongs to another model or to other groups", code="strategy")
+            raise _error(f"{text}: it belongs to another model or to other groups")
         self._whole = None
         order = [place for group in state_dict["param_groups"] for place in group["params"]]
         state = {place: state_dict["state"][key] for place, key in enumerate(order) if key in state_dict["state"]}
@@ -642,16 +620,10 @@ def _describe(value: Any, own: torch.Tensor) -> Any:
     return value.dtype if value.shape == own.shape else value.cpu()
 
 
-def _has_values(
-    known: Mapping[int, Mapping[str, Any]], place_of: Mapping[int, int], param: torch.Tensor, key: str
-) -> bool:
-    return isinstance(known.get(place_of.get(id(param), -1), {}).get(key), torch.dtype)
-
-
 def _cut_value(key: str, value: Any, param: torch.Tensor, part: Range) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or key in _COUNTERS:
         return value
-    return _flatten(value, _strides(param))[part.start : part.end].clone()
+    return _flatten(value, find_strides(param))[part.start : part.end].clone()
 
 
 @functools.cache
@@ -667,14 +639,11 @@ def shard(sharding: Sharding, optimizer: Optimizer) -> ShardedOptimizer:
     if kind not in _ELEMENTWISE and not hasattr(optimizer, "compute_norms"):
         known = ", ".join(sorted(other.__name__ for other in _ELEMENTWISE))
         text = f"{name} may need whole parameters, but a rank has only ranges of them"
-        raise ConfigError(f"zero1: {text}: use {known}, LARS or LAMB", code="strategy")
+        raise _error(f"{text}: use {known}, LARS or LAMB")
     if optimizer.state:
-        raise ConfigError(
-            f"zero1: this {name} already has state: shard it before its first step, then load the state",
-            code="strategy",
-        )
+        raise _error(f"this {name} already has state: shard it before its first step, then load the state")
     if "step" in vars(optimizer):
-        raise ConfigError(f"zero1: a scheduler already uses this {name}: shard it first", code="strategy")
+        raise _error(f"a scheduler already uses this {name}: shard it first")
     optimizer.__class__ = _make_kind(kind)  # type: ignore[arg-type]
     assert isinstance(optimizer, ShardedOptimizer)
     optimizer.begin(sharding)
