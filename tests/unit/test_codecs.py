@@ -112,16 +112,6 @@ def test_top_k_sends_biases_and_norms_whole(num_large, either):
     assert set(ranks[0].errors) == {"m"} & set(names)
 
 
-def test_top_k_sends_the_residual_of_a_bias_from_an_old_checkpoint(either):
-    ranks = build("topk:0.01", 2)
-    for codec in ranks:
-        codec.errors = {"b": torch.full((5,), 2.0)}
-    for step, wanted in enumerate((3.0, 1.0)):
-        grads = [[torch.ones(5)], [torch.ones(5)]]
-        average(ranks, grads, step, ("b",))
-        assert grads[0][0].tolist() == [wanted] * 5
-
-
 def test_power_sgd_of_sufficient_rank_is_the_mean(either):
     """For a product of thin matrices, whose rank is no larger than that of the factors that are sent."""
     generator = torch.Generator().manual_seed(3)

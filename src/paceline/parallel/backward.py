@@ -26,7 +26,7 @@ from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport,
 from paceline.parallel.flat import FlatGradients, LiveBucket, choose_separate
 from paceline.parallel.graph import Arrivals, WeakHook, find_tensors, is_nested, on_gradient, will_accumulate
 from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
-from paceline.parallel.outer import ControlMessage, OuterState
+from paceline.parallel.outer import OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica, find_strides
 from paceline.parallel.rows import EmbeddingRows
 from paceline.parallel.simple import SimpleReducer
@@ -314,7 +314,7 @@ class GradientSync:
         """Send the remaining buckets with this rank's report, wait, and act on all reports. Collective. A `status` of
         FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` unchanged."""
         has_data, every, local = status == Status.OK, self.options.check_every, self._local
-        reducer: BucketedReducer | SimpleReducer | ControlMessage = self.reducer if local is None else local.control
+        reducer: BucketedReducer | SimpleReducer | OuterState = self.reducer if local is None else local
         try:
             late = self._await_deferred()
             self.channel.mark_computed()
@@ -791,8 +791,7 @@ class BucketedReducer:
             self._start(self._buckets[-1], *self._last)
             self._finish(True)
         else:
-            words = self._last[0].words
-            self.channel.wait(self.channel.start_sum(words), "the control words")
+            self.channel.wait(self.channel.start_sum(self._last[0].words), "the control words")
         del self._last
         self._taken.clear()  # lets `zero_grad` free them
         for pack in self._packs:

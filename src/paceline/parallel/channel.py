@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, LaunchError
 from paceline.runtime.faults import pulse
 from paceline.runtime.faults.recovery import RECOVERS
 from paceline.runtime.ranks import messages
@@ -41,7 +41,9 @@ class Sent(NamedTuple):
 class Channel:
     """A process group and the device of its messages."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        if group is None or not dist.is_initialized():
+            raise LaunchError("no process group is open: call paceline.init() first")
         self.group, self.device, self.has_own_group = group, device, False
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
@@ -69,9 +71,10 @@ class Channel:
         self.sent = Sent(self.sent.num_messages + 1, self.sent.num_bytes + gradient_bytes)
 
     def use_own_group(self) -> None:
-        """Switch to a group that nobody else uses, if torch can make one. Collective."""
-        if not self.has_own_group and (group := open_group(self, self)) is not None:
-            self.group, self.has_own_group = group, True
+        """Switch to a group that nobody else uses. Collective."""
+        if not self.has_own_group:
+            self.group = open_group(self, self)
+            self.has_own_group = True
 
     def _store(self, what: str) -> dist.Store:
         return dist.PrefixStore(f"paceline-{what}-{self.group.group_name}", get_default_store())
@@ -247,15 +250,12 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
-    """Another group of the same ranks that lives as long as `owner`; None if torch cannot make one. Collective."""
-    try:
-        if like.world_size < dist.get_world_size():
-            group = new_local_group(dist.get_process_group_ranks(like.group), like.backend)
-        else:
-            group = dist.new_group(backend=like.backend)
-    except ValueError:
-        return None
+def open_group(like: Channel, owner: object) -> dist.ProcessGroup:
+    """Another group of the same ranks that lives as long as `owner`. Collective."""
+    if like.world_size < dist.get_world_size():
+        group = new_local_group(dist.get_process_group_ranks(like.group), like.backend)
+    else:
+        group = dist.new_group(backend=like.backend)
     return _own(group, like.device, owner)
 
 

@@ -291,7 +291,7 @@ class TopK(Codec):
         counts = [count_kept(size, density) for size in sizes]
         nothing = vectors[0][:0]
         places, values = self._choose([names[index] for index in chosen], large, counts) if large else (nothing,) * 2
-        whole = self._join_whole([names[index] for index in others], small) if small else nothing
+        whole = self._add_momentum([names[index] for index in others], small)[0] if small else nothing
         sent = torch.cat([values, whole]).mul_(1 / self.world_size)
         gathered = yield GATHER, torch.cat([sent.view(torch.int32), places.int()])
         rows, where = gathered[:, : sent.numel()].view(torch.float32), gathered[:, sent.numel() :]
@@ -316,14 +316,6 @@ class TopK(Codec):
         speed = _join(self._load(names, vectors, MOMENTUM)) * self.strategy.dgc + flat
         self._keep(names, speed, [vector.numel() for vector in vectors], MOMENTUM)
         return flat + speed * self.strategy.dgc, speed
-
-    def _join_whole(self, names: Sequence[str], vectors: Vectors) -> torch.Tensor:
-        """Concatenate gradients that are sent whole. Nothing is held back."""
-        flat, _ = self._add_momentum(names, vectors)
-        if any(name in self._errors for name in names):  # from a checkpoint that did not send them whole
-            flat = flat + _join(self._load(names, vectors))
-            self._keep(names, torch.zeros_like(flat), [vector.numel() for vector in vectors])
-        return flat
 
     def _choose(self, names: Sequence[str], vectors: Vectors, counts: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
         """The elements of each gradient to send: indices and values. Keeps the rest. On a CPU one gradient after the

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-from paceline.errors import ConfigError, LaunchError
+from paceline.errors import ConfigError
 from paceline.parallel.backward import BucketedReducer, GradientSync, JoinOptions
 from paceline.parallel.batchnorm import syncs_in_forward
 from paceline.parallel.buffers import SharedBuffers
@@ -197,12 +197,9 @@ class DDP(DistributedDataParallel):
         _wrappers.add(self)
 
     def _open_channel(self) -> Channel:
-        group = self._gradient_group or self.process_group
-        if not dist.is_initialized() or group is None:
-            raise LaunchError("no process group is open: call paceline.init() first")
         # A module on a GPU sends from there.
         first = next((p.device for p in self.module.parameters() if p.requires_grad), torch.device("cpu"))
-        return Channel(group, first)
+        return Channel(self._gradient_group or self.process_group, first)
 
     def _set_up(self) -> GradientSync:
         """Build everything that this rank's steps need. Sends nothing, so that one rank can load or copy a model."""

@@ -230,32 +230,6 @@ def _master(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
 
 
-class ControlMessage:
-    """Stands in for the reducer in a step without gradients: sends only the control words."""
-
-    def __init__(self, replica: Replica, channel: Channel, num_words: int, allow_missing: bool) -> None:
-        self._replica, self._channel, self._allow_missing = replica, channel, allow_missing
-        self._words = torch.zeros(num_words, device=channel.device)
-        self._missing: set[int] = set()  # parameters without a gradient in some step since the last message
-
-    def note_missing(self) -> None:
-        if not self._allow_missing:
-            self._missing |= {index for index, param in enumerate(self._replica.params) if param.grad is None}
-
-    def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
-        missing, self._missing = sorted(self._missing), set()
-        if self._allow_missing:
-            missing = [index for index, param in enumerate(self._replica.params) if param.grad is None]
-        return self._words, missing, None
-
-    def exchange(self) -> None:
-        words = self._words
-        self._channel.wait(self._channel.start_sum(words), "the control words")
-
-    def learn(self) -> None:
-        """Nothing to plan."""
-
-
 def _start(exchanges: Exchanges, make: Callable[[], Exchange]) -> torch.futures.Future[Any]:
     """Open the groups and start the exchange. Runs as a hook, so that an error in `make` is reported to all ranks. The
     groups are opened first: a rank that fails must not leave the others waiting there."""
@@ -266,7 +240,10 @@ def _start(exchanges: Exchanges, make: Callable[[], Exchange]) -> torch.futures.
 class OuterState(StrategyState):
     """Runs the schedule between ranks. A sync becomes due at the end of its step's backward, when ranks agree through
     control words. It runs once all parameters have been stepped; if that does not happen (a skipped step, or a
-    parameter without optimizer), at the next forward. Ranks count backward passes, whose number is the same on all."""
+    parameter without optimizer), at the next forward. Ranks count backward passes, whose number is the same on all.
+
+    In a step without gradients it stands in for the reducer: `collect`, `exchange` and `learn`.
+    """
 
     def __init__(
         self,
@@ -280,7 +257,9 @@ class OuterState(StrategyState):
         strategy = options.strategy
         super().__init__(strategy, replica, channel, before)
         self.replica, self._channel, self._module = replica, channel, module
-        self.control = ControlMessage(replica, channel, num_words, options.allow_missing)
+        self._words = torch.zeros(num_words, device=channel.device)
+        self._allows_missing = options.allow_missing
+        self._missing: set[int] = set()  # parameters without a gradient in some step since the last control words
         # A separate group from the control words, because an error may leave messages of the codec behind.
         self._moving = Channel(channel.group, channel.device)
         self.exchanges = Exchanges(self._moving, kinds=self.codec.kinds)
@@ -373,7 +352,7 @@ class OuterState(StrategyState):
         if self.is_overdue:
             self.run()
         self.outer.begin_round()
-        self.control.note_missing()
+        self._missing |= self._find_missing()
         is_due = self.outer.count()
         self.step = self.outer.step
         if is_due:
@@ -383,6 +362,21 @@ class OuterState(StrategyState):
             return False
         self._looked_s = now_s
         return self._channel.has_failure(f"control {self._num_controls}")
+
+    def _find_missing(self) -> set[int]:
+        return {index for index, param in enumerate(self.replica.params) if param.grad is None}
+
+    def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
+        """The control words to fill, and the parameters without a gradient; if that is an error, in any step."""
+        missing, self._missing = self._find_missing() if self._allows_missing else self._missing, set()
+        return self._words, sorted(missing), None
+
+    def exchange(self) -> None:
+        """Sum the control words. Collective."""
+        self._channel.wait(self._channel.start_sum(self._words), "the control words")
+
+    def learn(self) -> None:
+        """Nothing to plan."""
 
     def agree(self, skips: bool) -> None:
         """Called after control words were exchanged. `skips`: some rank's optimizer may skip this step, so all wait."""
@@ -436,12 +430,8 @@ class OuterState(StrategyState):
         outer.end_round()
 
     def _begin(self, numbers: Sequence[int]) -> None:
-        if not numbers:
-            return
         for number in numbers:
             self._futures[number] = self._calls.start(functools.partial(self.outer.average, number))
-        if not self.exchanges.can_interleave:  # nothing else may be sent until it has finished
-            self.wait()
 
     def wait(self) -> None:
         while self._futures:

@@ -75,8 +75,7 @@ class SimpleReducer:
     def exchange(self) -> None:
         """Sum the control words, which the caller has filled. Collective."""
         self._failure = None
-        words = self._words
-        self.channel.wait(self.channel.start_sum(words), "the control words")
+        self.channel.wait(self.channel.start_sum(self._words), "the control words")
         self.timeline.over()
 
     def multiply(self, factor: float) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from paceline.errors import ConfigError, LaunchError
+from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, Sent, alias, open_group, start_exchange
 from paceline.parallel.codecs import GATHER, SCATTER, SUM, BFloat16, Codec, Exchange, build_codec
 from paceline.parallel.graph import WeakHook
@@ -60,24 +60,21 @@ class Exchanges:
     def groups(self) -> list[dist.ProcessGroup]:
         return [group for group, _ in self._groups]
 
-    @property
-    def can_interleave(self) -> bool:
-        """Whether other messages may be started while an exchange is in flight."""
-        return len(self._groups) > 1 or self._channel.world_size == 1 or self._channel.is_nccl
-
     def open(self) -> None:
         """On the first call, open the groups that are needed, and connect them. Collective."""
-        if not self._is_open and self._levels is not None:
-            self._groups = self._levels.open_groups(self._channel, self)
-        elif not self._is_open and not self.can_interleave:
-            other = open_group(self._channel, self)
-            self._groups += [] if other is None else [(other, self._channel.world_size)]
-        if not self._is_open and self._channel.is_nccl:
+        channel = self._channel
+        if self._is_open or channel.world_size == 1:
+            return
+        if self._levels is not None:
+            self._groups = self._levels.open_groups(channel, self)
+        elif not channel.is_nccl:
+            self._groups.append((open_group(channel, self), channel.world_size))
+        if channel.is_nccl:
             # NCCL connects in the first collective of each kind, and blocks the host meanwhile. If a rank failed before
             # it, the others could not look for failures.
-            for group, size in self._groups if self._channel.world_size > 1 else ():
+            for group, size in self._groups:
                 for kind in self._kinds:
-                    work, _ = start_message(kind, torch.zeros(size, 4, device=self._channel.device), group, size)
+                    work, _ = start_message(kind, torch.zeros(size, 4, device=channel.device), group, size)
                     if work is not None:
                         work.wait()
         self._is_open = True
@@ -149,8 +146,8 @@ class Exchanges:
         return min(reached, last - 1)
 
     def _is_turn(self, number: int) -> bool:
-        stage, is_alone = self._find_stage(number), len(self._groups) == 1
-        return all(not is_alone and reached > stage for other, reached in self._reached.items() if other < number)
+        stage = self._find_stage(number)
+        return all(reached > stage for other, reached in self._reached.items() if other < number)
 
     def _send(self, number: int) -> None:
         stage = self._find_stage(number)
@@ -501,12 +498,6 @@ def strategy_hook(state: StrategyState, bucket: Any) -> torch.futures.Future[tor
 strategy_hook.__annotations__.clear()  # torch compares them with classes, but here they are strings
 
 
-def _world() -> dist.ProcessGroup:
-    if dist.group.WORLD is None:
-        raise LaunchError("no process group is open: call paceline.init() first")
-    return dist.group.WORLD
-
-
 def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGroup | None = None) -> tuple[Any, Any]:
     """A communication hook for torch's DistributedDataParallel. Collective: call on all ranks.
 
@@ -523,7 +514,8 @@ def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGro
         text = "does more than a communication hook can do: use paceline.DDP"
         raise ConfigError(f"strategy {parsed.text!r} {text}", code="strategy")
     params = [param for param in model.parameters() if param.requires_grad]
-    channel = Channel(group if group is not None else _world(), params[0].device if params else torch.device("cpu"))
+    device = params[0].device if params else torch.device("cpu")
+    channel = Channel(dist.group.WORLD if group is None else group, device)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     return StrategyState(parsed, read_replica(model), channel), strategy_hook
 
