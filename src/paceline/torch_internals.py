@@ -150,8 +150,7 @@ def list_groups() -> dict[Any, str]:
 
 
 def find_counter(group: Any) -> Callable[[], int] | None:
-    """A function that counts the collectives this rank has started in a group. Without it, a rank that has started one
-    too many on NCCL is not named."""
+    """Counts the collectives this rank has started in a group. Without it, a mismatch on NCCL names no rank."""
     return getattr(group, "_get_sequence_number_for_group", None)
 
 
@@ -191,8 +190,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def skip_frames(code: CodeType, with_calls: bool) -> None:
-    """Exclude this code from torch.compile, with or without what it calls. If torch offers no way to do so, a compiled
-    step may fail in it."""
+    """Exclude this code from torch.compile, with or without what it calls. Otherwise a compiled step may fail in it."""
     frames = getattr(torch._C._dynamo, "eval_frame", None)
     action, strategy = getattr(frames, "_FrameAction", None), getattr(frames, "_FrameExecStrategy", None)
     if frames is not None and action is not None and strategy is not None:

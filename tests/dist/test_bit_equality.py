@@ -107,7 +107,7 @@ SLOW = pytest.mark.slow
         pytest.param(4, torch.bfloat16, True, marks=SLOW),
     ],
 )
-def test_averages_are_equal_to_the_bit(on_ranks, num_ranks, dtype, is_full):
+def test_averages_are_bit_identical(on_ranks, num_ranks, dtype, is_full):
     runs = on_ranks(num_ranks, collect, dtype, is_full)
     if is_full:
         runs += on_ranks(num_ranks, collect, dtype, is_full)

@@ -229,7 +229,7 @@ def look_into_buckets() -> None:
         assert len(seen) > 1
 
 
-def test_a_hook_is_given_every_gradient(job):
+def test_a_hook_gets_every_gradient(job):
     job(2, look_into_buckets)
 
 
@@ -396,5 +396,5 @@ def be_a_module() -> None:
         works(model)
 
 
-def test_it_is_a_module_that_can_be_saved_and_copied(job):
+def test_the_wrapper_can_be_saved_and_copied(job):
     job(2, be_a_module)

@@ -83,7 +83,7 @@ def open_groups_of_a_part() -> list[float]:
     return sums
 
 
-def test_groups_of_a_part_leave_groups_of_the_world_alone(job):
+def test_groups_of_some_ranks_do_not_affect_groups_of_the_world(job):
     assert job(3, open_groups_of_a_part) == [[2.0, 2.0, 3.0, 3.0], [2.0, 2.0, 3.0, 3.0], [3.0, 3.0]]
 
 
@@ -111,7 +111,7 @@ def ignore(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["torch", "ours"])
-def test_ignored_parameters_and_buffers_are_left_alone(job, how):
+def test_ignored_parameters_and_buffers_are_unchanged(job, how):
     job(2, ignore, how)
 
 
@@ -177,7 +177,7 @@ def report() -> dict[str, Any]:
         }
 
 
-def test_a_report_tells_the_buckets_times_and_advice(job):
+def test_a_report_has_bucket_times_and_advice(job):
     for rank, found in enumerate(job(2, report)):
         assert found["who"] == (rank, 2, BACKEND, 6)
         model_bytes = sum(param.numel() * 4 for param in Net().parameters())
@@ -210,7 +210,7 @@ def wait_for_the_slow() -> None:
             assert waited_s[0] > 0 or world.rank == 1, (options, waited_s)
 
 
-def test_a_report_has_the_wait_for_a_slow_rank(job):
+def test_a_report_shows_the_wait_for_a_slow_rank(job):
     job(2, wait_for_the_slow)
 
 
@@ -233,7 +233,7 @@ def catch_errors() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_of_every_rank_leaves_no_cycle(job, ranks):
+def test_an_error_on_every_rank_leaves_no_reference_cycle(job, ranks):
     job(ranks, catch_errors)
 
 
@@ -257,7 +257,7 @@ def alone() -> None:
             assert gone() is None  # the error left no reference cycle, which would keep the group open
 
 
-def test_a_world_of_one_takes_the_same_way(job):
+def test_a_world_of_one_takes_the_same_path(job):
     job(1, alone)
 
 

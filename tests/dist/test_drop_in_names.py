@@ -232,7 +232,7 @@ def start_with_own_buffers() -> list[tuple[float, float]]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_which_buffers_are_made_equal_when_is_as_in_torch(job):
+def test_buffers_are_synchronised_as_in_torch(job):
     for rank, found in enumerate(job(2, start_with_own_buffers)):
         ours = found[1::2] if len(found) == 6 else found
         assert ours == [(rank, rank + 2.0), (0, 2.0), (0, 2.0)]
@@ -247,7 +247,7 @@ def profile_forward() -> list[str]:
         return [event.key for event in seen.key_averages()]
 
 
-def test_a_trace_has_the_range_of_torchs_wrapper(job):
+def test_a_trace_has_the_profiler_range_of_torchs_wrapper(job):
     assert all("DistributedDataParallel.forward" in names for names in job(2, profile_forward))
 
 
@@ -296,7 +296,7 @@ def refuse() -> list[tuple[str, str]]:
         return [error_of(call) for call in calls]
 
 
-def test_what_is_not_supported_is_refused(job):
+def test_unsupported_features_are_refused(job):
     (found,) = job(1, refuse)
     for (kind, text), word in zip(found, ("in backward", "DTensor", "_register_fused_optim"), strict=True):
         assert kind == "ConfigError" and word in text
@@ -333,7 +333,7 @@ def ask_for_names() -> None:
         assert gone() is None  # no lookup left a reference cycle, which would keep the group open
 
 
-def test_a_missing_attribute_is_blamed_on_the_right_class(job):
+def test_an_error_for_a_missing_attribute_names_the_right_class(job):
     job(1, ask_for_names)
 
 
@@ -382,7 +382,7 @@ def test_torchs_join(job, shards, options):
     job(3, join_as_torch_does, (1, 4, 2), shards, True, options)
 
 
-def test_torchs_join_can_divide_by_those_that_have_data(job):
+def test_torchs_join_can_divide_by_the_number_of_active_ranks(job):
     job(2, join_as_torch_does, (3, 1), False, False, {})
 
 
@@ -405,7 +405,7 @@ class Fragile(Net):
         return super().forward(x)
 
 
-def test_torchs_join_ends_early_on_request_or_where_a_rank_fails(job):
+def test_torchs_join_ends_early_on_request_or_if_a_rank_fails(job):
     first, second = job(2, leave_join_early, False)
     assert first[0] == second[0] == "RuntimeError"
     assert "exhausted" in first[1] and "exhausted" in second[1]

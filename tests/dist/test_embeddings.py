@@ -215,7 +215,7 @@ def send_one_bucket() -> None:
             assert again.plan == model.plan and wanted in again.report().embeddings[0]
 
 
-def test_with_one_bucket_the_rows_of_a_tied_table_must_be_asked_for(job):
+def test_with_one_bucket_the_rows_of_a_tied_table_must_be_requested(job):
     job(2, send_one_bucket)
 
 
@@ -226,7 +226,7 @@ def share_memory() -> None:
             assert wanted in report.embeddings[0], report.embeddings
 
 
-def test_between_ranks_that_share_memory_rows_must_be_asked_for(job):
+def test_between_ranks_that_share_memory_rows_must_be_requested(job):
     job(2, share_memory)
 
 

@@ -98,7 +98,7 @@ def give_arguments(refused: list[str]) -> dict[str, list[str]]:
         return {name: find_effects(world.rank, **{name: value}) for name, value in GIVEN.items()}
 
 
-def test_what_is_said_to_be_refused_is_refused_and_nothing_else(on_ranks):
+def test_exactly_the_documented_arguments_are_refused(on_ranks):
     refused = [name for name, text in ROWS.items() if text.startswith("refused")]
     assert set(refused) == set(ROWS) - {"module", *GIVEN}
     first, second = on_ranks(2, give_arguments, refused)

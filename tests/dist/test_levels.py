@@ -89,7 +89,7 @@ def run_steps(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_stay_equal_and_nothing_is_lost(job, backend):
+def test_ranks_stay_equal_and_no_gradient_is_lost(job, backend):
     job(4, run_steps, backend)
 
 
@@ -113,11 +113,11 @@ def compare(num_ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_with_one_rank_on_each_host_it_is_the_strategy_itself(job):
+def test_with_one_rank_per_host_it_equals_the_plain_strategy(job):
     job(3, compare, 1)
 
 
-def test_on_one_host_it_is_the_all_reduce(job):
+def test_on_one_host_the_strategy_is_the_all_reduce(job):
     job(4, compare, 4)
 
 
@@ -176,7 +176,7 @@ def load_elsewhere(num_ranks: int, saved: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_resuming_is_exact_and_on_other_hosts_the_mean_is_cut_anew(job):
+def test_resuming_is_exact_and_on_other_hosts_the_mean_is_split_again(job):
     first, *_ = job(4, resume)
     job(4, load_elsewhere, 1, first)
     job(2, load_elsewhere, 1, first)
@@ -188,7 +188,7 @@ def train_on_two(settings: TrainSettings, folder: Path, resume: bool) -> Any:
         return train_watched(settings, folder, resume, pass_by).error
 
 
-def test_a_run_that_was_killed_goes_on_to_the_bit(job, tmp_path):
+def test_a_killed_run_resumes_bit_identically(job, tmp_path):
     settings = TrainSettings(**SMALL | {"ranks": 4, "strategy": "powersgd:2+hosts"})
     (tmp_path / "whole").mkdir()
     assert job(4, train_on_two, settings, tmp_path / "whole", False) == [None] * 4
@@ -234,7 +234,7 @@ def meet_trouble() -> list[Any]:
 
 
 @pytest.mark.slow
-def test_trouble_on_one_rank_is_that_of_all_and_torchs_wrapper_takes_the_hook(job):
+def test_a_failure_on_one_rank_is_raised_on_all_and_torchs_wrapper_accepts_the_hook(job):
     first, *others = job(4, meet_trouble)
     assert first[0] == "CollectiveError hook-failed" and "rank 1" in first[1] and "no more room" in first[1]
     assert all(other == first for other in others)

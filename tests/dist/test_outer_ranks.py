@@ -65,7 +65,7 @@ def compare_with_one_process(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "backend"), [(2, "gloo"), (2, "shm"), (1, "gloo")])
-def test_ranks_do_what_replicas_in_one_process_do(job, num_ranks, backend):
+def test_ranks_equal_replicas_in_one_process(job, num_ranks, backend):
     job(num_ranks, compare_with_one_process, backend)
 
 
@@ -94,7 +94,7 @@ def resume_in_mid_round() -> None:
             check_equal(world, whole.model.state_dict().values(), (text, at))
 
 
-def test_a_run_that_was_killed_in_mid_round_goes_on_bit_for_bit(job):
+def test_a_run_killed_in_mid_round_resumes_bit_identically(job):
     job(2, resume_in_mid_round)
 
 
@@ -116,7 +116,7 @@ def resume_on_one_more() -> None:
         assert error_of(lambda: other.model.load_strategy_state(states))[0] == "ConfigError strategy"
 
 
-def test_another_number_of_ranks_begins_at_the_mean_and_another_model_is_refused(job):
+def test_another_number_of_ranks_starts_from_the_mean_and_another_model_is_refused(job):
     job(2, resume_on_one_more)
 
 
@@ -200,7 +200,7 @@ def fail_in_every_way() -> list[tuple[str, str]]:
     return found
 
 
-def test_what_goes_wrong_on_one_rank_is_one_error_on_all(job):
+def test_a_failure_on_one_rank_is_one_error_on_all(job):
     first, second = job(2, fail_in_every_way)
     codes = [kind for kind, _ in first]
     assert codes == [
@@ -318,5 +318,5 @@ def use_in_many_ways() -> None:
         assert error_of(join)[0] == "ConfigError strategy"
 
 
-def test_it_fits_into_training_loops_of_all_kinds(job):
+def test_it_works_in_all_kinds_of_training_loops(job):
     job(2, use_in_many_ways)

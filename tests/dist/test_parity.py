@@ -1,6 +1,6 @@
-"""The parity matrix: every reducer and several plans, against one process that sees the whole batch.
+"""The parity matrix: every reducer and several plans, compared with one process that sees the whole batch.
 
-What comes out is within rounding of that process, and equal to the bit on all ranks.
+Results equal those of that process up to rounding, and are bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from tests.unit.made_plans import plan_by_cap, plan_in_pieces
 
 BACKENDS = [ASKED_BACKEND] if ASKED_BACKEND else sorted({"gloo", BACKEND})
 Record = dict[str, torch.Tensor | None]
-KIB = 1 / 1024  # in MiB, as caps are
+KIB = 1 / 1024  # in MiB, the unit of caps
 TOLERANCES = {
     torch.float32: 1e-5, torch.complex64: 1e-5, torch.float64: 1e-13, torch.complex128: 1e-13, torch.bfloat16: 2e-2,
 }  # fmt: skip
 
 
 def plan_split(module: nn.Module) -> Plan:
-    """Most gradients travel in several buckets; some pieces have one to themselves, others share it."""
+    """Splits most gradients over several buckets; some pieces have a bucket of their own, others share one."""
     gradients = read_replica(module).gradients
     return plan_in_pieces(gradients, reversed(range(len(gradients))), cap_bytes=90, tail_bytes=20)
 
 
 def plan_backwards(module: nn.Module) -> Plan:
-    """The first bucket is the last to be ready."""
+    """The first bucket is ready last."""
     gradients = read_replica(module).gradients
     return plan_by_cap(gradients, range(len(gradients)), cap_bytes=200)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A reducer and a rule for its plan; `is_so(plan)` makes sure that the plan is what the name says."""
+    """A reducer and a rule for its plan; `is_so(plan)` checks that the plan matches the name."""
 
     name: str
     options: Callable[[nn.Module], dict[str, Any]]
     is_so: Callable[[Plan], bool] = lambda plan: True
-    is_sharded: bool = False  # a rank has averages of its pieces alone, and the optimizer of the wrapper
-    is_lossy: bool = False  # it computes something else than one process does, but the same on all ranks
-    period: int = 1  # steps between two syncs of parameters; gradients are not averaged where it is above 1
+    is_sharded: bool = False  # each rank has averages of its shard only, and the wrapper's optimizer
+    is_lossy: bool = False  # results differ from one process, but are equal on all ranks
+    period: int = 1  # steps between two syncs of parameters; above 1, gradients are not averaged
 
 
 def count_families(plan: Plan) -> int:
@@ -81,7 +81,7 @@ REDUCERS = (
     ),
     Variant("simple", lambda module: {"reducer": "simple"}),
 )
-# Strategies that lose nothing, each as dense as it can be.
+# Exact strategies, with settings that leave nothing out.
 STRATEGIES = (
     Variant("top-k of everything", lambda module: {"strategy": "topk:1", "bucket_cap_mb": 0.15 * KIB}),
     Variant("PowerSGD of full rank", lambda module: {"strategy": "powersgd:1000", "bucket_cap_mb": 0.15 * KIB}),
@@ -106,7 +106,7 @@ VARIANTS = {"reducers": REDUCERS, "strategies": STRATEGIES, "lossy": LOSSY}
 
 
 def build(case: Case, rank: int) -> nn.Module:
-    torch.manual_seed(1000 * rank + 7)  # another one on every rank: what is not broadcast shows
+    torch.manual_seed(1000 * rank + 7)  # differs between ranks, to reveal values that are not broadcast
     return case.build().to(here())
 
 
@@ -129,7 +129,7 @@ def prepare_gradients(case: Case, model: nn.Module, optimizer: torch.optim.Optim
         optimizer.zero_grad(set_to_none=case.zero == "to none")
     for number, param in enumerate(model.parameters()):
         if case.zero == "replaced" and param.grad is not None:
-            # In another order of elements than the parameter's on every rank but the first.
+            # Except on rank 0, with other strides than the parameter.
             param.grad = param.grad.clone(memory_format=torch.contiguous_format if rank else torch.preserve_format)
         elif case.zero == "some" and number % 2:
             param.grad = None
@@ -153,7 +153,7 @@ def train_together(case: Case, reducer: Variant, world: paceline.World) -> Recor
     module = build(case, world.rank)
     model = paceline.DDP(module, check_replicas_every=2, **case.options, **reducer.options(module))
     optimizer = case.optimizer(model.parameters())
-    if reducer.is_sharded:  # of what is trained
+    if reducer.is_sharded:
         optimizer = model.shard_optimizer(case.optimizer([p for p in model.parameters() if p.requires_grad]))
     record: Record = {}
     scaler = build_scaler(case)
@@ -207,7 +207,7 @@ def train_alone(case: Case, world_size: int) -> Record:
 
 
 def run_shards(case: Case, model: nn.Module, shards: list[list[Batch]], scaler: torch.amp.GradScaler) -> None:
-    """Each shard alone: gradients weighed as the case says, and running statistics averaged."""
+    """Run each shard separately, with the weights of the case, and average running statistics."""
     samples = [sum(len(batch.y) for batch in shard) for shard in shards]
     by_samples = case.options.get("average") == "samples"
     before = [buffer.clone() for buffer in model.buffers()]
@@ -234,7 +234,7 @@ def digest(tensor: torch.Tensor | None) -> str:
 
 
 def find_unequal(digests: list[dict[str, str]]) -> list[str]:
-    """What is not the same to the bit on all ranks."""
+    """Entries that are not bit-identical on all ranks."""
     return [
         f"{name} differs between rank 0 and rank {rank}"
         for rank, other in enumerate(digests[1:], start=1)
@@ -244,7 +244,7 @@ def find_unequal(digests: list[dict[str, str]]) -> list[str]:
 
 
 def find_far(case: Case, record: Record, wanted: Record) -> list[str]:
-    """What is not within rounding of the reference."""
+    """Entries that differ from the reference by more than rounding."""
     if list(record) != list(wanted):
         return [f"the records differ: {sorted(record.keys() ^ wanted.keys())}"]
     far = []
@@ -265,13 +265,13 @@ def find_far(case: Case, record: Record, wanted: Record) -> list[str]:
 
 
 def run_cases(names: list[str], backend: str, variants: str = "reducers") -> list[str]:
-    """Cases on all reducers, in one world: what is wrong, with the case and the reducer."""
+    """Run cases on all reducers in one world. Returns what is wrong, with the case and the reducer."""
     with paceline.init(backend, "cpu", announce=None, timeout_s=60) as world:
         return [line for name in names for line in run_case(name, world, variants)]
 
 
 def can_run(reducer: Variant, case: Case) -> bool:
-    """Sharded averages cannot be added to, momentum counts once, and schedules do not weigh gradients by samples."""
+    """You cannot accumulate into sharded averages, momentum counts once, and schedules cannot weight by samples."""
     return not (
         (reducer.is_sharded and case.zero not in ("to none", "to zeros"))
         or ("dgc" in reducer.name and case.optimizer is build_momentum)
@@ -281,9 +281,9 @@ def can_run(reducer: Variant, case: Case) -> bool:
 
 def run_case(name: str, world: paceline.World, variants: str) -> list[str]:
     case = CASES[name]
-    torch._C._set_mkldnn_enabled(True)  # a case with bf16 turns it off on some CPUs
+    torch._C._set_mkldnn_enabled(True)  # a bf16 case turns it off on some CPUs
     starts = world.share([digest(tensor.detach()) for tensor in build(case, world.rank).parameters()])
-    assert all(start != starts[0] for start in starts[1:]), "the ranks start alike: no missing broadcast would show"
+    assert all(start != starts[0] for start in starts[1:]), "equal starts would hide a missing broadcast"
     wanted = train_alone(case, world.world_size) if world.rank == 0 and variants != "lossy" else None
     found = []
     for reducer in VARIANTS[variants]:
@@ -298,7 +298,7 @@ def run_case(name: str, world: paceline.World, variants: str) -> list[str]:
         errors, digests = zip(*world.share((error, {key: digest(value) for key, value in record.items()})), strict=True)
         if any(errors):
             found += [f"{label}, rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-            assert all(errors), "\n".join(found)  # where only some ranks fail, the next reducer would be no test
+            assert all(errors), "\n".join(found)  # if only some ranks failed, the next reducer cannot be tested
             continue
         wrong = find_unequal(digests)
         if wanted is not None:
@@ -308,28 +308,28 @@ def run_case(name: str, world: paceline.World, variants: str) -> list[str]:
     return found
 
 
-# Cases are dealt out to jobs, which alternate between two ranks on one backend and three on the other. The other half
-# is slow; `make test-gloo` has the other half of gloo's.
+# Cases are divided among jobs, which alternate between two ranks on one backend and three on the other. The other half
+# is slow; `make test-gloo` runs the other half on gloo.
 WORLDS = list(zip((2, 3), BACKENDS * 2, strict=False))
 NUM_PARTS = 6
 
 
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, NUM_PARTS))])
-def test_every_rung_trains_as_one_process_does(on_ranks, part, turn):
+def test_every_rung_trains_like_one_process(on_ranks, part, turn):
     world_size, backend = WORLDS[(part + turn) % 2]
     lines = on_ranks(world_size, run_cases, list(CASES)[part::NUM_PARTS], backend)
     found = [line for each in lines for line in each]
     assert not found, "\n".join(["", *dict.fromkeys(found)])
 
 
-# Codecs send real numbers in float32.
+# Codecs send real float32 numbers.
 SENT = [name for name in CASES if "64" not in name and "complex" not in name]
 COMMON = ("plain", "tied", "unused", "bfloat16", "batchnorm", "uneven")
 
 
 @pytest.mark.parametrize("names", [COMMON, pytest.param([n for n in SENT if n not in COMMON], marks=pytest.mark.slow)])
-def test_strategies_that_lose_nothing_train_as_one_process_does(on_ranks, names):
+def test_exact_strategies_train_like_one_process(on_ranks, names):
     assert set(COMMON) <= set(SENT)
     for world_size, backend in WORLDS:
         lines = on_ranks(world_size, run_cases, list(names), backend, "strategies")

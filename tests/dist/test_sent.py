@@ -1,4 +1,4 @@
-"""What a rank passes to all-reduce in a step, counted there: for every reducer, and in scaling studies."""
+"""What each rank passes to all-reduce in a step, for every reducer, and in scaling studies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BACKENDS = ["gloo"] if why_not() else ["gloo", "paceline"]
 def count_steps(backend: str, dtype_name: str) -> list[Any]:
     """For each reducer: (what was sent in each step, number of parameters, bytes of gradients, buckets of the plan).
 
-    A BatchNorm layer has statistics to send, which do not fit between gradients of half precision. One gradient is
-    large enough for a place of its own, with a gap before it. Every second step has two micro-batches.
+    BatchNorm's statistics need a message of their own with half-precision gradients. One gradient is large enough for
+    its own aligned space. Every second step has two micro-batches.
     """
     import torch
     from torch import nn
@@ -57,7 +57,7 @@ def count_steps(backend: str, dtype_name: str) -> list[Any]:
 
 @pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, dtype_name):
+def test_every_gradient_is_sent_once_and_nothing_else_is_counted(on_ranks, backend, dtype_name):
     received = on_ranks(2, count_steps, backend, dtype_name)
     assert received[0] == received[1]
     for options, sent, num_params, num_bytes, num_buckets in received[0]:
@@ -68,7 +68,7 @@ def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, 
 
 
 def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
-    """(what it said, bytes of all gradients), where each message is sent twice or is not counted."""
+    """The error, and the bytes of all gradients, if each message is sent twice or is not counted."""
     from paceline.measure import step_bench
     from paceline.parallel.channel import Channel
     from paceline.studies import rank_steps
@@ -112,7 +112,7 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
 @pytest.mark.parametrize(
     "setup", [Setup("torch", "gloo"), *(Setup("paceline", backend) for backend in BACKENDS)], ids=str
 )
-def test_a_study_refuses_what_was_sent_twice_or_not_counted(on_ranks, setup, fault, times):
+def test_a_study_refuses_gradients_that_were_sent_twice_or_not_counted(on_ranks, setup, fault, times):
     settings = ScaleSettings(job=JOB, ranks=(1, 2), setups=(setup,), batch_sizes=(2,), iters=1)
     received = on_ranks(2, measure_wrongly, settings, fault)
     assert received[0] == received[1]

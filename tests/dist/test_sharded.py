@@ -333,7 +333,7 @@ def ask_alone(backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=needs_shm)])
-def test_who_asks_alone_for_the_state_gets_an_error_or_what_was_put_together(on_ranks, backend):
+def test_asking_for_the_state_on_one_rank_is_an_error_unless_it_was_consolidated(on_ranks, backend):
     first, second = on_ranks(2, ask_alone, backend)
     kind, text = first["alone"]
     assert kind == "ConfigError strategy" and "rank 1 did not call it in 0.3 s" in text
@@ -365,7 +365,7 @@ def train_from(saved: Any, kind: str, strategy: str | None, steps: range) -> Any
         return found
 
 
-def test_a_state_goes_from_two_ranks_to_four_and_to_one(on_ranks):
+def test_a_state_of_two_ranks_loads_on_four_and_on_one(on_ranks):
     saved, want = None, None
     for num_ranks, steps in ((2, range(2)), (4, range(2, 4)), (1, range(4, 6))):
         loaded = saved

@@ -138,8 +138,8 @@ class Noted:
 
 
 def run_crossings() -> None:
-    """Two gloo ranks tell that they can receive before they send; several messages under way, in one group with others
-    of the program; small ones are gloo's own."""
+    """Two gloo ranks post receives before they send, with several messages in flight, in a group that the program uses,
+    too. Small messages use gloo's own collectives."""
     with paceline.init("gloo", announce=None) as world:
         me, peer, group = world.rank, 1 - world.rank, Noted(dist.group.WORLD)
         for elements, is_crossing in ((16, False), (1 << 18, True)):
@@ -162,7 +162,7 @@ def run_crossings() -> None:
             assert torch.equal(theirs, own * 0 + peer + 10)
 
 
-def test_two_ranks_of_gloo_send_to_each_other_at_once(job):
+def test_two_gloo_ranks_send_to_each_other_simultaneously(job):
     job(2, run_crossings)
 
 
@@ -191,7 +191,7 @@ def average_in_bf16(backend: str) -> tuple[list[Any], list[Any]]:
     return found, statistics
 
 
-def test_bf16_in_shared_memory_is_what_ranks_get_that_send_it(on_ranks):
+def test_bf16_in_shared_memory_equals_bf16_messages(on_ranks):
     if why_not():
         pytest.skip(f"NOT TESTED: {why_not()}")
     sent, shared = (on_ranks(3, average_in_bf16, backend) for backend in ("gloo", "shm"))
@@ -222,7 +222,7 @@ def compare_exact() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_where_nothing_is_left_out_it_is_the_all_reduce(job, num_ranks):
+def test_lossless_codecs_equal_the_all_reduce(job, num_ranks):
     job(num_ranks, compare_exact)
 
 
@@ -260,7 +260,7 @@ def keep_errors() -> None:
             assert error_of(call)[0] == "ConfigError strategy"
 
 
-def test_errors_survive_a_rebuild(job):
+def test_residuals_survive_a_rebuild(job):
     job(2, keep_errors)
 
 
@@ -283,7 +283,7 @@ def reorder_errors() -> None:
         assert all(torch.equal(before[name], error) for name, error in model._strategy.codec.errors.items())
 
 
-def test_errors_follow_the_order_of_memory(job):
+def test_residuals_follow_the_memory_layout(job):
     job(2, reorder_errors)
 
 
@@ -323,7 +323,7 @@ def scale_losses() -> None:
             model.stop()
 
 
-def test_errors_follow_the_scale_of_the_loss(job):
+def test_residuals_follow_the_loss_scale(job):
     job(2, scale_losses)
 
 
@@ -420,8 +420,8 @@ def test_accumulation_overflow_weights_and_uneven_data(job):
 
 
 def weigh_by_samples() -> None:
-    """By samples the first step does not know the total. What it leaves is in the unit of the next one, also in a model
-    that is read again, and in one that continues from its state."""
+    """The first step does not know the total number of samples. Its residuals are in the unit of the next step, even
+    after a rebuild, and in a model that continues from the state."""
     with paceline.init(announce=None) as world:
         sizes = [2, 5]
         for text in LOSSY:
@@ -451,7 +451,7 @@ def weigh_by_samples() -> None:
                 each.stop()
 
 
-def test_weights_by_samples_lose_nothing(job):
+def test_weighting_by_samples_loses_nothing(job):
     job(2, weigh_by_samples)
 
 
@@ -518,7 +518,7 @@ def follow_rates() -> None:
         assert error_of(lambda: DDP(complex_one, strategy="int8"))[0] == "ConfigError strategy"
 
 
-def test_errors_follow_the_learning_rate_and_momentum_counts_once(job):
+def test_residuals_follow_the_learning_rate_and_momentum_counts_once(job):
     job(2, follow_rates)
 
 
@@ -563,7 +563,7 @@ def apply_or_keep() -> None:
             model.stop()
 
 
-def test_what_was_not_applied_is_still_to_be_sent(job):
+def test_averages_that_were_not_applied_remain_to_be_sent(job):
     job(2, apply_or_keep)
 
 
@@ -666,5 +666,5 @@ def use_torchs_wrapper() -> None:
         dist.barrier()
 
 
-def test_torchs_wrapper_takes_our_hook_and_ours_takes_torchs(job):
+def test_torchs_wrapper_accepts_our_hook_and_ours_accepts_torchs(job):
     job(2, use_torchs_wrapper)

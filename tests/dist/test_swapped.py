@@ -155,7 +155,7 @@ def swap() -> None:
         assert set(names) <= set(inspect.signature(DDP).parameters)
 
 
-def test_the_swap_reaches_every_name_of_the_class_and_can_be_ended(job):
+def test_the_swap_reaches_every_name_of_the_class_and_can_be_undone(job):
     job(1, swap)
 
 
@@ -207,7 +207,7 @@ def wrap_twice() -> None:
             assert kind == "ConfigError" and "nn.Module" in text and "\n" not in text
 
 
-def test_a_model_that_is_wrapped_is_not_wrapped_again(job):
+def test_a_wrapped_model_is_not_wrapped_again(job):
     job(2, wrap_twice)
 
 

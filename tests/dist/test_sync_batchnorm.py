@@ -99,7 +99,7 @@ OPTIONS = [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": N
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_even_uneven_and_empty_batches_give_the_result_of_the_whole(on_ranks, num_ranks):
+def test_even_uneven_and_empty_batches_equal_the_whole_batch(on_ranks, num_ranks):
     sizes = [size for size in SIZES if len(size) == num_ranks]
     check_together(on_ranks, [(size, image, {}) for size in sizes for image in ((), (3, 2))])
 
@@ -113,7 +113,7 @@ def test_a_weight_without_a_bias(on_ranks):
     check_parity(on_ranks, (2, 3), (2,), bias=False)
 
 
-def test_float32_is_as_exact_as_float32(on_ranks):
+def test_float32_statistics_have_float32_accuracy(on_ranks):
     check_parity(on_ranks, (3, 1, 2), (4, 4), torch.float32, rtol=1e-5, atol=1e-5)
 
 
@@ -123,7 +123,7 @@ def test_a_large_mean_does_not_cancel_the_variance(on_ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_has_statistics_in_float32(on_ranks, dtype):
+def test_low_precision_inputs_have_float32_statistics(on_ranks, dtype):
     half = torch.finfo(dtype).eps
     check_parity(on_ranks, (3, 1, 2), (4, 4), dtype, rtol=4 * half, atol=4 * half)
     x = draw(6, CHANNELS, 4, 4).to(dtype).double()
@@ -171,7 +171,7 @@ def follow_layout(parts: list, layout: torch.memory_format) -> tuple[bool, bool]
     ("image", "layout"),
     [((4, 2), torch.contiguous_format), ((4, 2), torch.channels_last), ((4, 2, 3), torch.channels_last_3d)],
 )
-def test_the_memory_format_is_kept(on_ranks, image, layout):
+def test_the_memory_format_is_preserved(on_ranks, image, layout):
     x = draw(5, CHANNELS, *image)
     assert on_ranks(2, follow_layout, cut(x, x, (2, 3)), layout) == [(True, True)] * 2
 
@@ -205,11 +205,11 @@ def count_messages() -> list[int]:
         return counts
 
 
-def test_one_message_forward_and_one_backward_if_the_input_needs_a_gradient(on_ranks):
+def test_one_message_in_forward_and_one_in_backward_if_the_input_needs_a_gradient(on_ranks):
     assert on_ranks(2, count_messages) == [[1, 1, 1, 0]] * 2
 
 
-def test_a_world_of_one_is_torchs_and_sends_nothing():
+def test_a_world_of_one_uses_torchs_layer_and_sends_nothing():
     x, upstream = draw(4, CHANNELS, 2).float(), draw(4, CHANNELS, 2, seed=1).float()
     with paceline.init(device="cpu", announce=None):
         before = dist.group.WORLD._get_sequence_number_for_group()
@@ -241,7 +241,7 @@ def test_a_single_value_is_refused_on_all_ranks_alike(on_ranks, sizes):
     assert (state[2:], batches) == ([[0.0] * CHANNELS, [1.0] * CHANNELS], 0)
 
 
-def test_nothing_on_any_rank_moves_nothing(on_ranks):
+def test_empty_batches_on_all_ranks_do_not_change_statistics(on_ranks):
     zeros, ones = [0.0] * CHANNELS, [1.0] * CHANNELS
     assert on_ranks(2, train_on, (0, 0)) == [("", [zeros, zeros, zeros, ones], 1)] * 2  # as torch does
 

@@ -50,7 +50,7 @@ def sum_alone(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sum_of_one_is_over_when_it_starts(on_ranks, backend):
+def test_a_sum_over_one_rank_finishes_when_it_starts(on_ranks, backend):
     on_ranks(2, sum_alone, backend)
 
 
@@ -70,7 +70,7 @@ def train_alone(backend: str, **options: object) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-5}, {"average": "samples"}], ids=str)
-def test_gradients_of_one_are_its_own(on_ranks, backend, options):
+def test_gradients_of_a_single_rank_are_its_own(on_ranks, backend, options):
     on_ranks(2, functools.partial(train_alone, backend, **options))
 
 

@@ -31,7 +31,7 @@ def weigh_two_backwards() -> None:
             check(world, model, wanted, step)
 
 
-def test_samples_are_those_of_the_forwards_that_a_backward_goes_through(job):
+def test_the_samples_of_every_forward_in_a_backward_count(job):
     job(2, weigh_two_backwards)
 
 
@@ -66,11 +66,11 @@ def stop_one_of_two() -> None:
         assert first not in ddp._wrappers and second in ddp._wrappers
 
 
-def test_a_stopped_wrapper_no_longer_counts(job):
+def test_a_stopped_wrapper_does_not_cost_the_next_one_a_group(job):
     job(2, stop_one_of_two)
 
 
-def test_two_wrappers_do_not_mix_their_messages_where_ranks_take_other_branches(job):
+def test_two_wrappers_keep_their_messages_apart_if_ranks_take_different_branches(job):
     job(2, train_two)
 
 
@@ -89,7 +89,7 @@ def replace_everything() -> list[tuple[str, str]]:
         return errors
 
 
-def test_parameters_that_are_all_replaced_are_found(job):
+def test_replacing_all_parameters_is_detected(job):
     first, second = job(2, replace_everything)
     assert first == second
     assert all(kind == "ConfigError model-changed" and "is new" in text for kind, text in first), first
@@ -110,7 +110,7 @@ def keep_on() -> None:
         check(world, model, wanted)
 
 
-def test_a_refused_rebuild_leaves_the_wrapper_as_it_was(job):
+def test_a_failed_rebuild_leaves_the_wrapper_unchanged(job):
     job(2, keep_on)
 
 
@@ -127,7 +127,7 @@ def fail_while_accumulating() -> None:
         assert all(torch.equal(grad, before[name]) for name, grad in gradients(model).items())
 
 
-def test_a_failed_forward_leaves_accumulated_gradients_alone(job):
+def test_a_failed_forward_keeps_accumulated_gradients(job):
     job(2, fail_while_accumulating)
 
 
@@ -165,7 +165,7 @@ def assign_buffers() -> None:
             check_equal(world, [model.module.seen], step)
 
 
-def test_a_buffer_that_is_assigned_anew_is_shared(job):
+def test_a_reassigned_buffer_is_synchronised(job):
     job(2, assign_buffers)
 
 
@@ -200,7 +200,7 @@ def keep_an_output(average: str) -> None:
 
 
 @pytest.mark.parametrize("average", ["ranks", "samples"])
-def test_an_output_of_evaluation_that_is_kept_holds_nothing_up(job, average):
+def test_keeping_an_evaluation_output_does_not_hold_buffers_back(job, average):
     job(2, keep_an_output, average)
 
 

@@ -187,8 +187,8 @@ def fail_in_forward(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str
 
 
 def fail_while_words_are_read_late(asks: bool) -> list[tuple[str, str]]:
-    """As on a GPU after the first steps: control words are read a step later, when buckets of that one are under way.
-    With `asks` ranks that have not failed check the last step first."""
+    """As on a GPU after the first steps: control words are read one step later, when its buckets are in flight. With
+    `asks`, ranks that have not failed first check the last step."""
     copy, streams.copy_to_host = streams.copy_to_host, lambda slots: (slots.clone(), NoEvent())
     found = []
     try:
@@ -199,7 +199,7 @@ def fail_while_words_are_read_late(asks: bool) -> list[tuple[str, str]]:
                 model.zero_grad()
                 loss(model, world.rank, step).backward()
             assert len(model.plan.buckets) > 2
-            for fails in (True, False):  # and ranks go on after it, until the next one
+            for fails in (True, False):  # after the failure, the ranks continue
                 model.zero_grad()
                 if world.rank == 1 and fails:
                     found.append(error_of(lambda: loss(model, world.rank, fails=True).backward()))
@@ -223,7 +223,7 @@ class NoEvent:
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_a_rank_that_fails_while_words_are_read_late_is_one_error_everywhere(job, asks):
+def test_a_failure_with_deferred_control_words_is_one_error_everywhere(job, asks):
     results = job(3, fail_while_words_are_read_late, asks)
     assert results[0] == results[1] == results[2]
     ((kind, text),) = results[0]
@@ -242,8 +242,8 @@ class Normed(nn.Module):
 
 
 def fail_before_other_messages(kind: str) -> tuple[str, str]:
-    """Rank 1 fails after the first steps, and before the next words the others send messages of another kind: in
-    forward, in the optimizer, in `rebuild`, in a hook, or of a schedule that stops averaging gradients."""
+    """Rank 1 fails after the first steps. Before the next control words, the others send messages in forward, in the
+    optimizer, in `rebuild`, in a hook, or for a schedule that stops averaging gradients."""
     copy, streams.copy_to_host = streams.copy_to_host, lambda slots: (slots.clone(), NoEvent())
     try:
         with paceline.init(announce=None) as world:
@@ -284,7 +284,7 @@ def fail_before_other_messages(kind: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["forward", "optimizer", "schedule", "rebuild", "hook"])
-def test_late_words_are_read_before_messages_of_another_kind(job, kind):
+def test_deferred_control_words_are_read_before_other_messages(job, kind):
     results = job(2, fail_before_other_messages, kind)
     assert results[0] == results[1]
     code, text = results[0]
@@ -303,7 +303,7 @@ def test_a_rank_that_fails_in_forward_is_one_error_everywhere(job, at_step):
     assert all(seconds < SOON_S for result in results for *_, seconds in result)
 
 
-def test_where_all_ranks_fail_each_raises_its_own_error(job):
+def test_if_all_ranks_fail_each_raises_its_own_error(job):
     for result in job(3, fail_in_forward, (0, 1, 2), 1):
         assert [(kind, text) for kind, text, _ in result] == [("KeyError", "'no such word'")] * len(REDUCERS)
 
@@ -324,7 +324,7 @@ def leave_early(reducer: dict[str, Any]) -> tuple[str, str, float]:
 @pytest.mark.parametrize(
     "reducer", [REDUCERS[1], *(pytest.param(one, marks=pytest.mark.slow) for one in REDUCERS[::2])], ids=str
 )
-def test_a_rank_that_is_a_batch_short_is_named_by_the_others(job, reducer):
+def test_a_rank_with_one_batch_less_is_named_by_the_others(job, reducer):
     results = job(3, leave_early, reducer)
     assert results[1][:2] == ("", "")
     for rank in (0, 2):
@@ -373,7 +373,7 @@ def test_join_trains_on_every_batch_and_ends_with_equal_parameters(job, batches)
     job(len(batches), train_unevenly, batches, "ranks", True)
 
 
-def test_join_can_divide_by_those_that_have_data(job):
+def test_join_can_divide_by_the_number_of_active_ranks(job):
     job(3, train_unevenly, (1, 3, 2), "ranks", False)
     job(3, train_unevenly, (1, 3, 2), "samples", True)
 
@@ -391,7 +391,7 @@ def stop_at_the_first_end() -> tuple[str, str]:
         return error_of(train)
 
 
-def test_join_can_stop_all_ranks_at_the_first_end(job):
+def test_join_can_stop_all_ranks_when_the_first_runs_out(job):
     first, second = job(2, stop_at_the_first_end)
     assert first == second
     assert first[0] == "CollectiveError uneven-inputs"
@@ -417,7 +417,7 @@ def drift(every: int) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_replica_that_drifts_is_found_at_the_next_check(job):
+def test_drift_is_detected_at_the_next_check(job):
     results = job(3, drift, 1)
     assert results[0] == results[1] == results[2]
     for kind, text in results[0]:
@@ -425,7 +425,7 @@ def test_a_replica_that_drifts_is_found_at_the_next_check(job):
         assert "left.bias on rank 1" in text
         assert "step 4" in text
         assert "right" not in text
-    # It is the check that finds it: without one nobody notices.
+    # Without the check, nobody notices.
     assert job(3, drift, 0) == [[("", "")] * len(REDUCERS)] * 3
 
 
@@ -481,7 +481,7 @@ def talk_to_the_gone(what: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("what", ["share", "broadcast"])
-def test_a_peer_that_has_gone_is_named_whatever_was_to_be_exchanged(job, what):
+def test_a_lost_peer_is_named_in_every_kind_of_exchange(job, what):
     results = job(3, talk_to_the_gone, what)
     for kind, text in (results[0], results[2]):
         assert kind == "CollectiveError peer-lost", (kind, text)
@@ -514,7 +514,7 @@ def fail_before_others_meet(at_step: int) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("at_step", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_rank_that_fails_while_others_wait_for_it_in_forward_is_named_when_it_leaves(job, at_step):
+def test_a_rank_that_fails_while_others_wait_in_forward_is_named_when_it_exits(job, at_step):
     results = job(3, fail_before_others_meet, at_step)
     assert results[1][:2] == ("KeyError", "'no such word'")
     for kind, text, _ in (results[0], results[2]):

@@ -82,7 +82,7 @@ def test_a_hook_that_fails_on_one_rank_is_one_error_everywhere(job, how, at_step
     assert all(seconds < SOON_S for result in results for *_, seconds in result)
 
 
-def test_where_the_hook_fails_on_all_ranks_each_raises_its_own_error_and_can_go_on(job):
+def test_if_the_hook_fails_on_all_ranks_each_raises_its_own_error_and_can_continue(job):
     for result in job(2, break_hook, "first call", (0, 1), 1):
         assert [(kind, text) for kind, text, _ in result] == [("", ""), ("OSError", "no more room"), ("", "")]
 
@@ -109,7 +109,7 @@ def register_somewhere(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, 
 
 
 @pytest.mark.parametrize("at_step", [0, 2])
-def test_a_hook_on_some_ranks_only_is_found_before_it_sends(job, at_step):
+def test_a_hook_on_only_some_ranks_is_detected_before_it_sends(job, at_step):
     results = job(3, register_somewhere, (0, 2), at_step)
     assert results[0] == results[1] == results[2]
     for kind, text in results[0]:
@@ -137,7 +137,7 @@ def done_with(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-def test_asking_for_hooks_costs_no_message_after_the_first_step(job):
+def test_the_check_for_hooks_sends_nothing_after_the_first_step(job):
     num_buckets = 8
     assert {tuple(counts[1:]) for counts in job(2, count_messages, False)} == {(num_buckets,) * (STEPS - 1)}
     assert {tuple(counts[1:]) for counts in job(2, count_messages, True)} == {(1,) * (STEPS - 1)}

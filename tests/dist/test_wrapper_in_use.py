@@ -242,7 +242,7 @@ def weigh_by_samples() -> None:
         check(world, tokens, wanted)
 
 
-def test_uneven_batches_are_weighed_by_their_samples(job):
+def test_uneven_batches_are_weighted_by_their_samples(job):
     job(2, weigh_by_samples)
 
 
@@ -289,7 +289,7 @@ def change_the_model(change: str) -> list[tuple[str, str]]:
         ("add", "ConfigError model-changed", ["last.1.weight is new", "rank 1", "rebuild()"]),
     ],
 )
-def test_a_change_after_wrapping_is_found_on_all_ranks_and_fixed_by_rebuild(job, change, kind, words):
+def test_a_change_after_wrapping_is_detected_on_all_ranks_and_fixed_by_rebuild(job, change, kind, words):
     first, second = job(2, change_the_model, change)
     assert first == second
     for found, text in first:
@@ -370,7 +370,7 @@ def share_buffers() -> None:
                 check_equal(world, net.buffers(), (reducer, step))
 
 
-def test_running_statistics_are_averaged_and_other_buffers_are_rank_0s(job):
+def test_running_statistics_are_averaged_and_other_buffers_follow_rank_0(job):
     job(2, share_buffers)
 
 
@@ -387,7 +387,7 @@ def keep_buffers_for_a_second_backward() -> None:
                 check_equal(world, gradients(model).values(), (reducer, step))
 
 
-def test_buffers_stay_as_they_are_while_another_backward_needs_them(job):
+def test_buffers_do_not_change_while_a_backward_needs_them(job):
     job(2, keep_buffers_for_a_second_backward)
 
 
@@ -464,5 +464,5 @@ def outlive_a_group() -> bool:
         return True
 
 
-def test_a_group_may_go_before_a_callback_that_holds_it(on_ranks):
+def test_a_group_may_be_freed_before_a_callback_that_holds_it(on_ranks):
     assert on_ranks(2, outlive_a_group) == [True, True]

@@ -43,7 +43,7 @@ def keep_own_parameters() -> None:
             check_equal(world, [param.grad for param in model.parameters()], reducer)
 
 
-def test_gradients_are_averaged_and_parameters_left_alone(job):
+def test_gradients_are_averaged_and_parameters_unchanged(job):
     job(2, keep_own_parameters)
 
 
@@ -143,7 +143,7 @@ def tie() -> list[tuple[str, str]]:
     return errors
 
 
-def test_a_tied_parameter_is_one_member_with_both_its_names(job):
+def test_a_tied_parameter_is_one_entry_with_both_names(job):
     texts = job(2, tie)
     assert texts[0] == texts[1]
     for kind, text in texts[0]:
@@ -241,7 +241,7 @@ def hide_the_output() -> tuple[str, str]:
         return error_of(lambda: model(draw(world.rank))().square().mean().backward())
 
 
-def test_an_output_that_hides_its_tensors_is_refused_where_a_nested_backward_would_end_the_step(job):
+def test_an_output_that_hides_its_tensors_is_refused_with_reentrant_checkpointing(job):
     """The backward is first detected inside a nested one, whose end is too early."""
     (kind, text), other = job(2, hide_the_output)
     assert (kind, text) == other
@@ -338,7 +338,7 @@ def count_as_zeros() -> None:
                 check(world, model, wanted, (reducer, step))
 
 
-def test_unused_counts_as_zeros_on_request_and_unused_everywhere_has_no_gradient(job):
+def test_unused_parameters_count_as_zeros_on_request_and_have_no_gradient_if_unused_everywhere(job):
     job(2, count_as_zeros)
 
 
@@ -360,7 +360,7 @@ def accumulate_by_turns() -> None:
                 check(world, model, wanted, (reducer, step))
 
 
-def test_accumulation_keeps_what_only_an_earlier_micro_batch_used(job):
+def test_accumulation_keeps_gradients_of_earlier_micro_batches(job):
     job(2, accumulate_by_turns)
 
 
@@ -394,7 +394,7 @@ def fail_in_backward(goes_on: bool) -> tuple[list[tuple[str, str]], float]:
     return errors, time.monotonic() - began
 
 
-def test_a_rank_that_fails_in_backward_and_ends_is_named_by_the_others(job):
+def test_a_rank_that_fails_in_backward_and_exits_is_named_by_the_others(job):
     (first, first_s), (second, _) = job(2, fail_in_backward, False)
     assert second == [("OSError", "the disk of this rank is full")]
     assert [kind for kind, _ in first] == ["CollectiveError peer-lost"]
@@ -402,7 +402,7 @@ def test_a_rank_that_fails_in_backward_and_ends_is_named_by_the_others(job):
     assert first_s < 60  # a limit of a collective, or of the job, is longer
 
 
-def test_a_rank_that_fails_in_backward_and_goes_on_meets_the_others_in_one_error(job):
+def test_a_rank_that_fails_in_backward_and_continues_raises_the_same_error_as_the_others(job):
     (first, _), (second, _) = job(2, fail_in_backward, True)
     assert first == second
     assert len(first) == len(REDUCERS)

@@ -31,7 +31,7 @@ def test_every_codec_keeps_replicas_equal_and_loses_nothing(on_nccl, ranks):
     on_nccl(ranks, test_strategies.run_steps, timeout_s=120)
 
 
-def test_errors_follow_the_scale_of_the_loss(on_nccl):
+def test_residuals_follow_the_loss_scale(on_nccl):
     on_nccl(2, test_strategies.scale_losses, timeout_s=60)
 
 
@@ -39,7 +39,7 @@ def test_accumulation_overflow_weights_and_uneven_data(on_nccl):
     on_nccl(2, test_strategies.do_special_steps, timeout_s=60)
 
 
-def test_torchs_wrapper_takes_our_hook_and_ours_takes_torchs(on_nccl):
+def test_torchs_wrapper_accepts_our_hook_and_ours_accepts_torchs(on_nccl):
     on_nccl(2, test_strategies.use_torchs_wrapper, timeout_s=120)
 
 
@@ -102,7 +102,7 @@ def test_join_trains_on_every_batch_and_ends_with_equal_parameters(on_nccl, batc
 
 
 @pytest.mark.parametrize(("average", "divide_by_all"), [("ranks", False), ("samples", True)])
-def test_join_can_divide_by_those_that_have_data(on_nccl, average, divide_by_all):
+def test_join_can_divide_by_the_number_of_active_ranks(on_nccl, average, divide_by_all):
     on_nccl(4, test_wrapper_errors.train_unevenly, (1, 3, 2, 0), average, divide_by_all, timeout_s=90)
 
 

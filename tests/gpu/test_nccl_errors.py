@@ -37,7 +37,7 @@ def test_a_rank_that_fails_in_forward_is_one_error_everywhere(on_nccl, ranks):
         assert all(word in text for word in ("step 3", "rank 1", "forward", "KeyError: 'no such word'"))
 
 
-def test_a_replica_that_drifts_is_found_at_the_next_check(on_nccl):
+def test_drift_is_detected_at_the_next_check(on_nccl):
     results = on_nccl(4, test_wrapper_errors.drift, 1)
     assert all(result == results[0] for result in results)
     for kind, text in results[0]:
@@ -52,7 +52,7 @@ def test_different_models_or_options_are_the_same_error_everywhere(on_nccl):
     assert all("rank 1" in text for _, text in refused)
 
 
-def test_join_can_stop_all_ranks_at_the_first_end(on_nccl):
+def test_join_can_stop_all_ranks_when_the_first_runs_out(on_nccl):
     first, second = on_nccl(2, test_wrapper_errors.stop_at_the_first_end)
     assert first == second
     assert first[0] == "CollectiveError uneven-inputs" and "rank 1" in first[1]
@@ -72,7 +72,7 @@ def test_a_hook_that_fails_on_one_rank_is_one_error_everywhere(on_nccl, how):
     assert "rank 1" in text and "rank 0" not in text and FAILURES[how] in text and text in refusal
 
 
-def test_where_the_hook_fails_on_all_ranks_each_raises_its_own_error_and_can_go_on(on_nccl):
+def test_if_the_hook_fails_on_all_ranks_each_raises_its_own_error_and_can_continue(on_nccl):
     for result in on_nccl(2, break_hook, "first call", (0, 1), 1, timeout_s=45):
         assert [(kind, text) for kind, text, _ in result] == [("", ""), ("OSError", "no more room"), ("", "")]
 

@@ -98,7 +98,7 @@ class Careful(nn.BatchNorm2d):
         super().__init__(channels, eps=1e-3)
 
 
-def test_what_would_be_lost_is_refused_and_nothing_is_changed():
+def test_layers_that_would_lose_something_are_refused_and_nothing_changes():
     for layer, code in ((nn.LazyBatchNorm2d(), "lazy-layer"), (Activated(3), "custom-forward")):
         model = nn.Sequential(nn.BatchNorm2d(3), layer)
         with pytest.raises(ConfigError, match=rf"1 \({type(layer).__name__}\)") as caught:

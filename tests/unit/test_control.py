@@ -18,7 +18,7 @@ REPORTS = st.builds(
 
 
 @given(st.lists(REPORTS, min_size=1, max_size=5), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-def test_the_sum_of_all_slots_is_every_ranks_report(reports, dtype):
+def test_the_sum_of_all_slots_has_every_ranks_report(reports, dtype):
     all_words = []
     for rank, report in enumerate(reports):
         control = ControlWords(rank, len(reports))

@@ -169,7 +169,7 @@ def test_convert_keeps_everything_else():
         (SyncBatchNorm(3), "custom-forward"),
     ],
 )
-def test_what_would_be_lost_is_refused_and_nothing_is_changed(layer, code):
+def test_layers_that_would_lose_something_are_refused_and_nothing_changes(layer, code):
     model = nn.Sequential(nn.BatchNorm2d(3), layer)
     with pytest.raises(ConfigError, match=rf"1 \({type(layer).__name__}\)") as caught:
         GhostBatchNorm.convert(model, 4)

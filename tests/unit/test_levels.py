@@ -22,7 +22,7 @@ def place(text: str, num_hosts: int, per_host: int, rank: int) -> Levels:
 
 @pytest.mark.parametrize("text", ["int8+hosts", "powersgd:2+hosts"])
 @pytest.mark.parametrize("per_host", [1, 2, 3, 8])
-def test_the_parts_of_a_host_make_up_the_whole(text, per_host):
+def test_the_parts_of_a_host_add_up_to_the_whole(text, per_host):
     torch.manual_seed(3)
     shapes = {name: torch.Size(shape) for name, shape in SHAPES.items()}
     whole = {f"momentum {name}" if name == "a" else name: torch.randn(shape) for name, shape in shapes.items()}

@@ -231,7 +231,7 @@ def test_all_kinds_of_parameters_are_averaged():
 @pytest.mark.parametrize(
     "text", ["diloco:1,delay=1", "diloco:4,delay=4", "diloco:4,mixing=0.5", "diloco:2,fragments=3"]
 )
-def test_what_is_not_defined_is_refused(text):
+def test_undefined_combinations_are_refused(text):
     with pytest.raises(ConfigError) as error:
         Strategy.parse(text)
     assert error.value.code == "strategy"

@@ -121,7 +121,7 @@ def test_groups(world):
     assert world._get_sequence_number_for_group() >= 0
 
 
-def test_a_group_is_named_by_torch_where_that_cannot_be_changed(world, monkeypatch):
+def test_torch_names_a_group_if_the_name_cannot_be_set(world, monkeypatch):
     name_group = dist.distributed_c10d._process_group_name
     monkeypatch.delattr(dist.distributed_c10d, "_process_group_name")
     with internals._naming("ours"):

@@ -418,16 +418,14 @@ class GradientSync:
         return self.control.read_reports(slots.tolist()), missing
 
     def _send_empty(self) -> None:
-        """Take part in one more step with zeros. Ranks that defer reading control words react to an error only after
-        they have sent the next step's messages, and all ranks must send the same ones."""
+        """Take part in one more step with zeros, as ranks do that read this step's control words one step later."""
         words, _, _ = self.reducer.collect(self._factor, take_part=False)
         with torch.no_grad():
             self.control.write_report(words, RankReport(Status.FAILED))
         self.reducer.exchange()
 
     def check_last_step(self) -> None:
-        """Act on the last step's reports before the program runs collectives of its own, which a failed rank would not
-        join. Collective if a rank has failed."""
+        """Act on the last step's reports now, if they are still unread. Collective if a rank has failed."""
         if (late := self._await_deferred()) is not None:
             if any(report.status & ERRORS for report in late[0]):
                 self._send_empty()
@@ -913,4 +911,4 @@ class BucketedReducer:
                 self._handles.append(on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
 
 
-keep_from_compiler(GradientSync, BucketedReducer, WeakHook)
+keep_from_compiler(GradientSync, BucketedReducer, WeakHook, GradientSync._begin_backward)

@@ -173,8 +173,8 @@ class SyncBatchNorm(_AnyInputBatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Replace every BatchNorm in the module, and return the module (or the new layer, if the module is a
-        BatchNorm). Layers that already have a group (torch's SyncBatchNorm) keep it unless one is given."""
+        """Replace every BatchNorm, and return the module (or the new layer, if it is a BatchNorm). Layers of torch's
+        SyncBatchNorm keep their group unless one is given."""
         return cls._replace_in(module, "process_group", process_group)
 
     convert_sync_batchnorm = convert  # torch's name

@@ -165,8 +165,7 @@ class Channel:
                 work.wait(timedelta(seconds=self.timeout_s))
 
     def mark_computed(self) -> None:
-        """Record the end of backward for the monitor. GPU work up to this point does not depend on other ranks; after
-        it, with NCCL, the same stream waits for them."""
+        """Record the end of backward for the monitor: up to here, GPU work does not depend on other ranks."""
         if self._computed is not None and pulse.is_open():
             self._computed.record()
             pulse.watch_device(self._computed.query, find_counter(self.group))
@@ -222,8 +221,7 @@ class PairExchange:
 
 
 def start_exchange(rows: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
-    """Start to gather a vector of every rank into `rows`; or, given a matrix, each rank's row for this rank. Returns
-    the work."""
+    """Start to gather every rank's vector into `rows`; or, given a matrix, every rank's row for this rank."""
     one, is_gather = rows[0], given.dim() == 1
     if len(rows) == 2 and one.nbytes >= _CROSSING_BYTES and _is_gloo_on_cpu(rows, group):
         # gloo sends its data before it tells the peer that it is ready to receive, and that notice queues behind the
@@ -260,8 +258,7 @@ def open_group(like: Channel, owner: object) -> dist.ProcessGroup:
 
 
 def open_part(ranks: Sequence[Sequence[int]], backend: str, device: torch.device, owner: object) -> dist.ProcessGroup:
-    """This rank's group among `ranks`, which lives as long as `owner`. Collective: every rank of the world must call
-    this with the same groups."""
+    """This rank's group among `ranks`, which lives as long as `owner`. Collective over the whole world."""
     group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks], backend=backend)
     return _own(group, device, owner)
 

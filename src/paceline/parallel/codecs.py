@@ -93,8 +93,7 @@ class Codec:
             torch._foreach_mul_(found, factor)
 
     def discard(self, names: Sequence[str] | None = None) -> None:
-        """Undo the last step for all parameters, or for these, because its averages are not applied: residuals and
-        common state stay as they were before."""
+        """Undo the last step for all parameters, or for these, because its averages are not applied."""
         if names is None:
             names, self._finite = [key.rpartition(" ")[2] for key in (*self._new_errors, *self._new_common)], []
         for kind in ("", MOMENTUM):
@@ -523,8 +522,7 @@ def _add(values: torch.Tensor, errors: torch.Tensor, into: torch.Tensor) -> None
 
 
 def find_largest(flat: torch.Tensor, sizes: Sizes, counts: Sizes) -> torch.Tensor:
-    """For each part of the vector, the indices within it of its `counts` elements with the largest magnitude. Parts of
-    one size are searched together."""
+    """For each part of the vector, the indices within it of its `counts` elements with the largest magnitude."""
     parts, alike = flat.abs().split(list(sizes)), dict[tuple[int, int], list[int]]()
     for index, key in enumerate(zip(sizes, counts, strict=True)):
         alike.setdefault(key, []).append(index)

@@ -60,8 +60,7 @@ class RankReport(NamedTuple):
 
 
 class ControlWords:
-    """The layout: a slot per rank, row counts of each embedding, use counts if unused parameters are allowed, and
-    running statistics."""
+    """The layout: a slot per rank, row counts of embeddings, use counts (if unused is allowed), running statistics."""
 
     def __init__(
         self, rank: int, world_size: int, num_used: int = 0, num_statistics: int = 0, num_tables: int = 0

@@ -39,26 +39,24 @@ class FlatGradients:
         allocate: Callable[..., torch.Tensor] = torch.zeros,
     ) -> None:  # fmt: skip
         starts: dict[int, int] = {}
-        ends: dict[tuple[str, str], int] = {}
+        ends = Counter[tuple[str, str]]()  # by family
         spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
         for bucket in plan.buckets:
             family = plan.gradients[bucket.pieces[0].gradient].family
-            end = ends.get(family, 0)
-            first = -1
-            for piece in bucket.pieces:
-                if piece.gradient in uncopied:
-                    continue
+            first = end = ends[family]
+            pieces = [piece for piece in bucket.pieces if piece.gradient not in uncopied]
+            for place, piece in enumerate(pieces):
                 item = plan.gradients[piece.gradient].item_bytes
-                if piece.start_bytes == 0 and (first < 0 or piece.gradient in separate):
+                if piece.start_bytes == 0 and (place == 0 or piece.gradient in separate):
                     # Without alignment, one short bias would misalign everything after it for vector instructions.
                     end = -(-end * item // _ALIGN_BYTES) * _ALIGN_BYTES // item
-                first = end if first < 0 else first
+                first = end if place == 0 else first
                 start = end - piece.start_bytes // item
                 if starts.setdefault(piece.gradient, start) != start:
                     text = f"the plan sends the pieces of {plan.gradients[piece.gradient].name} out of order"
                     raise ConfigError(text, code="plan")
                 end += piece.num_bytes // item
-            spans.append((family, first if first >= 0 else end, end))
+            spans.append((family, first, end))
             ends[family] = end
         kinds = {g.family: layout[1:] for g, layout in zip(plan.gradients, replica.layouts, strict=True)}
         last_family, last_start, _ = spans[-1]
@@ -252,8 +250,7 @@ class Pack:
             self._storage.resize_(0)
 
     def _is_used_elsewhere(self, are_here: Sequence[bool] = ()) -> bool:
-        """Whether the program holds a view, other than as its parameter's `.grad` (`are_here`), or another tensor with
-        the same memory."""
+        """Whether the program uses this memory, other than as the `.grad` of a parameter (`are_here`)."""
         if count_storage_uses(self._storage._cdata) != self._num_uses:
             return True
         found = map(operator.ne, map(sys.getrefcount, self.views), self._num_references)

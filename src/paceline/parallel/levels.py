@@ -70,8 +70,7 @@ class Levels:
 
     @classmethod
     def find(cls, strategy: Strategy, channel: Channel) -> Levels | None:
-        """Find the rank layout for a strategy between hosts. Ranks write it to the store when the model is wrapped, so
-        that a single rank can set up later."""
+        """Find the rank layout for a strategy between hosts, in the store, so that a single rank can set up later."""
         if not strategy.between_hosts:
             return None
         store = dist.PrefixStore("paceline-hosts", get_default_store())
@@ -141,8 +140,7 @@ class Levels:
     def join(
         self, parts: Sequence[Mapping[str, torch.Tensor]], shapes: Mapping[str, torch.Size]
     ) -> dict[str, torch.Tensor]:
-        """The mean over hosts of what their ranks hold of each parameter. `parts` are in rank order, and missing
-        entries count as zeros."""
+        """The mean over hosts of what their ranks (`parts`) hold of each parameter. Missing entries count as zeros."""
         mean = {}
         for name in dict.fromkeys(name for part in parts for name in part):
             shape = shapes.get(name.rpartition(" ")[2])

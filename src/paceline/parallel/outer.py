@@ -438,8 +438,7 @@ class OuterState(StrategyState):
             self._calls.finish(self._futures.popitem()[1], None)
 
     def _finish(self, numbers: Sequence[int], mixing: float = 0.0) -> None:
-        """Wait for the averages, and apply them if no rank has failed. One message shares failures and SlowMo's
-        learning rates."""
+        """Wait for the averages, and apply them if no rank has failed."""
         if not numbers:
             return
         for number in numbers:
@@ -451,6 +450,7 @@ class OuterState(StrategyState):
         for index, lr in self._lrs.items() if size else ():
             words[1 + index], words[1 + size + index] = lr, 1.0
         words = copy_to_device(words, channel.device)
+        # One message for failures and SlowMo's learning rates.
         channel.wait(channel.start_sum(words), "the end of the sync")
         has_failed, *rest = self._calls.read(words)
         if has_failed:
@@ -496,8 +496,7 @@ class OuterState(StrategyState):
 
     @torch.no_grad()
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
-        """If the number of ranks has changed, this rank gets the mean of the parameters, so the next sync's average is
-        the same."""
+        """If the number of ranks has changed, this rank gets the mean of the parameters: the next average is equal."""
         own = {name for name in errors if name == _LRS or name.startswith((_PARAM, _BUFFER))}
         super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
         with self.exchanges.side.borrowed():

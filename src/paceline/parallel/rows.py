@@ -314,8 +314,7 @@ class EmbeddingRows(Lookups):
 
     @torch.no_grad()
     def collect(self, factor: float, take_part: bool) -> None:
-        """Store this rank's row count per table, or DENSE, in `counts`. Gradients that are not sent as rows go to
-        `.grad`."""
+        """Store this rank's row count per table, or DENSE, in `counts`. Other gradients go to `.grad`."""
         self._factor, self.counts = factor, [0] * len(self.tables)
         for number, table in enumerate(self.tables):
             if not take_part:
@@ -326,8 +325,7 @@ class EmbeddingRows(Lookups):
 
     @torch.no_grad()
     def exchange(self, counts: Sequence[Sequence[int]], take_part: bool) -> None:
-        """Send the rows of this step, or dense gradients where those take fewer bytes. `counts` is indexed by rank and
-        table. Collective."""
+        """Send the rows of this step (`counts` by rank and table), or dense gradients if smaller. Collective."""
         self._seen = list(counts)
         started: list[tuple[Table, Any, Any, list[int]]] = []
         for number, table in enumerate(self.tables):
@@ -387,8 +385,7 @@ class EmbeddingRows(Lookups):
         return found
 
     def delay(self, ready_order: Sequence[int], rows: Sequence[Rows]) -> list[int]:
-        """The ready order when `rows` are sent separately. The other tables are ready with their lookups, which were
-        not recorded, and therefore last."""
+        """The ready order when `rows` are sent separately: other tables come last, with their unrecorded lookups."""
         kept = {part.gradient for part in rows}
         late = {
             table.index

@@ -33,8 +33,7 @@ class BucketTimes:
 
 @dataclass
 class StepTimes:
-    """Times of one step. `begin_s` is `time.perf_counter()` at the start of backward; other times are relative to
-    it."""
+    """Times of one step, relative to the start of backward, `begin_s` (by `time.perf_counter()`)."""
 
     buckets: list[BucketTimes]
     backward_s: float

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel, alias, naming_lost_peers, start_exchange
-from paceline.parallel.codecs import GATHER, Exchange, reduce_scatter
+from paceline.parallel.codecs import GATHER, SCATTER, SWAP, Exchange, reduce_scatter
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.graph import WeakHook
 from paceline.parallel.replicas import Replica, find_strides
@@ -134,7 +134,8 @@ class Sharding:
         self.wait()
         self.replica, self.channel, self.is_planned = replica, channel, False
         self._rows.clear()  # they belong to the group
-        self.exchanges = Exchanges(channel)
+        is_rounded = self.strategy.codec == "bf16"
+        self.exchanges = Exchanges(channel, kinds=(SCATTER, SWAP, GATHER) if is_rounded else (SCATTER, GATHER))
         # Whether gradients are scattered. In shared memory an all-reduce is just as fast.
         self.needs_hook = not (channel.shares_memory and (rounds or self.strategy.codec == "dense"))
         if self.optimizer is not None:
@@ -186,8 +187,7 @@ class Sharding:
         return self._mark
 
     def check_mark(self) -> None:
-        """Warn once if whole gradients were scaled since backward: torch's clipping uses the norm of the local values,
-        which differs between ranks."""
+        """Warn once if whole gradients were scaled since backward, as by torch's clipping, which uses a local norm."""
         if self._mark is None or not self.is_reduced or self._has_warned:
             return
         if (factor := self._mark.item()) not in (0, 1):
@@ -336,8 +336,7 @@ class Sharding:
         }
 
     def _wait_outside_blocks(self, module: nn.Module, *_: Any) -> None:
-        """Before forward, wait for all parameters outside of blocks. A block waits itself if a recorded forward called
-        it."""
+        """Before forward, wait for all parameters except those of blocks that a recorded forward called."""
         if not self._gathers:
             self._called.clear()  # this forward has all values, and records which blocks it calls
             self._needs.pop(module, None)
@@ -495,8 +494,7 @@ class ShardedOptimizer(Optimizer):
         raise _error("a group was added after sharding: pass all groups to shard_optimizer")
 
     def wait(self) -> None:
-        """With `overlap=True`, wait for the new values of all parameters before the program reads them. The wrapper
-        does this itself in forward, and to save or copy."""
+        """With `overlap=True`, wait for new values before the program reads parameters outside the wrapper."""
         self._sharding.wait()
 
     def compute_norms(self, params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
