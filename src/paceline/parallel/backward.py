@@ -154,7 +154,8 @@ class GradientSync:
         elif self.schedule is not None:  # perhaps an evaluation on some ranks only; otherwise a backward follows
             self.schedule.is_overdue = self.schedule.is_due
         if self._task is not None and current_graph_task() == -1:
-            self._task, was_interrupted, self._syncing = None, self._syncing, False
+            was_interrupted = self._syncing
+            self._task, self._syncing = None, False
             if was_interrupted:
                 self.fail(CollectiveError("the backward before this forward failed", code="unfinished-backward"))
         self._change = change
@@ -241,7 +242,8 @@ class GradientSync:
     def _on_backward_over(self, task: int) -> None:
         if self._task != task:
             return
-        self._task, syncing, self._syncing = None, self._syncing, False
+        syncing = self._syncing
+        self._task, self._syncing = None, False
         while self.futures:
             self.futures.pop().wait()
         if syncing:
@@ -313,7 +315,8 @@ class GradientSync:
     def _run_step(self, status: Status, take_part: bool, failure: Failure | None = None) -> None:
         """Send the remaining buckets with this rank's report, wait, and act on all reports. Collective. A `status` of
         FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` unchanged."""
-        has_data, every, local = status == Status.OK, self.options.check_every, self._local
+        has_data = status == Status.OK
+        every, local = self.options.check_every, self._local
         reducer: BucketedReducer | SimpleReducer | OuterState = self.reducer if local is None else local
         try:
             late = self._await_deferred()
@@ -328,9 +331,11 @@ class GradientSync:
                 weight = self._weight if local is None else local.position
                 report = RankReport(self._find_status(missing), weight, digest)
             else:
-                report, missing = RankReport(status, samples=0 if local is None else local.position), []
+                report = RankReport(status, samples=0 if local is None else local.position)
+                missing = []
             if failure is not None:
-                report, take_part = report._replace(status=report.status | Status.FAILED), False
+                report = report._replace(status=report.status | Status.FAILED)
+                take_part = False
             absent = missing if has_data and failure is None else list(range(len(self.replica.params)))
             control, buffers = self.control, self.buffers
             with torch.no_grad():
@@ -375,7 +380,8 @@ class GradientSync:
                         buffers.read(control.statistics(words), is_valid=False)
         finally:
             # A raised error holds this frame. Holding the error here would keep the model and its group alive.
-            self._is_announced, failure, found = False, None, None
+            failure = found = None
+            self._is_announced = False
         self.channel.settle()
         reducer.learn()
 
@@ -493,7 +499,8 @@ class GradientSync:
                 self.codec.discard([self.replica.params[index] for index in unused])
             for index in unused if take_part else ():
                 self.replica.params[index].grad = None
-        by_samples, total = self.options.average == "samples", sum(report.samples for report in reports)
+        by_samples = self.options.average == "samples"
+        total = sum(report.samples for report in reports)
         if not by_samples and (self.join is None or self.join.divide_by_world):
             total = self.channel.world_size
         if total not in (0, self.expected_total) and take_part:
@@ -739,7 +746,10 @@ class BucketedReducer:
         self._was_late = was_active and self._next < len(self._buckets) - 1
         take_part = take_part and self._failure is None
         self._collect_rows(take_part)
-        zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
+        zeros = None
+        if not take_part:
+            flat = self._flat
+            zeros = FlatGradients(self.replica, self.plan, self.num_words, flat.uncopied, flat.separate)
         for bucket in self._buckets[self._next : -1]:
             self._start(bucket, *self._fill(bucket, zeros))
         self._last = self._fill(self._buckets[-1], zeros)
@@ -851,7 +861,8 @@ class BucketedReducer:
 
     def _agree_on_plan(self) -> None:
         # Every rank uses rank 0's plan, which follows the ready order on rank 0.
-        mine, rows = "", self.rows.choose(set(self._arrivals.places), len(self.replica.params))
+        mine = ""
+        rows = self.rows.choose(set(self._arrivals.places), len(self.replica.params))
         if self.channel.rank == 0:
             order = self.rows.delay(self.ready_order, rows)
             mine = self.rows.limit(self._make_plan(order, rows)).to_json()
@@ -873,16 +884,13 @@ class BucketedReducer:
             plan = plan_torch_start(self.replica.gradients, self.rows.choose_first(), is_limited)
         self.plan = plan
         least = 0 if stays else _SEPARATE_BYTES if self.channel.device.type == "cpu" else math.inf
-        self._kinds = uncopied, separate = choose_separate(plan, least, stays)
+        uncopied, separate = choose_separate(plan, least, stays)
         allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for lasting buffers
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         params = self.replica.params
         self._uncopied_strides = {index: find_strides(params[index]) for index in uncopied}
         packs = self.channel.world_size > 1
-        self._buckets = [
-            LiveBucket(number, indices, uncopied, separate, self._flat, params, packs)
-            for number, indices in enumerate(plan.partition)
-        ]
+        self._buckets = [LiveBucket(number, self._flat, params, packs) for number in range(len(plan.buckets))]
         self._packs = [bucket.pack for bucket in self._buckets if bucket.pack is not None]
         self.rows.use(plan, self.is_planned)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)

@@ -95,7 +95,8 @@ class Codec:
     def discard(self, names: Sequence[str] | None = None) -> None:
         """Undo the last step for all parameters, or for these, because its averages are not applied."""
         if names is None:
-            names, self._finite = [key.rpartition(" ")[2] for key in (*self._new_errors, *self._new_common)], []
+            names = [key.rpartition(" ")[2] for key in (*self._new_errors, *self._new_common)]
+            self._finite = []
         for kind in ("", MOMENTUM):
             found = {kind + name: self._new_errors.pop(kind + name, None) for name in names}
             self._spare |= {name: value for name, value in found.items() if value is not None}
@@ -319,7 +320,8 @@ class TopK(Codec):
     def _choose(self, names: Sequence[str], vectors: Vectors, counts: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
         """The elements of each gradient to send: indices and values. Keeps the rest. On a CPU one gradient after the
         other, without concatenating them; on a GPU in few kernel launches."""
-        sizes, feedback, speed = [vector.numel() for vector in vectors], self.strategy.feedback, None
+        sizes = [vector.numel() for vector in vectors]
+        feedback, speed = self.strategy.feedback, None
         if not _is_on_cpu(vectors):
             flat, speed = self._add_momentum(names, vectors)
             if feedback:
@@ -523,7 +525,8 @@ def _add(values: torch.Tensor, errors: torch.Tensor, into: torch.Tensor) -> None
 
 def find_largest(flat: torch.Tensor, sizes: Sizes, counts: Sizes) -> torch.Tensor:
     """For each part of the vector, the indices within it of its `counts` elements with the largest magnitude."""
-    parts, alike = flat.abs().split(list(sizes)), dict[tuple[int, int], list[int]]()
+    parts = flat.abs().split(list(sizes))
+    alike: dict[tuple[int, int], list[int]] = {}
     for index, key in enumerate(zip(sizes, counts, strict=True)):
         alike.setdefault(key, []).append(index)
     found: dict[int, torch.Tensor] = {}
@@ -666,7 +669,8 @@ def _choose(
     is_new: torch.Tensor, new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """All new values or all old ones, selected by a flag on the GPU, in few launches."""
-    chosen, together = dict(new), dict[int, list[str]]()
+    chosen = dict(new)
+    together: dict[int, list[str]] = {}
     for name, value in new.items():
         if name in old:
             together.setdefault(value.untyped_storage()._cdata, []).append(name)

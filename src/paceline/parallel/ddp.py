@@ -119,8 +119,9 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"the model is already wrapped in {type(module).__name__}: wrap its .module instead")
         unsupported = {
             "delay_all_reduce_named_params": delay_all_reduce_named_params,
-            "param_to_hook_all_reduce": param_to_hook_all_reduce, "mixed_precision": mixed_precision,
-        }  # fmt: skip
+            "param_to_hook_all_reduce": param_to_hook_all_reduce,
+            "mixed_precision": mixed_precision,
+        }
         if given := [name for name, value in unsupported.items() if value is not None]:
             names = " and ".join(given)
             raise ConfigError(f"{names}: not supported: leave it out (for mixed precision, use torch.autocast)")
@@ -178,7 +179,8 @@ class DDP(DistributedDataParallel):
         if self._sync is not None:
             self._sync.check_last_step()
             self._sync.sync_parameters()
-        replica, channel = read_replica(self.module, self.parameters_to_ignore), self._open_channel()
+        replica = read_replica(self.module, self.parameters_to_ignore)
+        channel = self._open_channel()
         # torch can create only one more group for a subset of ranks: users who need several must pass them.
         is_shared = self._group is None and any(other is not self for other in _wrappers)
         if self._gradient_group is None and any(channel.share(syncs_in_forward(self.module) or is_shared)):
@@ -220,8 +222,9 @@ class DDP(DistributedDataParallel):
             self._strategy = schedule
         elif not options.strategy.is_dense:
             self._strategy = StrategyState(options.strategy, replica, channel, self._strategy)
-            hook, rounds = (self._strategy, strategy_hook), self._strategy.rounds
-        hook, sharding = None if rounds else hook, None
+            rounds = self._strategy.rounds
+            hook = None if rounds else (self._strategy, strategy_hook)
+        sharding = None
         if options.strategy.is_sharded:
             sharding = self._sharding = self._sharding or Sharding(options.strategy)
             sharding.use(replica, channel, rounds)
@@ -540,9 +543,11 @@ class DDP(DistributedDataParallel):
         self._set_up()
 
     def _register_buffer_comm_hook(
-        self, state: object, hook: Callable[[Any, dict[str, torch.Tensor]], Any],
+        self,
+        state: object,
+        hook: Callable[[Any, dict[str, torch.Tensor]], Any],
         comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let `hook(state, buffers)` synchronise the buffers in each synchronised forward, instead of the wrapper. It
         may return Futures, which backward waits for. Call this on all ranks, before the first step."""
         if not callable(hook):

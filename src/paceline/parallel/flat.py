@@ -38,6 +38,8 @@ class FlatGradients:
         uncopied: Collection[int] = (), separate: Collection[int] = (),
         allocate: Callable[..., torch.Tensor] = torch.zeros,
     ) -> None:  # fmt: skip
+        self.plan, self.num_words = plan, num_words
+        self.uncopied, self.separate = uncopied, separate
         starts: dict[int, int] = {}
         ends = Counter[tuple[str, str]]()  # by family
         spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
@@ -78,7 +80,6 @@ class FlatGradients:
                     start = starts[piece.gradient]
                     self.views[piece.gradient] = base.as_strided(param.size(), find_strides(param), start)
         self.bucket_bytes = plan.bucket_bytes
-        self.num_words = num_words
         self.words = _view_words(self._flats[last_family][ends[last_family] :], num_words)
         self.messages = [*self.ranges[:-1], alias(self._flats[last_family][last_start:])]
 
@@ -102,14 +103,12 @@ class LiveBucket:
     several are packed into one message; a single one is reduced in place. The last bucket also packs the control words
     if it has nothing in the flat vector (`sends_words`)."""
 
-    def __init__(
-        self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
-        params: Sequence[torch.Tensor], packs: bool = False,
-    ) -> None:  # fmt: skip
-        self.number, self.indices, self.range = number, indices, flat.ranges[number]
-        self.fused = [index for index in indices if index not in separate]
-        self.copied = [index for index in indices if index in separate and index not in uncopied]
-        self.uncopied = [index for index in indices if index in uncopied]
+    def __init__(self, number: int, flat: FlatGradients, params: Sequence[torch.Tensor], packs: bool) -> None:
+        self.number, self.range = number, flat.ranges[number]
+        self.indices = flat.plan.partition[number]
+        self.fused = [index for index in self.indices if index not in flat.separate]
+        self.copied = [index for index in self.indices if index in flat.separate and index not in flat.uncopied]
+        self.uncopied = [index for index in self.indices if index in flat.uncopied]
         self.uncopied_params = [params[index] for index in self.uncopied]
         self.separate = self.copied + self.uncopied
         self.params = [params[index] for index in self.fused]

@@ -156,7 +156,8 @@ class HookCalls:
         """Copy words, which were received after the hook's messages, to the host."""
         if not self._channel.is_nccl or self._channel.world_size == 1:
             return words.tolist()  # type: ignore[no-any-return]
-        (kept, event), checked_s = copy_to_host(words), time.monotonic()
+        kept, event = copy_to_host(words)
+        checked_s = time.monotonic()
         while not event.query():
             time.sleep(_POLL_S)
             if not self._is_aborted and time.monotonic() - checked_s > _CHECK_S:
@@ -169,5 +170,6 @@ class HookCalls:
         return kept.tolist()  # type: ignore[no-any-return]
 
     def _fail(self, error: Exception) -> None:
-        self.is_over, self.failure = True, Failure(error, IN_HOOK)
+        self.failure = Failure(error, IN_HOOK)
+        self.is_over = True
         self._channel.report_failure(self._step)

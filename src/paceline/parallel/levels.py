@@ -127,7 +127,7 @@ class Levels:
 
     def cut(self, whole: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
         """This rank's part of each value, which belongs to the parameter named in its key."""
-        num, (_, at) = self.per_host, self.places[self.rank]
+        num, at = self.per_host, self.places[self.rank][1]
         found = {}
         for name, value in whole.items():
             shape = shapes[name.rpartition(" ")[2]]

@@ -181,7 +181,8 @@ class Outer:
     def average(self, number: int) -> Exchange:
         """Average the parameter differences of all replicas into `means`. They are computed immediately: the replica
         may continue while the exchange is in flight."""
-        is_dense, values, gone = self.strategy.codec == "dense", self.values, []
+        is_dense = self.strategy.codec == "dense"
+        values, gone = self.values, []
         for index in self.fragment(number):
             start, value = self.start[index], values[index]
             # Relative to where this replica really began, which is `start` after rounding.
@@ -368,7 +369,8 @@ class OuterState(StrategyState):
 
     def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
         """The control words to fill, and the parameters without a gradient; if that is an error, in any step."""
-        missing, self._missing = self._find_missing() if self._allows_missing else self._missing, set()
+        missing = self._find_missing() if self._allows_missing else self._missing
+        self._missing = set()
         return self._words, sorted(missing), None
 
     def exchange(self) -> None:
@@ -409,7 +411,8 @@ class OuterState(StrategyState):
         """Do what is due now. Collective."""
         if not self.is_due:
             return
-        outer, self.is_due, self.is_overdue = self.outer, False, False
+        outer = self.outer
+        self.is_due = self.is_overdue = False
         outer.to_apply, ready = [], outer.to_apply
         outer.to_begin, due = [], outer.to_begin
         self._finish(ready, self.strategy.mixing)

@@ -367,9 +367,11 @@ class EmbeddingRows(Lookups):
         """Tables worth sending as rows, by the counts of the last step. `dense` parameters also get dense gradients."""
         found = []
         for number, table in enumerate(self.tables):
-            most, is_all = max(one[number] for one in self._seen), table.index not in dense
+            most = max(one[number] for one in self._seen)
+            is_all = table.index not in dense
             share = self._compare(table, most)
-            table.why, table.has_other = table.why if not table.is_plain else "", not is_all
+            table.why = "" if table.is_plain else table.why
+            table.has_other = not is_all
             if table.is_sparse and is_all and table.is_plain:
                 found.append(Rows(table.index, min(most, len(table.param)), True))
             elif not most or most == DENSE or not table.is_plain:

@@ -234,7 +234,8 @@ class StrategyState:
         if isinstance(self.codec, BFloat16) and self.codec.world_size == channel.world_size:
             # With shared memory, ranks sum in float32 and round once. gloo and NCCL round at every hop of a ring.
             self.codec.sums_precisely = channel.shares_memory
-        self.exchanges, self.step = Exchanges(channel, levels, self.codec.kinds), 0
+        self.exchanges = Exchanges(channel, levels, self.codec.kinds)
+        self.step = 0
         self._rates: dict[str, Any] = {}  # by parameter: the learning rate that its residual refers to
         # By parameter: the optimizer that stepped it last, and the index of its group, which has the next rate.
         self._steppers: dict[str, tuple[Callable[[], Optimizer | None], int]] = {}
@@ -424,7 +425,8 @@ class StrategyState:
             errors = {name: error.detach().to(device) for name, error in errors.items()}
             self.codec.errors = {name: self._reorder(name, error, is_saved=True) for name, error in errors.items()}
             self.codec.common = {n: value.detach().to(device, copy=True) for n, value in found["common"].items()}
-        self._rates, self._scale = dict(found["rates"]), found.get("scale")
+        self._rates = dict(found["rates"])
+        self._scale = found.get("scale")
         self.step = found["step"]
 
     def _reorder(self, name: str, error: torch.Tensor, is_saved: bool) -> torch.Tensor:

@@ -72,7 +72,8 @@ class Timeline:
 
     def begin(self) -> None:
         is_recorded = self.sample_next or self._num_steps < _FIRST or self._num_steps % _EVERY == 0
-        self.sample_next, self._marks = False, {} if is_recorded else None
+        self.sample_next = False
+        self._marks = {} if is_recorded else None
         self._begin_s = time.perf_counter()
         self.mark("begin")
 

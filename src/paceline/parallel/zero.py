@@ -213,7 +213,8 @@ class Sharding:
         return self.exchanges.start(self._scatter(buffer, not self.is_planned), buffer)
 
     def _scatter(self, buffer: torch.Tensor, is_whole: bool) -> Exchange:
-        channel, rounds = self.channel, self.strategy.codec == "bf16" and buffer.dtype == torch.float32
+        channel = self.channel
+        rounds = self.strategy.codec == "bf16" and buffer.dtype == torch.float32
         sums = channel.shares_memory or (channel.is_nccl and not rounds)  # NCCL would round at every hop
         return scatter(buffer, channel.rank, channel.world_size, rounds, sums, is_whole)
 
@@ -387,7 +388,8 @@ class ShardedOptimizer(Optimizer):
     _names: dict[int, str]  # names of all parameters that were ever trained here
 
     def begin(self, sharding: Sharding) -> None:
-        self._sharding, self._members = sharding, [list(group["params"]) for group in self.param_groups]
+        self._sharding = sharding
+        self._members = [list(group["params"]) for group in self.param_groups]
         self._parts, self.cuts, self._names = {}, [], {}
         self._num_steps = 0
         self._num_requests = 0  # requests for the state since the last step
