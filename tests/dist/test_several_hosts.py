@@ -261,7 +261,7 @@ def test_when_nobody_reads_the_output_all_hosts_end_quietly(hosts):
     hosts.expect_nothing_left()
 
 
-def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts):
+def test_a_disconnected_host_is_named_and_ends_its_ranks(hosts):
     job = launch_stuck(hosts)
     run_ip("-n", hosts.space("b"), "link", "set", "eth0", "down")
     try:
@@ -337,7 +337,7 @@ except PacelineError as error:
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_set_up_is_named_before_anything_is_started(hosts, what):
+def test_a_bad_setup_is_named_before_anything_starts(hosts, what):
     """The command itself ends its checks after 5 s: a set-up that it names, it names within that time."""
     options, client, setup, code, sentence = BAD[what]
     folder = hosts.folder
@@ -368,7 +368,7 @@ def test_a_bad_set_up_is_named_before_anything_is_started(hosts, what):
     hosts.expect_nothing_left()
 
 
-def test_a_port_that_does_not_answer_is_named(hosts):
+def test_a_silent_port_is_named(hosts):
     way = ("-n", hosts.space("b"), "route"), ("blackhole", "10.92.0.1/32")
     run_ip(*way[0], "add", *way[1])
     try:

@@ -181,7 +181,7 @@ def whole(cluster) -> Path:
 
 
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
-def test_a_signal_saves_and_the_requeued_job_resumes_to_the_bit(cluster, whole, number):
+def test_a_signal_saves_and_the_requeued_job_resumes_bit_identically(cluster, whole, number):
     name = f"asked-{number.lower()}"
     job = submit(cluster, "--grace", "30", "--", *TRAIN, "--epochs", "500", "--out", name, name=name)
     folder = wait_for_steps(cluster, name, job)
@@ -225,7 +225,7 @@ time.sleep(300)
 """
 
 
-def test_a_rank_that_saves_slowly_is_waited_for(cluster):
+def test_the_job_waits_for_a_rank_that_saves_slowly(cluster):
     (cluster.folder / "slow_saver.py").write_text(SLOW_SAVER)
     job = submit(cluster, "--", "python", "slow_saver.py", name="slow")
     wait_until(lambda: read_log(cluster, "slow", job).count(": ready") == 2)
@@ -276,7 +276,7 @@ def test_folders_and_options_with_spaces_arrive(cluster):
     assert "Comment=a b" in ask(cluster, "scontrol", "-o", "show", "job", job)
 
 
-def test_an_interrupt_ends_the_following_and_not_the_job(cluster):
+def test_an_interrupt_stops_following_but_not_the_job(cluster):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     follower = follow(cluster, "--name", "left", "--", "bash", "-c", "echo ready; sleep 300", **pipes)
     while ": ready" not in follower.stdout.readline():

@@ -218,7 +218,7 @@ def share_here(first_bytes: int, second_bytes: int, pids: list[int], limit_s: fl
     return found
 
 
-def test_memory_is_shared_with_the_other_rank_and_with_no_stranger():
+def test_memory_is_shared_only_with_ranks():
     first, second, stranger = share_here(100, 100, [os.getpid()] * 2)
     first.part(1)[0] = b"x"
     assert second.part(1)[0] == b"x" and second.part(0)[0] == b"\0"
@@ -275,5 +275,5 @@ def free_memory() -> None:
         ranks.conclude()
 
 
-def test_freed_memory_is_given_back(forked):
+def test_freed_memory_is_returned(forked):
     forked(HERE + "free_memory")

@@ -181,7 +181,7 @@ def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> set
 
 @as_root
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_another_user_joins_no_world_reads_no_gradient_and_runs_no_code(on_ranks, attacker, backend, capfd):
+def test_another_user_cannot_join_read_gradients_or_run_code(on_ranks, attacker, backend, capfd):
     check_refused(on_ranks, attacker, backend, 0.3)
     # The store is the first thing that it finds, and says so.
     assert f"refused a process of another user (uid {NOBODY}" in capfd.readouterr().err
@@ -200,7 +200,7 @@ def test_fifty_tries_of_another_user_are_refused(on_ranks, attacker, backend, at
     assert attempt < 49 or len(seen[backend]) < 50 or "stranger" in seen[backend]
 
 
-def test_a_store_serves_who_knows_its_secret_and_reports_who_does_not():
+def test_a_store_serves_only_clients_that_know_its_secret():
     listener, said = socket.create_server(("127.0.0.1", 0)), []
     port, place = listener.getsockname()[1], rendezvous.Place(1, 2, 0, 1, "torchrun")
     server = store_server.Server(listener, b"the secret", said.append)
@@ -232,7 +232,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_store_that_is_silent_is_given_up_after_the_timeout(monkeypatch, name):
+def test_a_silent_store_is_abandoned_after_the_timeout(monkeypatch, name):
     """As that of a host that vanished, or of a process that was suspended."""
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.1)
     near, far = socket.socketpair()
@@ -252,7 +252,7 @@ def test_a_store_that_is_silent_is_given_up_after_the_timeout(monkeypatch, name)
     assert [find_code(error) for error in ended] == ["peer-lost"]
 
 
-def test_a_connection_to_another_host_is_probed_while_nothing_is_said():
+def test_a_silent_connection_to_another_host_is_probed():
     listener = socket.create_server(("127.0.0.1", 0))
     server = store_server.Server(listener, b"the secret", lambda text: None)
     try:
@@ -268,7 +268,7 @@ def test_a_connection_to_another_host_is_probed_while_nothing_is_said():
         server.stop()
 
 
-def test_what_listens_in_the_place_of_rank_0_must_know_the_secret():
+def test_a_server_in_place_of_rank_0_must_know_the_secret():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pid = os.fork()
         if not pid:
@@ -294,7 +294,7 @@ def meet_as_torch_does() -> tuple[bool, int]:
         dist.destroy_process_group()
 
 
-def test_torchs_own_init_meets_on_the_private_store_too(on_ranks):
+def test_torchs_own_init_uses_the_private_store(on_ranks):
     assert on_ranks(2, meet_as_torch_does) == [(True, 2)] * 2
 
 
@@ -319,12 +319,12 @@ def nest(is_private: bool) -> list[int] | str:
         rendezvous.is_private = check
 
 
-def test_objects_of_a_user_travel_on_a_private_store_alone(on_ranks):
+def test_user_objects_are_sent_only_over_a_private_store(on_ranks):
     assert on_ranks(2, nest, True) == [[0, 1]] * 2
     assert on_ranks(2, nest, False) == ["not-plain"] * 2
 
 
-def test_a_file_of_another_making_is_no_rendezvous(tmp_path):
+def test_a_rendezvous_file_that_others_can_write_is_refused(tmp_path):
     path = tmp_path / "meet"
     path.touch(0o666)
     path.chmod(0o666)

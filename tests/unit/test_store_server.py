@@ -106,7 +106,7 @@ def open_gate(report: Callable[[str], None]) -> Iterator[tuple[Gate, tuple[str, 
         gate.close()
 
 
-def test_a_rank_gets_in_although_reports_fail(monkeypatch):
+def test_a_rank_is_admitted_even_if_reports_fail(monkeypatch):
     def fail(_: str) -> None:
         raise OSError("stderr is closed")
 
@@ -120,7 +120,7 @@ def test_a_rank_gets_in_although_reports_fail(monkeypatch):
         assert link.recv(7) == b"welcome"
 
 
-def test_a_stranger_that_resets_its_connection_is_reported():
+def test_an_unauthenticated_connection_that_resets_is_reported():
     reports: list[str] = []
     with open_gate(reports.append) as (_, where):
         with socket.create_connection(where, timeout=60) as link:
@@ -131,7 +131,7 @@ def test_a_stranger_that_resets_its_connection_is_reported():
     assert "127.0.0.1, which does not know the secret" in reports[0]
 
 
-def test_a_rank_that_is_turned_away_before_the_handshake_tries_again():
+def test_a_rank_that_is_dropped_before_the_handshake_retries():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         servers: list[Server] = []
 
