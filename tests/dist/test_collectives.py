@@ -67,7 +67,7 @@ def test_memories_and_the_limit_take_turns_in_one_cell(on_ranks, dtype):
 
 
 def watch_vectors(wanted: CollectiveSettings) -> list[bool]:
-    """For each all-reduce of paceline's in order: whether its vector lay in memory that the group gave out."""
+    """For each all-reduce on shm in order: whether its vector was allocated by the group."""
     from paceline.transport.group import PacelineGroup
 
     places: list[tuple[int, int]] = []
@@ -98,7 +98,7 @@ def test_only_shared_memory_belongs_to_the_group(on_ranks):
 
 
 def skip_an_element(wanted: CollectiveSettings, how: str) -> Measured:
-    """Rank 1 leaves out the last element of every add, or of every copy."""
+    """Rank 1 skips the last element of every add, or of every copy."""
     from paceline.measure.collectives import MemoryAdd, MemoryCopy
 
     kind = MemoryAdd if how == "add" else MemoryCopy
@@ -137,7 +137,7 @@ def test_by_default_small_messages_get_many_repetitions(on_ranks):
 
 
 def corrupt_one_rank(wanted: CollectiveSettings, how: str) -> Measured:
-    """The all-reduce of rank 1 is damaged in the way named; the engine does not know."""
+    """Corrupt the all-reduce of rank 1 in this way, unknown to the engine."""
     real = dist.all_reduce
 
     def damaged(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):

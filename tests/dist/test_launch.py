@@ -48,7 +48,7 @@ def test_warm_ranks_run_jobs_in_worlds_of_any_size(on_ranks):
 
 
 def hold_a_lock(folder: str) -> str:
-    """A named semaphore, as tqdm makes one, and a mark of the moment at which it is removed."""
+    """Hold a named semaphore, as tqdm does, and write a file when it is removed."""
     lock = multiprocessing.get_context("spawn").Lock()
     mark = Path(folder, os.environ["RANK"])
     multiprocessing.util.Finalize(lock, mark.write_text, ("removed",), exitpriority=0)
@@ -176,7 +176,7 @@ def test_a_signal_is_not_sent_to_a_reused_process_id(monkeypatch):
 
 
 class LikeAVictim(OSError):
-    """Its text is asked for when the failure is described, after its time was taken: only then does rank 0 fail."""
+    """Rank 0 fails once the text of this error is read, which is after its time was recorded."""
 
     def __str__(self) -> str:
         Path(self.args[0]).touch()
@@ -381,7 +381,7 @@ if __name__ == "__main__":
     ],
 )
 def test_no_rank_outlives_its_parent(start, tmp_path, ending):
-    """Ctrl-C reaches the whole terminal; the ranks of a launcher that is killed are stopped, too."""
+    """Ctrl-C reaches the whole process group; ranks also end if the launcher is killed while they are suspended."""
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     job = start(str(script), str(tmp_path))

@@ -1,4 +1,4 @@
-"""Who is who, in the world and on meshes of one and two dimensions; and seeds."""
+"""`get` and `ranks` in the world and on meshes of one and two dimensions; and seeds."""
 
 from __future__ import annotations
 

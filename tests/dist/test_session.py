@@ -54,7 +54,7 @@ def die(how: str, *_: Any) -> list[Any]:
 
 
 def post_cells(num_cells: int, pause_s: float = 0.0) -> str:
-    """A function of the ranks that has cells of its own."""
+    """A function for ranks that posts cells of its own."""
     if os.environ["RANK"] == "0":
         for number in range(num_cells):
             post(Progress(number + 1, num_cells, f"cell {number}", tuple(answer(number + 1))))
@@ -63,7 +63,7 @@ def post_cells(num_cells: int, pause_s: float = 0.0) -> str:
 
 
 def save_on_sigterm() -> str:
-    """A function of the ranks that saves and returns when it is asked to stop, as training does."""
+    """A function for ranks that saves and returns on SIGTERM, as training does."""
     came = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:

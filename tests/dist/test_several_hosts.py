@@ -85,7 +85,7 @@ def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
 
 
 def add_interface(made: MadeHosts, name: str, interface: str, address: str) -> None:
-    """An interface that leads nowhere."""
+    """Add an interface that is connected to nothing."""
     space = made.space(name)
     run_ip("-n", space, "link", "add", interface, "type", "veth", "peer", f"{interface}-peer")
     run_ip("-n", space, "address", "add", address, "dev", interface)
@@ -214,7 +214,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_stop(hosts):
 
 
 def find_agents(hosts: MadeHosts) -> list[int]:
-    """The agent of host b: its parent, then its child."""
+    """The processes of host b's agent: the parent, then the child."""
     lines = [line for line in hosts.list_processes(but=()) if line.startswith("b: ")]
     found = {int(line.split()[1]) for line in lines if "sys.stdin.buffer.read" in line and "sh -c" not in line}
     parent_of = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
@@ -242,7 +242,7 @@ def test_whatever_is_killed_ranks_that_do_not_stop_are_ended_on_all_hosts(hosts,
 
 
 def test_when_the_launcher_is_killed_training_ends_on_all_hosts(hosts):
-    """With the grace that everybody has: ranks that listen end at once."""
+    """With the default grace period: ranks that handle signals end immediately."""
     out = hosts.folder / "launcher-killed"
     job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
     wait_for_steps(job, out)
@@ -338,7 +338,7 @@ except PacelineError as error:
 
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_setup_is_named_before_anything_starts(hosts, what):
-    """The command itself ends its checks after 5 s: a set-up that it names, it names within that time."""
+    """The command ends its checks after 5 s, so a bad setup is named within that time."""
     options, client, setup, code, sentence = BAD[what]
     folder = hosts.folder
     for name in ("same", "other/torch", "other/torch-1.0.0.dist-info", "late", "only-a", "full"):

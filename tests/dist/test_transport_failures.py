@@ -143,7 +143,7 @@ def stay_away_asleep(rank: int, say: Any, missing: int) -> dict[str, Any]:
     began = time.monotonic()
     if rank == missing:
         time.sleep(4.0)
-        # When it is late, it learns that the others have given up on it, and does not wait for them.
+        # If it is late, it learns that the others have left, and does not wait for them.
         received = catch(lambda: all_reduce(torch.ones(50_000), 90.0).wait())
         assert time.monotonic() - began < 4.0 + SOON_S and f"rank {missing}" in received["error"], received
         return received
@@ -197,7 +197,7 @@ def leave_or_wait(rank: int, say: Any, size: int) -> dict[str, Any]:
         received.append(catch(waiting.get_future().wait)["code"])
         assert received == ["closed"] * 3
         return {}
-    # A small one may still be met, since everything that is needed of rank 1 has been put out; the next one is not.
+    # A small one may still finish, since rank 1 has already contributed to it; the next one cannot.
     return catch(lambda: dist.all_reduce(torch.ones(size)))
 
 

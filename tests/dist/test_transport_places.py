@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def exercise(rank: int, say: Any, base: int = 0, rounds: int = 5) -> None:
-    """Every collective, small and large. `base` makes the numbers of one job differ from another's."""
+    """Every collective, small and large. `base` distinguishes the values of two jobs."""
     size = dist.get_world_size()
     total = sum(base + r for r in range(size))
     say("ready")
@@ -140,7 +140,7 @@ def test_a_callback_may_wait_for_another_operation(forked):
     assert forked(HERE + "callbacks") == [100_000.0] * 2
 
 
-# -- little room in /dev/shm ------------------------------------------------------------------------------------------
+# -- a small /dev/shm --------------------------------------------------------------------------------------------------
 
 
 def reduce_more_than_fits(rank: int, say: Any) -> None:
@@ -178,7 +178,7 @@ def test_a_message_larger_than_dev_shm(forked):
         pytest.skip(f"NOT TESTED: a small /dev/shm cannot be made here ({forbidden})")
 
 
-# -- memory that was asked for ----------------------------------------------------------------------------------------
+# -- allocated memory --------------------------------------------------------------------------------------------------
 
 
 STRANGER = """

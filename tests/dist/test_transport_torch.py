@@ -77,7 +77,7 @@ def test_programs_get_the_same_results_as_on_gloo(on_ranks, name, debug):
         compare(found, wanted, name)
 
 
-# -- what gloo gets wrong, and what is paceline's own ------------------------------------------------------------------
+# -- what gloo gets wrong, and what only shm has -----------------------------------------------------------------------
 
 
 def reduce_with_gaps() -> list[Any]:
@@ -152,8 +152,7 @@ print(*map(torch.distributed.is_backend_available, ("shm", "paceline")))
 
 
 def test_torch_finds_the_backend_silently(start, installed):
-    """Also where the core cannot be loaded: that is for the moment in which somebody wants it. What is loaded takes
-    2 ms."""
+    """Even if the core cannot be loaded, which happens only on first use."""
     job = start("-W", "error", "-c", LOOK, env=installed | {"PACELINE_NATIVE_LIBRARY": "/nowhere"})
     out, err = job.communicate(timeout=90)
     wanted = ["paceline", "paceline.autoload", "paceline.transport"]

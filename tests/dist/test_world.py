@@ -224,7 +224,7 @@ def test_a_file_left_by_a_crash_is_stale(on_ranks, tmp_path):
 
 
 def arrive_late(path: str) -> int:
-    """Rank 1 is there long before rank 0; that is no reason to call anything stale."""
+    """Rank 1 arrives long before rank 0, and must not report a stale file."""
     if os.environ["RANK"] == "0":
         time.sleep(0.7)
     return meet(f"file://{path}")[0]
@@ -269,7 +269,7 @@ def test_a_process_can_reuse_a_rendezvous(on_ranks, tmp_path, kind):
 
 
 def fall_back() -> str:
-    """The user's own way to write `auto`: what was refused first must not haunt the second try."""
+    """Users write their own `auto` this way: a refused `init` must not affect the next one."""
     try:
         paceline.init("gloo", "cuda:99", announce=None)
     except ConfigError:
@@ -313,7 +313,7 @@ def test_a_missing_rank_is_named(on_ranks):
 
 
 def refuse_on(rank: int, backends: tuple[str, str]) -> str:
-    """One rank cannot go on, or wants something else; the others must not wait for it."""
+    """If one rank cannot continue or chooses differently, the others must not wait for it."""
     me = int(os.environ["RANK"])
     try:
         paceline.init(backends[me], "cpu", threads=0 if me == rank else 1, announce=None)
@@ -442,7 +442,7 @@ def test_a_callback_that_outlives_its_world_does_not_abort_the_rank(on_ranks):
 
 
 class Owner:
-    """Of a group that outlives its world."""
+    """Owns a group that outlives its world."""
 
 
 def open_and_close() -> list[str]:

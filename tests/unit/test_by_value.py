@@ -1,4 +1,4 @@
-"""Functions and classes of a session arrive whole in another process, whose `__main__` is empty."""
+"""Functions and classes of a session work in another process, whose `__main__` is empty."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], dict[st
 
 
 def travel(value: Any) -> Any:
-    """What arrives. Nothing of the session is left there."""
+    """The value as another process unpickles it, without the session."""
     data = by_value.dumps(value)
     sys.modules["__main__"] = types.ModuleType("__main__")
     linecache.cache.pop("cell-0", None)

@@ -96,7 +96,7 @@ def test_a_rank_gets_torchruns_variables_and_the_whole_command(run_script):
 
 
 def test_variables_that_attach_to_a_program_reach_its_ranks(run_script, monkeypatch):
-    """Also where Slurm gives jobs no variables of who submits them, as in `run_script`."""
+    """Even if Slurm does not pass on the environment of the submitter, as in `run_script`."""
     asked, shown = {"PACELINE_ATTACH": json.dumps({"folder": "/it's here", "steps": 9}), "PACELINE_WRAPPER": "1"}, []
     for name, value in asked.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Hosts as text, what ssh's failures mean, what a host runs, and the checks that follow from what hosts say."""
+"""Parsing hosts, explaining ssh failures, building requests, and checking hosts."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def write_ssh(folder: Path, text: str) -> str:
 
 
 def answer_with(*numbers: int) -> str:
-    """For `write_ssh`: a host that answers the last of these questions with the answers to all of them."""
+    """A script for `write_ssh`: it answers all of these requests when the last one arrives."""
     answers = "; ".join(f"""echo '{agent.MARK}{{"number": {number}}}'""" for number in numbers)
     return f"""while read -r line; do case $line in '{{"ask"'*'"number": {numbers[-1]}'*) {answers};; esac; done"""
 
@@ -254,7 +254,7 @@ def test_each_problem_of_a_host_comes_with_advice(facts, name, status, advice):
 
 @pytest.mark.parametrize("loop", ["127.0.0.1", "127.0.1.1", "::1"])
 def test_the_address_of_a_host_is_reachable_from_others(loop):
-    """Where the launcher's own host is reached by loopback, the other's route is not that to its own loopback."""
+    """A host reached over loopback (the launcher's own) must not be given to others as a loopback address."""
     asked = {}
 
     def make(name: str, place: str) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""What ranks send each other: any plain value and record comes back as it was, and no bytes run code."""
+"""Messages between ranks: plain values and records round-trip, and decoding runs no code."""
 
 import collections
 import dataclasses
@@ -81,7 +81,7 @@ def test_partial_records_and_errors_with_notes_round_trip():
 
 @dataclasses.dataclass
 class Mine:
-    """Not of Paceline."""
+    """A dataclass outside Paceline."""
 
     number: int = 0
 

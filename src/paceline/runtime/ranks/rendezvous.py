@@ -42,7 +42,7 @@ _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
 # The address of our launcher's store, and the secret that ranks of several hosts prove to know.
 STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
 _BIND_S = 3.0  # how long the store of an earlier world may take to release its name
-_ANSWER_S = 3.0  # how long an answer may take in transit, beyond the time that the store waits for a key
+_ANSWER_S = 3.0  # how long an answer may take in transit, beyond the timeout of a wait for a key
 _LONGEST_S = 1e6  # the kernel does not accept infinity
 # A host that vanishes sends nothing; keepalive probes detect it: idle seconds, probe interval, number of probes, and
 # the timeout in ms.
@@ -173,16 +173,16 @@ class PrivateStore(dist.Store):
             self._link, self._connect = None, _refuse_closed
 
     def _ask(self, kind: int, *fields: str | bytes, limit_s: float = 0.0) -> list[bytes]:
-        """The store's answer; the store itself may wait `limit_s` for a key."""
+        """The store's answer, within `limit_s` or this store's timeout."""
         request = store_server.pack(kind, [field.encode() if isinstance(field, str) else field for field in fields])
         with self._lock:
             try:
                 link = self._link = self._link or self._connect()
-                answer_s = min(limit_s + _ANSWER_S if limit_s else self._limit_s(), _LONGEST_S)
-                until_s = time.monotonic() + answer_s
-                link.settimeout(answer_s)
+                limit_s = min(limit_s or self._limit_s(), _LONGEST_S)
+                until_s = time.monotonic() + limit_s
+                link.settimeout(limit_s)
                 link.sendall(request)
-                kind, answer = store_server.receive_message(link, until_s)
+                return store_server.receive_message(link, until_s)[1]
             except BaseException as error:  # also after an interrupt: nobody would read the rest of the answer
                 if self._link is not None:
                     self._link.close()
@@ -193,34 +193,37 @@ class PrivateStore(dist.Store):
                     text = f"the Store of the job: {what}, probably because rank 0, its host or the launcher is gone"
                     raise dist.DistNetworkError(text) from None
                 raise
-        if kind == store_server.LATE:
-            raise dist.DistStoreError("the Store of the job: Timed out waiting for a key of another rank")
-        return answer
 
     def _limit_s(self, timeout: timedelta | None = None) -> float:
         return float((timeout or self.timeout).total_seconds())  # type: ignore[attr-defined]
 
-    def _await(self, kind: int, *keys: str, timeout: timedelta | None = None) -> list[bytes]:
-        limit_s = self._limit_s(timeout)
-        return self._ask(kind, str(limit_s), *keys, limit_s=limit_s)
+    def _await(self, kind: int, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        """The answer to GET or CHECK, once all keys are there. Other threads can use the store meanwhile."""
+        deadline, pause_s = time.monotonic() + self._limit_s(timeout), 0.001
+        while not (answer := self._ask(kind, *keys, limit_s=max(0.0, deadline - time.monotonic()) + _ANSWER_S)):
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError("the Store of the job: Timed out waiting for a key of another rank")
+            time.sleep(pause_s)
+            pause_s = min(0.1, pause_s * 1.5)
+        return answer
 
     def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
         self._ask(store_server.SET, key, value)
 
     def get(self, key: str) -> bytes:
-        return self._await(store_server.GET, key)[0]
+        return self._await(store_server.GET, [key])[0]
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(store_server.ADD, key, str(amount))[0])
 
     def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
-        return bool(self._ask(store_server.CHECK, *keys)[0])
+        return bool(self._ask(store_server.CHECK, *keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        self._await(store_server.WAIT, *keys, timeout=timeout)
+        self._await(store_server.CHECK, keys, timeout)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(store_server.DELETE, key)[0])
+        return bool(self._ask(store_server.DELETE, key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # type: ignore[override]
         return self._ask(store_server.COMPARE_SET, key, expected, desired)[0]
@@ -229,10 +232,10 @@ class PrivateStore(dist.Store):
         self._ask(store_server.APPEND, key, value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
-        return self._await(store_server.GET, *keys)
+        return self._await(store_server.GET, keys) if keys else []
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:  # type: ignore[override]
-        self._ask(store_server.MULTI_SET, *(part for pair in zip(keys, values, strict=True) for part in pair))
+        self._ask(store_server.SET, *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def has_extended_api(self) -> bool:
         return True

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import math
+import multiprocessing.connection
 import os
 import secrets
 import socket
@@ -21,14 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-SET, GET, ADD, CHECK, WAIT, DELETE, COMPARE_SET, APPEND, COUNT, MULTI_SET = range(10)
-DONE, LATE = 0, 1
+SET, GET, ADD, CHECK, DELETE, COMPARE_SET, APPEND, COUNT = range(8)
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_S = 5.0  # handshake timeout
 MOST_UNKNOWN = 256  # maximum number of unauthenticated connections
 _LENGTH = struct.Struct("<I")
 _MOST_REPORTED = 5
-_LOOK_S = 0.5  # how often to check whether a client that waits for a key is still there
 _PAUSE_S = 0.05
 _PROBES = (1, 1, 4, 5000)  # while the server waits for the last connection to end
 
@@ -172,18 +171,20 @@ class Gate:
         self._report = report or _print
         self._lock = threading.Lock()
         self._num_refused = 0
-        self._closing = threading.Event()
+        self._is_closing = False
+        self._near, self._far = socket.socketpair()  # closing one wakes the thread
         self._links: dict[socket.socket, threading.Thread] = {}
         self._unknown: dict[socket.socket, str] = {}  # addresses of unauthenticated connections, oldest first
-        listener.settimeout(_LOOK_S)  # where `shutdown` does not wake the thread
+        listener.setblocking(False)
         self._thread = threading.Thread(target=self._accept_all, name="paceline-gate", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Close the listener and all connections, and wait for their threads."""
-        self._closing.set()
-        _hang_up(self._listener)
+        self._is_closing = True
+        self._near.close()
         self._thread.join()
+        self._far.close()
         self._listener.close()
         with self._lock:
             links = dict(self._links)
@@ -198,14 +199,16 @@ class Gate:
             return list(self._links)
 
     def _accept_all(self) -> None:
-        while not self._closing.is_set():
+        while not self._is_closing:
+            multiprocessing.connection.wait([self._listener, self._far])
             try:
                 link, where = self._listener.accept()
-            except TimeoutError:
+            except BlockingIOError:  # it is gone, or the gate closes
                 continue
-            except OSError:  # too many files are open, or the gate closes
-                self._closing.wait(_PAUSE_S)
+            except OSError:  # too many files are open
+                time.sleep(_PAUSE_S)
                 continue
+            link.setblocking(True)
             self._accept(link, "" if link.family == socket.AF_UNIX else where[0])
 
     def _accept(self, link: socket.socket, host: str) -> None:
@@ -287,15 +290,16 @@ def _print(text: str) -> None:
 
 
 class Server:
-    """Serves a listening socket until `stop`; with `secret`, only to clients that prove that they know it."""
+    """Serves a listening socket until `stop`; with `secret`, only to clients that prove that they know it.
+
+    It answers at once: clients that wait for a key ask again.
+    """
 
     def __init__(
         self, listener: socket.socket, secret: bytes = b"", report: Callable[[str], None] | None = None
     ) -> None:
         self._lock = threading.Lock()
         self._values: dict[bytes, bytes] = {}
-        self._awaited: dict[bytes, set[threading.Event]] = {}  # one for each client that waits for a key
-        self._is_stopping = False
         self._gate = Gate(listener, secret, self._serve_link, report)
 
     def linger(self) -> None:
@@ -309,11 +313,7 @@ class Server:
             time.sleep(_PAUSE_S)
 
     def stop(self) -> None:
-        """Close all connections. Clients that wait for a key get an error."""
-        with self._lock:
-            self._is_stopping = True
-            for event in set().union(*self._awaited.values()):
-                event.set()
+        """Close all connections."""
         self._gate.close()
 
     def _serve_link(self, link: socket.socket) -> None:
@@ -323,77 +323,34 @@ class Server:
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
                 kind, fields = receive_message(link)
-                if kind in (GET, WAIT):
-                    answer = self._await_all(link, kind, fields[1:], time.monotonic() + float(fields[0]))
-                    link.sendall(pack(LATE, []) if answer is None else pack(DONE, answer))
-                else:
-                    link.sendall(pack(DONE, self._answer(kind, fields)))
+                with self._lock:
+                    answer = self._answer(kind, fields)
+                link.sendall(pack(kind, answer))
 
     def _answer(self, kind: int, fields: list[bytes]) -> list[bytes]:
         values = self._values
-        with self._lock:
-            if kind in (SET, MULTI_SET):
-                for key, value in zip(fields[::2], fields[1::2], strict=True):
-                    self._put(key, value)
-            elif kind == APPEND:
-                self._put(fields[0], values.get(fields[0], b"") + fields[1])
-            elif kind == ADD:
-                self._put(fields[0], b"%d" % (int(values.get(fields[0], b"0")) + int(fields[1])))
-                return [values[fields[0]]]
-            elif kind == CHECK:
-                return [b"1" if all(key in values for key in fields) else b""]
-            elif kind == DELETE:
-                return [b"" if values.pop(fields[0], None) is None else b"1"]
-            elif kind == COMPARE_SET:
-                key, expected, desired = fields
-                if values.get(key, b"") == expected:
-                    self._put(key, desired)
-                return [values.get(key, expected)]
-            elif kind == COUNT:
-                return [b"%d" % len(values)]
-            else:
-                raise ValueError(f"request {kind}")
-        return []
-
-    def _put(self, key: bytes, value: bytes) -> None:
-        self._values[key] = value
-        for event in self._awaited.pop(key, ()):
-            event.set()
-
-    def _await_all(self, link: socket.socket, kind: int, keys: list[bytes], until_s: float) -> list[bytes] | None:
-        """The answer to GET or WAIT once all keys are there; None if one is late."""
-        while all(self._await(link, key, until_s) for key in keys):
-            if kind == WAIT:
-                return []
-            with self._lock:
-                if all(key in self._values for key in keys):  # otherwise one has been deleted
-                    return [self._values[key] for key in keys]
-        return None
-
-    def _await(self, link: socket.socket, key: bytes, until_s: float) -> bool:
-        """Wait until a key is there; False if it is late, OSError if the client is gone or the store is closing."""
-        event = threading.Event()
-        with self._lock:
-            if key in self._values:
-                return True
-            self._awaited.setdefault(key, set()).add(event)
-        try:
-            while not self._is_stopping:
-                if event.wait(max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
-                    break
-                if time.monotonic() >= until_s:
-                    return False
-                with contextlib.suppress(BlockingIOError):
-                    if not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                        raise ConnectionError("closed")
-        finally:
-            with self._lock:
-                others = self._awaited.pop(key, set()) - {event}
-                if others:
-                    self._awaited[key] = others
-        if self._is_stopping:
-            raise ConnectionError("the store is closing")
-        return True
+        if kind == GET:
+            return [values[key] for key in fields] if all(key in values for key in fields) else []
+        if kind == CHECK:
+            return [b"1"] if all(key in values for key in fields) else []
+        if kind == DELETE:
+            return [] if values.pop(fields[0], None) is None else [b"1"]
+        if kind == COUNT:
+            return [b"%d" % len(values)]
+        if kind == COMPARE_SET:
+            key, expected, desired = fields
+            if values.get(key, b"") == expected:
+                values[key] = desired
+            return [values.get(key, expected)]
+        if kind == SET:
+            values.update(zip(fields[::2], fields[1::2], strict=True))
+        elif kind == APPEND:
+            values[fields[0]] = values.get(fields[0], b"") + fields[1]
+        elif kind == ADD:
+            values[fields[0]] = b"%d" % (int(values.get(fields[0], b"0")) + int(fields[1]))
+        else:
+            raise ValueError(f"request {kind}")
+        return [values[fields[0]]] if kind == ADD else []
 
 
 def main() -> None:
