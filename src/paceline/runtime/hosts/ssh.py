@@ -270,11 +270,10 @@ def build_requests(
     """The request for each host: torchrun with a prefix for its ranks' output. All ranks meet at `address`:`port`."""
     requests = []
     for number, (name, count) in enumerate(ranks.items()):
-        torchrun = [
-            agent.GUARD, python, "-m", "torch.distributed.run", "--nnodes", str(len(ranks)), "--node-rank", str(number),
-            "--nproc-per-node", str(count), "--master-addr", address, "--master-port", str(port),
-            "--tee", "3", "--log-dir", agent.LOGS, "--no-python", agent.GUARD,
-        ]  # fmt: skip
+        place = f"--nnodes {len(ranks)} --node-rank {number} --nproc-per-node {count}"
+        options = f"{place} --master-addr {address} --master-port {port} --tee 3".split()
+        torchrun = [agent.GUARD, python, "-m", "torch.distributed.run", *options]
+        torchrun += ["--log-dir", agent.LOGS, "--no-python", agent.GUARD]
         own = {
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{name}:${{rank}}] ",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_s)),

@@ -434,10 +434,10 @@ def open_session(
             environment = dataclasses.replace(environment, command_line=study.command_line)
         if folder is not None and is_leader:
             stack.callback(os.close, lock_folder(folder))
-        session = Session(
-            verb, config, ranks, environment, place, folder, study, progress if is_leader else False, here,
-            is_finished=folder is not None and find_file(folder / RUN_FILE) is not None, can_resume=cells or can_resume,
-        )  # fmt: skip
+        session = Session(verb, config, ranks, environment, place, folder, study, here=here)
+        session.progress = progress if is_leader else False
+        session.is_finished = folder is not None and find_file(folder / RUN_FILE) is not None
+        session.can_resume = cells or can_resume
         stack.callback(session.close)
         stack.enter_context(unwind_on_signals())
         try:
@@ -497,12 +497,13 @@ class ProgressDisplay:
             import rich.console
             from rich import progress
 
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=20),
-                progress.TaskProgressColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
-                progress.TextColumn("left"), console=rich.console.Console(stderr=True, highlight=False), transient=True,
-                redirect_stdout=False, speed_estimate_period=3600.0,  # stdout is only for the result
-            )  # fmt: skip
+            columns = [progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=20)]
+            columns += [progress.TaskProgressColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
+            columns.append(progress.TextColumn("left"))
+            # stdout is only for the result.
+            options: dict[str, Any] = {"transient": True, "redirect_stdout": False, "speed_estimate_period": 3600.0}
+            console = rich.console.Console(stderr=True, highlight=False)
+            self._bar = progress.Progress(*columns, console=console, **options)
             self._bar.start()
             self._bar.add_task("", total=None)
             self._update("starting ranks")
