@@ -26,8 +26,7 @@ def canonical_backend(text: str) -> str:
 
 
 def name_host() -> str:
-    """A name that two processes have in common if they can share memory: the same kernel, user, and network and PID
-    namespaces."""
+    """A name shared by processes that can share memory: same kernel, user, and network and PID namespaces."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return " ".join([boot, str(os.geteuid()), *(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))])

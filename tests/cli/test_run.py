@@ -68,7 +68,7 @@ FULL = "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda p: 
         ({}, ("-- ./nowhere",), "a: program: ./nowhere does not exist", "copy it there"),
     ],
 )  # fmt: skip
-def test_a_bad_set_up_is_named_in_one_line(
+def test_a_bad_setup_is_named_in_one_line(
     command, ssh, other_python, tmp_path, monkeypatch, there, words, name, advice
 ):
     monkeypatch.chdir(tmp_path)
@@ -142,14 +142,14 @@ def test_lines_name_their_host_and_streams_stay_apart(ssh):
     assert code == 0 and sorted(shown) == [("err", "[a] two\n"), ("out", "[a] one\n"), ("out", "[b:1] three\n")]
 
 
-def test_of_torchruns_own_traceback_the_error_is_shown_and_that_of_a_rank_whole(ssh):
+def test_torchruns_own_traceback_is_shortened_but_not_that_of_a_rank(ssh):
     own = "Traceback (most recent call last):\n  File x\n    main()\nChildFailedError: 1\n  more\n"
     rank = "[a:0] Traceback (most recent call last):\n[a:0]   File y\n"
     _, shown = run_on(ssh, {"a": f"printf {shlex.quote(own + rank)}"})
     assert "".join(text for _, text in shown) == f"[a] ChildFailedError: 1\n[a]   more\n{rank}"
 
 
-def test_when_one_host_fails_the_others_are_ended_with_all_they_started(ssh, tmp_path):
+def test_when_one_host_fails_all_processes_on_the_others_end(ssh, tmp_path):
     # The grandchild is in a session of its own, ignores SIGTERM, and loses its parent.
     stubborn = "trap '' TERM; (setsid sh -c 'trap \"\" TERM; echo $$ > pid; sleep 60' &) ; while :; do sleep 0.1; done"
     text = f"cd {tmp_path}; {stubborn}"
@@ -161,7 +161,7 @@ def test_when_one_host_fails_the_others_are_ended_with_all_they_started(ssh, tmp
     wait_until(lambda: not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == "zombie")
 
 
-def test_a_lost_host_is_named_and_not_its_victim_and_its_ranks_end(ssh, tmp_path):
+def test_a_lost_host_is_named_instead_of_its_victim(ssh, tmp_path):
     wait = f"while [ ! -e {tmp_path}/failed ]; do sleep 0.05; done; sleep 0.3"
     lost = f"trap '' TERM; echo $$ > {tmp_path}/pid; {wait}; kill -9 $PPID; exec sleep 60"  # the agent is killed
     with pytest.raises(LaunchError, match="host b") as caught:
@@ -176,7 +176,7 @@ def test_when_nobody_reads_the_output_all_hosts_end(ssh, tmp_path):
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
-def test_a_rank_ends_where_both_processes_of_the_agent_are_killed(ssh, tmp_path):
+def test_a_rank_ends_if_both_processes_of_the_agent_are_killed(ssh, tmp_path):
     text = f"echo $$ > {tmp_path}/pid; kill -9 $(cut -d' ' -f4 /proc/$PPID/stat) $PPID; exec sleep 60"
     with open_agents(["a"], ssh) as agents, pytest.raises(LaunchError, match="host a"):
         request = {"arguments": [agent.GUARD, "sh", "-c", text], "variables": {}, "grace_s": 5.0}
@@ -215,7 +215,7 @@ def test_dry_runs_print_and_do_nothing(command, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_there_is_no_slurm_it_is_said(command, tmp_path, monkeypatch):
+def test_a_missing_slurm_is_reported(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     answer = command("run", "--slurm", "--", "python", "train.py")

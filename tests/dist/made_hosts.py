@@ -1,4 +1,4 @@
-"""Hosts made of namespaces of this machine: each has a name, a network and mounts of its own, and a cable to others.
+"""Simulated hosts in namespaces of this machine, each with its own name, network and mounts, connected by a cable.
 
 Needs root, `ip` and `unshare`. Nothing of it is seen outside; all of it is removed at the end.
 """
@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
 TINY = "--model cnn --channels 2,4 --hidden 8 --batch-size 4 --samples 64"
-# The verbs other than train, which each way of starting runs.
+# The verbs other than train, which every launcher must run.
 VERBS = (
     "bench allreduce --sizes 64KiB --iters 5", "bench wrappers --model cnn --batch-size 2 --iters 3",
     f"profile phases {TINY} --iters 3", f"profile trace {TINY} --steps 2",
@@ -38,7 +38,7 @@ def run_ip(*arguments: str) -> str:
 
 @dataclass
 class MadeHosts:
-    """`names` are what the hosts call themselves and each other; the addresses are 10.92.0.1 and so on."""
+    """`names` are the host names; the addresses are 10.92.0.1 and so on."""
 
     folder: Path
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class MadeHosts:
         return f"paceline-tests-{self.mark}-{name}"
 
     def wrap(self, name: str, command: Sequence[str], setup: str = "") -> list[str]:
-        """The command on this host; `setup` are shell commands before it, for mounts that only it sees."""
+        """The command on this host, after the shell commands `setup`, for its private mounts."""
         begin = f'hostname {name}; mount --bind "{self.folder}/hosts" /etc/hosts; {setup}'
         return ["ip", "netns", "exec", self.space(name), "unshare", "--uts", "--mount", "sh", "-ec",
                 f'{begin} exec "$@"', "sh", *command]  # fmt: skip
@@ -59,7 +59,7 @@ class MadeHosts:
         return subprocess.Popen(self.wrap(name, command, setup), **options)
 
     def serve(self, name: str, command: Sequence[str], setup: str = "", **options) -> subprocess.Popen[str]:
-        """Start a service, whose output goes to a file, and which is ended with the hosts."""
+        """Start a service with its output in a file; it ends with the hosts."""
         log = (self.folder / f"{Path(command[0]).name}-{name}.log").open("a")
         with log:
             service = self.start(name, command, setup, stdout=log, stderr=log, stdin=subprocess.DEVNULL, **options)
@@ -76,7 +76,7 @@ class MadeHosts:
         service.wait()
 
     def list_processes(self, but: Sequence[str] = ("sshd", "munged", "slurmctld", "slurmd")) -> list[str]:
-        """What runs on the hosts, without their services."""
+        """The processes on the hosts other than their services."""
         found = []
         for name in self.names:
             for pid in run_ip("netns", "pids", self.space(name)).split():
@@ -95,7 +95,7 @@ class MadeHosts:
 
 @contextlib.contextmanager
 def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[MadeHosts]:
-    """Hosts with one network between them, on an interface named `eth0`; skips the test where they cannot be made."""
+    """Hosts on one network, with an interface named `eth0`; skips the test if they cannot be created."""
     for tool in ("ip", "unshare"):
         if shutil.which(tool) is None:
             pytest.skip(f"SEVERAL HOSTS ARE NOT TESTED: there is no `{tool}` here")
@@ -110,7 +110,7 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(f"signal {number}")
 
-    # Whoever ends the tests, by `timeout` or by closing the terminal, ends the hosts, too.
+    # `timeout` or a closed terminal, which end the tests, must end the hosts too.
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         try:
@@ -141,7 +141,7 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
 
 
 def remove_space(space: str) -> None:
-    """End all that runs in a namespace, and remove it; a part that is gone already does no harm."""
+    """Kill everything in a namespace and remove it; parts may already be gone."""
     with contextlib.suppress(subprocess.SubprocessError):
         for pid in run_ip("netns", "pids", space).split():
             with contextlib.suppress(OSError):
@@ -150,14 +150,14 @@ def remove_space(space: str) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the hosts of test runs that were killed, and could not do it themselves."""
+    """Remove the hosts of test runs that were killed."""
     for space, pid in re.findall(r"^(paceline-tests-(\d+)-\S+)", run_ip("netns", "list"), re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():
             remove_space(space)
 
 
 def write_tools(folder: Path, **tools: str) -> Path:
-    """Small programs in a folder for PATH, `paceline` among them."""
+    """Write small programs, including `paceline`, to a folder for PATH."""
     place = folder / "tools"
     place.mkdir(exist_ok=True)
     for name, text in ({"paceline": f'exec {sys.executable} -m paceline "$@"'} | tools).items():
@@ -172,7 +172,7 @@ def paths() -> str:
 
 
 def find_commands(way: str) -> list[str]:
-    """The commands of docs/several-hosts.md with this word in them; each has one of the three, and is run by a test."""
+    """The commands of docs/several-hosts.md with this option; each has one of the three, so a test runs it."""
     text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "several-hosts.md").read_text())
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
     lines = [line.strip() for block in blocks for line in block.splitlines()]

@@ -1,4 +1,4 @@
-"""A program as people write them for gloo, started by torchrun: `program_for_gloo.py BACKEND`. It knows no Paceline."""
+"""A typical gloo program without Paceline, for torchrun: `program_for_gloo.py BACKEND`."""
 
 import sys
 

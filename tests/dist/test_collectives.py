@@ -28,7 +28,7 @@ def settings(**options) -> CollectiveSettings:
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "uint8"])
-def test_every_collective_delivers_what_it_must(on_ranks, collective, dtype):
+def test_every_collective_passes_its_own_check(on_ranks, collective, dtype):
     wanted = settings(collective=collective, dtype=dtype, ranks=(2, 3), sizes=(1008, MIB + 336))
     answers = on_ranks(3, measure_collectives, wanted)
     assert answers[0].records == answers[1].records == answers[2].records
@@ -67,7 +67,7 @@ def test_memories_and_the_limit_take_turns_in_one_cell(on_ranks, dtype):
 
 
 def watch_vectors(wanted: CollectiveSettings) -> list[bool]:
-    """For each all-reduce of paceline's in order: whether its vector lay in memory that the group gave out."""
+    """For each all-reduce on shm in order: whether its vector was allocated by the group."""
     from paceline.transport.group import PacelineGroup
 
     places: list[tuple[int, int]] = []
@@ -92,13 +92,13 @@ def watch_vectors(wanted: CollectiveSettings) -> list[bool]:
     return seen
 
 
-def test_shared_is_memory_of_the_group_and_ordinary_is_not(on_ranks):
+def test_only_shared_memory_belongs_to_the_group(on_ranks):
     wanted = settings(**BOTH, ranks=(2,), iters=2, warmup=1)
     assert on_ranks(2, watch_vectors, wanted) == [[False, True] * 3] * 2
 
 
 def skip_an_element(wanted: CollectiveSettings, how: str) -> Measured:
-    """Rank 1 leaves out the last element of every add, or of every copy."""
+    """Rank 1 skips the last element of every add, or of every copy."""
     from paceline.measure.collectives import MemoryAdd, MemoryCopy
 
     kind = MemoryAdd if how == "add" else MemoryCopy
@@ -116,12 +116,12 @@ def skip_an_element(wanted: CollectiveSettings, how: str) -> Measured:
 
 
 @pytest.mark.parametrize(("how", "wrong"), [("add", [0, 4, 0]), ("copy", [0, 0, 4])])
-def test_a_pass_that_leaves_an_element_out_is_no_bound(on_ranks, how, wrong):
+def test_an_incomplete_pass_does_not_count_as_a_bound(on_ranks, how, wrong):
     records = on_ranks(2, skip_an_element, settings(limit=True), how)[0].records
     assert [record.num_wrong for record in records] == wrong  # one element, four repetitions
 
 
-def test_samples_hold_every_repetition_of_every_rank_with_warm_ups_apart(on_ranks):
+def test_samples_hold_all_repetitions_of_all_ranks_and_warm_ups_separately(on_ranks):
     record = on_ranks(3, measure_collectives, settings(ranks=(2,), iters=4, warmup=2))[0].records[0]
     assert isinstance(record.timing, Samples)
     assert [len(row) for row in record.timing.seconds] == [2] * 4
@@ -137,7 +137,7 @@ def test_by_default_small_messages_get_many_repetitions(on_ranks):
 
 
 def corrupt_one_rank(wanted: CollectiveSettings, how: str) -> Measured:
-    """The all-reduce of rank 1 is damaged in the way named; the engine does not know."""
+    """Corrupt the all-reduce of rank 1 in this way, unknown to the engine."""
     real = dist.all_reduce
 
     def damaged(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -204,7 +204,7 @@ def test_a_chunk_that_was_not_reduced_is_counted(on_ranks):
     assert on_ranks(2, corrupt_chunks, wanted)[0].records[0].num_wrong > 1000
 
 
-def test_more_ranks_than_the_world_has_is_an_error_on_all_of_them(on_ranks):
+def test_too_many_ranks_are_an_error_on_all_ranks(on_ranks):
     with pytest.raises(ConfigError) as caught:
         on_ranks(2, measure_collectives, dataclasses.replace(settings(), ranks=(4,)))
     assert caught.value.code == "world-size"

@@ -40,7 +40,7 @@ def test_values_come_back_in_rank_order(on_ranks):
     assert on_ranks(3, add_ranks, 1) == [(rank, [6.0] * 3) for rank in range(3)]
 
 
-def test_warm_ranks_take_one_job_after_another_in_worlds_of_any_size(on_ranks):
+def test_warm_ranks_run_jobs_in_worlds_of_any_size(on_ranks):
     first = on_ranks(2, os.getpid)
     assert on_ranks(2, add_ranks, 0)[0] == (0, [1.0] * 3)
     assert on_ranks(3, add_ranks, 0)[0] == (0, [3.0] * 3)
@@ -48,7 +48,7 @@ def test_warm_ranks_take_one_job_after_another_in_worlds_of_any_size(on_ranks):
 
 
 def hold_a_lock(folder: str) -> str:
-    """A named semaphore, as tqdm makes one, and a mark of the moment at which it is removed."""
+    """Hold a named semaphore, as tqdm does, and write a file when it is removed."""
     lock = multiprocessing.get_context("spawn").Lock()
     mark = Path(folder, os.environ["RANK"])
     multiprocessing.util.Finalize(lock, mark.write_text, ("removed",), exitpriority=0)
@@ -59,7 +59,7 @@ def hold_a_lock(folder: str) -> str:
 _held: list[object] = []
 
 
-def test_ranks_that_wait_end_by_themselves_and_leave_no_lock_behind(tmp_path):
+def test_idle_ranks_exit_cleanly_and_leave_no_locks(tmp_path):
     with launch.RankPool(2) as pool:
         marks = pool.run(hold_a_lock, (str(tmp_path),), timeout_s=60)
         assert not any(map(os.path.exists, marks))
@@ -120,7 +120,7 @@ def raise_config_error() -> None:
     raise ConfigError(f"raised by rank {os.environ['RANK']}")
 
 
-def test_an_error_of_ours_comes_back_as_itself(on_ranks):
+def test_a_paceline_error_is_raised_as_itself(on_ranks):
     with pytest.raises(ConfigError, match="raised by rank"):
         on_ranks(2, raise_config_error)
 
@@ -136,7 +136,7 @@ def die(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "words"), [("kill", "killed by SIGKILL"), ("exit", "exited with code 7")])
-def test_a_dead_rank_is_named_within_seconds_though_its_peers_complain_first(on_ranks, warm_pool, how, words):
+def test_a_dead_rank_is_named_although_its_peers_fail_first(on_ranks, warm_pool, how, words):
     with pytest.raises(LaunchError, match=f"rank 1 of 3 .*{words}"):
         on_ranks(3, die, 1, how)
     assert warm_pool.pids() == []
@@ -162,7 +162,7 @@ def test_a_rank_that_ends_after_the_limit_does_not_replace_the_error(monkeypatch
 
 
 @needs_fork
-def test_a_signal_does_not_go_to_whoever_has_the_id_of_a_rank_that_has_ended(monkeypatch):
+def test_a_signal_is_not_sent_to_a_reused_process_id(monkeypatch):
     with paceline.RankPool(2) as pool:
         assert pool.run(abs, (-1,), timeout_s=60) == [1, 1]
         first, second = pool.pids()
@@ -176,7 +176,7 @@ def test_a_signal_does_not_go_to_whoever_has_the_id_of_a_rank_that_has_ended(mon
 
 
 class LikeAVictim(OSError):
-    """Its text is asked for when the failure is described, after its time was taken: only then does rank 0 fail."""
+    """Rank 0 fails once the text of this error is read, which is after its time was recorded."""
 
     def __str__(self) -> str:
         Path(self.args[0]).touch()
@@ -190,7 +190,7 @@ def sound_like_a_victim(sign: str) -> None:
     raise ValueError("later, and because of rank 1")
 
 
-def test_a_culprit_whose_words_sound_like_a_victims_is_still_the_culprit(on_ranks, tmp_path):
+def test_the_first_failure_is_named_even_if_it_looks_like_a_lost_peer(on_ranks, tmp_path):
     with pytest.raises(LaunchError, match="Broken pipe") as caught:
         on_ranks(2, sound_like_a_victim, str(tmp_path / "sign"))
     assert caught.value.rank == 1
@@ -244,7 +244,7 @@ def test_ranks_can_post_messages_while_they_work(warm_pool):
     assert sorted(heard, key=str) == sorted([(0, {"from": "0"}), (0, "done"), (1, {"from": "1"}), (1, "done")], key=str)
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch):
+def test_an_unpicklable_function_is_refused_before_ranks_start(monkeypatch):
     monkeypatch.setattr("paceline.runtime.ranks.by_value.is_interactive", lambda: False)  # as workers of pytest may be
     with pytest.raises(ConfigError, match="lambda"):
         paceline.run_ranks(lambda: None, 2)
@@ -279,19 +279,19 @@ def report_world(failing: int = -1) -> tuple[int, int, float]:
         return world.rank, world.world_size, float(total)
 
 
-def test_run_ranks_inside_a_launched_world_runs_in_that_world_and_every_rank_gets_all_values(on_ranks):
+def test_run_ranks_in_a_launched_world_gives_every_rank_all_values(on_ranks):
     assert on_ranks(2, run_nested, 2) == [("values", ([(0, 2, 2.0), (1, 2, 2.0)], 0))] * 2
     assert on_ranks(1, run_nested, 1) == [("values", ([(0, 1, 1.0)], 0))]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_another_number_of_ranks_than_the_launched_world_has_is_refused_on_every_rank(on_ranks, num_ranks):
+def test_run_ranks_refuses_another_number_than_the_launched_world(on_ranks, num_ranks):
     first, second = on_ranks(2, run_nested, num_ranks)
     assert first == second and first[0] == "ConfigError" and first[1][0] == "world-size"
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_one_rank_of_a_launched_world_raises_is_reported_on_the_others(on_ranks, failing):
+def test_an_error_on_one_rank_of_a_launched_world_reaches_the_others(on_ranks, failing):
     answers = on_ranks(2, run_nested, 2, failing)
     assert answers[failing] == ("own", "'of this rank'")
     name, (_, rank, text) = answers[1 - failing]
@@ -312,7 +312,7 @@ def share_with(failing: int, timeout_s: float) -> str:
     return str(caught.value)
 
 
-def test_a_value_of_rank_0_is_not_waited_for_where_a_rank_failed_or_never_came(on_ranks):
+def test_sharing_does_not_wait_for_a_failed_or_missing_rank(on_ranks):
     assert on_ranks(2, share_with, 0, 20.0)[1].startswith("rank 0 of 2 ")
     assert all(text.startswith("rank 2 of 3 did not arrive within 1 s") for text in on_ranks(2, share_with, -1, 1.0))
 
@@ -342,7 +342,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow  # the README's program, in tests/cli/test_examples.py, is the same without the values
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
-def test_one_program_is_one_world_of_two_ranks_by_itself_and_under_torchrun(start, tmp_path, launcher):
+def test_a_program_has_one_world_of_two_ranks_alone_and_under_torchrun(start, tmp_path, launcher):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     job = start(*launcher, str(script))
@@ -381,7 +381,7 @@ if __name__ == "__main__":
     ],
 )
 def test_no_rank_outlives_its_parent(start, tmp_path, ending):
-    """Ctrl-C reaches the whole terminal; the ranks of a launcher that is killed are stopped, too."""
+    """Ctrl-C reaches the whole process group; ranks also end if the launcher is killed while they are suspended."""
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     job = start(str(script), str(tmp_path))
@@ -437,7 +437,7 @@ def describe_process() -> dict[str, object]:
     }
 
 
-def test_a_forked_rank_is_as_good_as_a_fresh_process(on_ranks):
+def test_a_forked_rank_behaves_like_a_fresh_process(on_ranks):
     first, second = on_ranks(2, describe_process)
     assert first["server"] == second["server"] != os.getpid()
     assert all(mine != other for mine, other in zip(first["random"], second["random"], strict=True))
@@ -476,7 +476,7 @@ def test_a_server_is_replaced_when_it_is_killed_or_its_imports_are_stale(monkeyp
     assert len({first, second, *paceline.run_ranks(os.getppid, 1, timeout_s=60)}) == 3
 
 
-def test_a_rank_writes_to_where_the_launcher_writes_now(capfd):
+def test_a_rank_writes_to_the_launchers_current_outputs(capfd):
     paceline.run_ranks(print, 1, ("first",), timeout_s=60)
     assert capfd.readouterr().out == "first\n"
     paceline.run_ranks(print, 1, ("second",), timeout_s=60)
@@ -504,7 +504,7 @@ def test_a_launcher_does_not_import_torch(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_are_spawned_where_they_cannot_be_forked(monkeypatch):
+def test_ranks_are_spawned_if_they_cannot_be_forked(monkeypatch):
     monkeypatch.setattr(launch, "_can_fork", False)
     with paceline.RankPool(2) as pool:
         assert pool.run(os.getppid, timeout_s=60) == [os.getpid()] * 2
@@ -513,7 +513,7 @@ def test_ranks_are_spawned_where_they_cannot_be_forked(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):
+def test_a_script_without_a_main_guard_gets_a_hint(start, tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text("import os, paceline\npaceline.run_ranks(os.getpid, 2)\n")
     job = start(str(script))
@@ -523,14 +523,14 @@ def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_function_that_was_typed_in_runs_with_the_globals_that_it_uses(start):
+def test_a_function_typed_at_a_prompt_runs_with_its_globals(start):
     source = "import os, paceline\nk = 3\ndef g(n): return n * k\ndef f(m): return g(int(os.environ['RANK'])) + m\n"
     job = start("-c", source + "print(paceline.run_ranks(f, 2, (1,), timeout_s=60))")
     out, err = job.communicate(timeout=90)
     assert out == "[1, 4]\n", err
 
 
-def test_what_cannot_be_sent_is_named_in_one_line(start):
+def test_unpicklable_arguments_are_named_in_one_line(start):
     source = "import paceline, threading\ndef f(): return lock\nlock = threading.Lock()\n"
     job = start("-c", source + "paceline.run_ranks(f, 2)")
     _, err = job.communicate(timeout=100)

@@ -1,4 +1,4 @@
-"""Who is who, in the world and on meshes of one and two dimensions; and seeds."""
+"""`get` and `ranks` in the world and on meshes of one and two dimensions; and seeds."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def ask_for_the_group_of_a_part() -> str:
     return ""
 
 
-def test_an_unknown_word_lists_the_known_ones(on_ranks):
+def test_an_unknown_fact_lists_the_known_ones(on_ranks):
     assert "'ws', 'rank', 'grank', 'lrank' or 'pg'" in on_ranks(4, ask_for_the_group_of_a_part)[0]
 
 
 @pytest.mark.parametrize("what", ["ws", "rank", "grank", "lrank", "pg"])
-def test_without_a_world_there_is_nothing_to_get(what):
+def test_get_without_a_world_is_an_error(what):
     with pytest.raises(LaunchError, match=r"paceline.init\(\)"):
         get(what)
 
@@ -95,7 +95,7 @@ def draw(per_rank: bool, seed: int = 42) -> tuple[float, float, float]:
         return random.random(), float(numpy.random.rand()), float(torch.rand(1))
 
 
-def test_seeds_make_ranks_alike_or_different(on_ranks):
+def test_seeds_are_equal_or_per_rank(on_ranks):
     alike, other = on_ranks(2, draw, False), on_ranks(2, draw, True)
     assert alike[0] == alike[1] == other[0]
     assert all(a != b for a, b in zip(other[0], other[1], strict=True))

@@ -54,7 +54,7 @@ def die(how: str, *_: Any) -> list[Any]:
 
 
 def post_cells(num_cells: int, pause_s: float = 0.0) -> str:
-    """A function of the ranks that has cells of its own."""
+    """A function for ranks that posts cells of its own."""
     if os.environ["RANK"] == "0":
         for number in range(num_cells):
             post(Progress(number + 1, num_cells, f"cell {number}", tuple(answer(number + 1))))
@@ -63,7 +63,7 @@ def post_cells(num_cells: int, pause_s: float = 0.0) -> str:
 
 
 def save_on_sigterm() -> str:
-    """A function of the ranks that saves and returns when it is asked to stop, as training does."""
+    """A function for ranks that saves and returns on SIGTERM, as training does."""
     came = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
@@ -126,7 +126,7 @@ def test_a_rank_that_exits_ends_the_run_and_a_resumed_one_measures_what_is_missi
     assert kept.stat().st_mtime_ns == before and len(run.records) == 3 and run.warnings == ()
 
 
-def test_arguments_may_follow_from_the_records_before(tmp_path):
+def test_arguments_may_depend_on_earlier_records(tmp_path):
     def double(records: Any) -> tuple[Any, ...]:
         return (2 * max(read_sizes(records)),)
 
@@ -136,7 +136,7 @@ def test_arguments_may_follow_from_the_records_before(tmp_path):
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_tasks_at_once_follow_from_all_records_before_them(tmp_path, at_once):
+def test_concurrent_tasks_may_depend_on_all_earlier_records(tmp_path, at_once):
     seen: list[list[int]] = []
 
     def add(records: Any) -> tuple[Any, ...]:
@@ -150,7 +150,7 @@ def test_tasks_at_once_follow_from_all_records_before_them(tmp_path, at_once):
     assert seen == [[4, 6], [4, 6, 10, 1]]
 
 
-def test_several_at_once_keep_their_order(tmp_path):
+def test_concurrent_tasks_keep_their_order(tmp_path):
     sizes = [5, 3, 9, 1, 7]
     with open_cells(tmp_path) as session:
         records = session.run([make_task(size, "killed" if size == 3 else "") for size in sizes], at_once=2)
@@ -181,7 +181,7 @@ def test_an_unused_folder_is_removed(tmp_path, capfd):
         (("here", "there"), "1 cell on here; 1 cell on there"),
     ],
 )
-def test_a_run_of_several_machines_names_them(tmp_path, monkeypatch, machines, expected):
+def test_a_run_on_several_machines_names_them(tmp_path, monkeypatch, machines, expected):
     monkeypatch.setattr(module, "find_doubts", lambda *_: [])
     monkeypatch.setattr(module.Environment, "machine_and_torch", "begun")
     with open_cells(tmp_path) as session:
@@ -206,13 +206,13 @@ def test_times_are_not_resumed_on_another_machine(tmp_path, monkeypatch):
         assert again.study.count() == 1
 
 
-def test_one_process_at_a_time_uses_a_folder(tmp_path):
+def test_a_folder_is_locked_for_one_process(tmp_path):
     with open_cells(tmp_path) as session, pytest.raises(ConfigError) as caught, open_cells(resume=session.folder):
         pytest.fail("both would measure the same cells")
     assert caught.value.code == "locked"
 
 
-def test_parts_are_started_resumed_and_reported_by_the_whole(tmp_path, capfd):
+def test_parts_are_started_resumed_and_reported_with_the_whole_run(tmp_path, capfd):
     def make(session: Any, how: str) -> None:
         with session.open_part("one", "scale batch", {}) as part:
             if not part.is_finished:
@@ -254,7 +254,7 @@ def test_ask_returns_the_value_of_rank_0_and_shows_its_cells(tmp_path, capfd):
     assert lines == [f"paceline: bench x: {number + 1} of 3 cells (cell {number})" for number in range(3)]
 
 
-def test_a_line_says_how_much_time_is_left(capfd):
+def test_progress_lines_estimate_the_time_left(capfd):
     display = ProgressDisplay("scale batch", True, [make_task(4), make_task(8)])
     display._begin_s -= 10  # as if the first task had taken this long
     display.finish("cell 4", [])
@@ -263,7 +263,7 @@ def test_a_line_says_how_much_time_is_left(capfd):
     assert first.endswith("1 of 2 cells (cell 4), about 10 s left") and second.endswith("2 of 2 cells (cell 8)")
 
 
-def test_a_line_names_a_cell_once(capfd):
+def test_progress_lines_name_a_cell_once(capfd):
     display = ProgressDisplay("scale batch", True, [make_task(4), make_task(8)])
     for label in ("cell 4", "step 3", ""):
         display._line_s = -math.inf  # so that each of them is due
@@ -273,14 +273,14 @@ def test_a_line_names_a_cell_once(capfd):
 
 
 @pytest.mark.parametrize("progress", [None, False])
-def test_a_call_from_python_is_silent_where_there_is_no_terminal(capfd, progress):
+def test_progress_is_silent_by_default_without_a_terminal(capfd, progress):
     with open_session("bench x", {}, ranks=1, progress=progress) as session:
         session.ask(post_cells, (2,))
         session.run([make_task(4)])
     assert capfd.readouterr() == ("", "")
 
 
-def test_lines_name_the_finished_tasks_and_those_that_are_kept(tmp_path, capfd):
+def test_progress_lines_name_finished_and_saved_tasks(tmp_path, capfd):
     def run(**options: Any) -> Any:
         with open_session("scale batch", {}, cells=True, progress=True, **options) as session:
             session.run([make_task(4), make_task(8)], lambda records: f"{records[0].num_bytes} bytes")
@@ -318,7 +318,7 @@ def launch(monkeypatch):
         (4, (2, 8, 16), (2,), "8, 16 ranks"), (1, (2, 4), (2, 4), ""), (1, None, (1,), ""),
     ],
 )  # fmt: skip
-def test_numbers_of_ranks_are_those_that_the_launched_world_holds(launch, world_size, requested, expected, left_out):
+def test_numbers_of_ranks_are_limited_by_the_launched_world(launch, world_size, requested, expected, left_out):
     if world_size is not None:
         launch(0, world_size)
     ranks, notes = choose_up_to(requested, 2)
@@ -335,7 +335,7 @@ def test_a_launched_world_that_is_too_small_is_refused(launch):
     assert caught.value.code == "launched"
 
 
-def test_in_a_launched_world_tasks_run_here_and_rank_0_alone_writes_and_shows(launch, tmp_path, capfd):
+def test_in_a_launched_world_only_rank_0_writes_and_shows_progress(launch, tmp_path, capfd):
     for rank in (1, 0):
         launch(rank, 2)
         with open_session("scale batch", {}, ranks=2, out=tmp_path, cells=True, progress=True) as session:
@@ -425,7 +425,7 @@ def finish(job: Any, number: int) -> tuple[str, str]:
         pytest.param(signal.SIGINT, "nothing", "paceline: open", "nothing was saved", marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupt_says_what_is_saved(play, tmp_path, number, what, until, kept):
+def test_an_interrupt_reports_what_is_saved(play, tmp_path, number, what, until, kept):
     job = play(what, until)
     _, err = finish(job, number)
     assert job.returncode == 128 + number
@@ -461,7 +461,7 @@ def test_the_second_interrupt_ends_ranks_that_do_not_listen(play):
     assert "paceline: interrupted: step 40 saved; resume with: paceline train --resume runs/" in err
 
 
-def test_a_run_says_how_much_of_its_time_the_host_took(monkeypatch):
+def test_a_run_records_the_stolen_time(monkeypatch):
     times_s = iter((100.0, 100.0 + 0.5 * (os.cpu_count() or 1), 200.0))
     monkeypatch.setattr(machine, "read_stolen_s", lambda: next(times_s))
     monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: 5.0))
@@ -473,7 +473,7 @@ def test_a_run_says_how_much_of_its_time_the_host_took(monkeypatch):
         assert launched.save([RECORD]).environment.stolen is None  # each rank would find another share
 
 
-def test_what_times_nothing_has_no_load_and_a_part_of_a_run_has_that_of_the_whole(monkeypatch):
+def test_untimed_runs_record_no_load_and_parts_that_of_the_whole_run(monkeypatch):
     loads = iter((16.0, 0.0, 99.0))
     monkeypatch.setattr("paceline.machine.find_load", lambda: next(loads))
     monkeypatch.setattr(machine, "count_cores", lambda: 2)

@@ -85,7 +85,7 @@ def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
 
 
 def add_interface(made: MadeHosts, name: str, interface: str, address: str) -> None:
-    """An interface that leads nowhere."""
+    """Add an interface that is connected to nothing."""
     space = made.space(name)
     run_ip("-n", space, "link", "add", interface, "type", "veth", "peer", f"{interface}-peer")
     run_ip("-n", space, "address", "add", address, "dev", interface)
@@ -214,7 +214,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_stop(hosts):
 
 
 def find_agents(hosts: MadeHosts) -> list[int]:
-    """The agent of host b: its parent, then its child."""
+    """The processes of host b's agent: the parent, then the child."""
     lines = [line for line in hosts.list_processes(but=()) if line.startswith("b: ")]
     found = {int(line.split()[1]) for line in lines if "sys.stdin.buffer.read" in line and "sh -c" not in line}
     parent_of = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in found}
@@ -242,7 +242,7 @@ def test_whatever_is_killed_ranks_that_do_not_stop_are_ended_on_all_hosts(hosts,
 
 
 def test_when_the_launcher_is_killed_training_ends_on_all_hosts(hosts):
-    """With the grace that everybody has: ranks that listen end at once."""
+    """With the default grace period: ranks that handle signals end immediately."""
     out = hosts.folder / "launcher-killed"
     job = launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", *TRAIN, "--out", str(out))
     wait_for_steps(job, out)
@@ -261,7 +261,7 @@ def test_when_nobody_reads_the_output_all_hosts_end_quietly(hosts):
     hosts.expect_nothing_left()
 
 
-def test_a_host_that_is_cut_off_is_named_and_ends_its_ranks(hosts):
+def test_a_disconnected_host_is_named_and_ends_its_ranks(hosts):
     job = launch_stuck(hosts)
     run_ip("-n", hosts.space("b"), "link", "set", "eth0", "down")
     try:
@@ -337,8 +337,8 @@ except PacelineError as error:
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_set_up_is_named_before_anything_is_started(hosts, what):
-    """The command itself ends its checks after 5 s: a set-up that it names, it names within that time."""
+def test_a_bad_setup_is_named_before_anything_starts(hosts, what):
+    """The command ends its checks after 5 s, so a bad setup is named within that time."""
     options, client, setup, code, sentence = BAD[what]
     folder = hosts.folder
     for name in ("same", "other/torch", "other/torch-1.0.0.dist-info", "late", "only-a", "full"):
@@ -368,7 +368,7 @@ def test_a_bad_set_up_is_named_before_anything_is_started(hosts, what):
     hosts.expect_nothing_left()
 
 
-def test_a_port_that_does_not_answer_is_named(hosts):
+def test_a_silent_port_is_named(hosts):
     way = ("-n", hosts.space("b"), "route"), ("blackhole", "10.92.0.1/32")
     run_ip(*way[0], "add", *way[1])
     try:

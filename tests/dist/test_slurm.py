@@ -128,7 +128,7 @@ def ask(made: MadeHosts, *command: str) -> str:
 
 
 def submit(made: MadeHosts, *words: str, name: str) -> str:
-    """Submit a job by `paceline run --slurm`; its number."""
+    """Submit a job with `paceline run --slurm`; returns its id."""
     done = subprocess.run(
         made.wrap("n1", ["paceline", "run", "--slurm", "--nodes", "2", "--name", name, *words]),
         cwd=made.folder, env=make_environment(made), capture_output=True, text=True, timeout=60,
@@ -172,7 +172,7 @@ def read_weights(folder: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(cluster) -> Path:
-    """A run on two nodes that nobody interrupts."""
+    """An uninterrupted run on two nodes."""
     job = submit(cluster, "--", *TRAIN, "--epochs", "500", "--out", "whole", name="whole")
     wait_for(cluster, job, "COMPLETED", "whole")
     log = read_log(cluster, "whole", job)
@@ -181,7 +181,7 @@ def whole(cluster) -> Path:
 
 
 @pytest.mark.parametrize("number", ["USR1", "TERM"])
-def test_a_signal_saves_and_the_requeued_job_resumes_to_the_bit(cluster, whole, number):
+def test_a_signal_saves_and_the_requeued_job_resumes_bit_identically(cluster, whole, number):
     name = f"asked-{number.lower()}"
     job = submit(cluster, "--grace", "30", "--", *TRAIN, "--epochs", "500", "--out", name, name=name)
     folder = wait_for_steps(cluster, name, job)
@@ -225,7 +225,7 @@ time.sleep(300)
 """
 
 
-def test_a_rank_that_saves_slowly_is_waited_for(cluster):
+def test_the_job_waits_for_a_rank_that_saves_slowly(cluster):
     (cluster.folder / "slow_saver.py").write_text(SLOW_SAVER)
     job = submit(cluster, "--", "python", "slow_saver.py", name="slow")
     wait_until(lambda: read_log(cluster, "slow", job).count(": ready") == 2)
@@ -237,7 +237,7 @@ def test_a_rank_that_saves_slowly_is_waited_for(cluster):
 
 @pytest.mark.parametrize("way", ["exit", "signal"])
 def test_a_job_that_fails_is_not_requeued(cluster, way):
-    """By the exit of one rank, or by the signal before the time limit, which the program does not handle."""
+    """One rank exits, or the program does not handle the signal before the time limit."""
     fail = "[[ $RANK == 1 ]] && exit 1; " if way == "exit" else ""
     job = submit(cluster, "--", "bash", "-c", f"echo ready; {fail}sleep 300", name=way)
     if way == "signal":
@@ -276,7 +276,7 @@ def test_folders_and_options_with_spaces_arrive(cluster):
     assert "Comment=a b" in ask(cluster, "scontrol", "-o", "show", "job", job)
 
 
-def test_an_interrupt_ends_the_following_and_not_the_job(cluster):
+def test_an_interrupt_stops_following_but_not_the_job(cluster):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     follower = follow(cluster, "--name", "left", "--", "bash", "-c", "echo ready; sleep 300", **pipes)
     while ": ready" not in follower.stdout.readline():
@@ -330,7 +330,7 @@ def test_a_killed_slurmd_is_named_and_the_job_is_requeued(cluster):
         slurmd.wait()
         wait_until(lambda: "node n2 does not respond" in said.read_text())
         wait_until(lambda: read_state(cluster, job)["Restarts"] == "1")
-        # Nobody there ends the ranks of that node: they end by themselves once the others are gone.
+        # Nothing ends the ranks of that node; they exit once the others are gone.
         wait_until(lambda: not [line for line in cluster.list_processes() if " -m paceline train" in line])
         ask(cluster, "scancel", job)
         follower.communicate(timeout=100)

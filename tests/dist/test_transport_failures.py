@@ -96,13 +96,13 @@ def test_a_killed_rank_is_named_by_every_survivor(forked, seed):
     assert in_shared_folder() <= before
 
 
-def test_a_stopped_rank_is_named_by_every_survivor(forked):
+def test_a_suspended_rank_is_named_by_every_survivor(forked):
     took = forked(HERE + "harm", 2, 10, signal.SIGSTOP, 90.0, "peer-lost", STOPPED_S)
     assert min(took) > STOPPED_S  # otherwise a briefly suspended rank would be lost
 
 
 @pytest.mark.slow  # on a busy machine the longer limit may be reported first
-def test_a_stopped_rank_is_named_at_a_shorter_limit(forked):
+def test_a_suspended_rank_is_named_with_a_shorter_limit(forked):
     forked(HERE + "harm", 3, 20, signal.SIGSTOP, 0.5, "timeout", 0.5)
 
 
@@ -125,7 +125,7 @@ def stop_for_a_moment() -> None:
     assert received["code"] == "peer-lost" and received["when_s"] > killed_s
 
 
-def test_a_rank_that_is_stopped_for_a_moment_is_not_given_up(forked):
+def test_a_briefly_suspended_rank_is_not_lost(forked):
     forked(HERE + "stop_for_a_moment")
 
 
@@ -143,7 +143,7 @@ def stay_away_asleep(rank: int, say: Any, missing: int) -> dict[str, Any]:
     began = time.monotonic()
     if rank == missing:
         time.sleep(4.0)
-        # When it is late, it learns that the others have given up on it, and does not wait for them.
+        # If it is late, it learns that the others have left, and does not wait for them.
         received = catch(lambda: all_reduce(torch.ones(50_000), 90.0).wait())
         assert time.monotonic() - began < 4.0 + SOON_S and f"rank {missing}" in received["error"], received
         return received
@@ -152,7 +152,7 @@ def stay_away_asleep(rank: int, say: Any, missing: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("missing", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_rank_that_does_not_come_is_named(forked, missing):
+def test_an_absent_rank_is_named(forked, missing):
     forked(HERE + "not_come", missing)
 
 
@@ -176,7 +176,7 @@ def kill_behind_a_sleeper() -> None:
         assert received["when_s"] - killed < SOON_S
 
 
-def test_a_death_is_seen_behind_a_rank_that_sleeps(forked):
+def test_a_death_is_detected_while_another_rank_sleeps(forked):
     forked(HERE + "kill_behind_a_sleeper")
 
 
@@ -197,7 +197,7 @@ def leave_or_wait(rank: int, say: Any, size: int) -> dict[str, Any]:
         received.append(catch(waiting.get_future().wait)["code"])
         assert received == ["closed"] * 3
         return {}
-    # A small one may still be met, since everything that is needed of rank 1 has been put out; the next one is not.
+    # A small one may still finish, since rank 1 has already contributed to it; the next one cannot.
     return catch(lambda: dist.all_reduce(torch.ones(size)))
 
 
@@ -247,7 +247,7 @@ def differ_in(how: str) -> list[str]:
         ("kind", "rank 0 an all-reduce (sum) of 20 float32, rank 1 a broadcast of 80 bytes from rank 2"),
     ],
 )
-def test_ranks_that_differ_are_all_told_the_same(forked, how, words):
+def test_a_mismatch_is_the_same_error_on_all_ranks(forked, how, words):
     received = forked(HERE + "differ_in", how)
     assert (
         len(received) == 3 and len(set(received)) == 1 and received[0].startswith("mismatch: ") and words in received[0]
@@ -284,5 +284,5 @@ def fork_children() -> list[list[float]]:
         return list(ranks.conclude().values())
 
 
-def test_a_forked_child_is_refused_and_disturbs_nobody(forked):
+def test_a_forked_child_is_refused_without_disturbing_ranks(forked):
     assert forked(HERE + "fork_children") == [[4.0, 4.0]] * 2

@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def exercise(rank: int, say: Any, base: int = 0, rounds: int = 5) -> None:
-    """Every collective, small and large. `base` makes the numbers of one job differ from another's."""
+    """Every collective, small and large. `base` distinguishes the values of two jobs."""
     size = dist.get_world_size()
     total = sum(base + r for r in range(size))
     say("ready")
@@ -140,7 +140,7 @@ def test_a_callback_may_wait_for_another_operation(forked):
     assert forked(HERE + "callbacks") == [100_000.0] * 2
 
 
-# -- little room in /dev/shm ------------------------------------------------------------------------------------------
+# -- a small /dev/shm --------------------------------------------------------------------------------------------------
 
 
 def reduce_more_than_fits(rank: int, say: Any) -> None:
@@ -178,7 +178,7 @@ def test_a_message_larger_than_dev_shm(forked):
         pytest.skip(f"NOT TESTED: a small /dev/shm cannot be made here ({forbidden})")
 
 
-# -- memory that was asked for ----------------------------------------------------------------------------------------
+# -- allocated memory --------------------------------------------------------------------------------------------------
 
 
 STRANGER = """
@@ -218,7 +218,7 @@ def share_here(first_bytes: int, second_bytes: int, pids: list[int], limit_s: fl
     return found
 
 
-def test_memory_is_shared_with_the_other_rank_and_with_no_stranger():
+def test_memory_is_shared_only_with_ranks():
     first, second, stranger = share_here(100, 100, [os.getpid()] * 2)
     first.part(1)[0] = b"x"
     assert second.part(1)[0] == b"x" and second.part(0)[0] == b"\0"
@@ -275,5 +275,5 @@ def free_memory() -> None:
         ranks.conclude()
 
 
-def test_freed_memory_is_given_back(forked):
+def test_freed_memory_is_returned(forked):
     forked(HERE + "free_memory")

@@ -72,12 +72,12 @@ LONG = (
         *((name, "DETAIL") for name in ("ddp", "objects", "asynchronous", "groups")),
     ],
 )
-def test_a_program_finds_on_paceline_what_it_finds_on_gloo(on_ranks, name, debug):
+def test_programs_get_the_same_results_as_on_gloo(on_ranks, name, debug):
     for found, wanted in on_ranks(4 if name in ("groups", "meshes") else 2, run_on_both, name, debug):
         compare(found, wanted, name)
 
 
-# -- what gloo gets wrong, and what is paceline's own ------------------------------------------------------------------
+# -- what gloo gets wrong, and what only shm has -----------------------------------------------------------------------
 
 
 def reduce_with_gaps() -> list[Any]:
@@ -99,7 +99,7 @@ def reduce_with_gaps() -> list[Any]:
     return [value.tolist(), received.tolist(), names]
 
 
-def test_elements_that_do_not_follow_each_other_are_reduced_as_they_are(on_ranks):
+def test_non_contiguous_tensors_are_reduced_correctly(on_ranks):
     wanted = [[0.0, 4.0, 8.0, 12.0], [1.0, 3.0, 5.0, 7.0], ["cpu:paceline", "shm", "cpu:paceline"]]
     assert on_ranks(2, reduce_with_gaps) == [wanted] * 2
 
@@ -124,7 +124,7 @@ def wait_in_callbacks() -> list[float]:
     return value.tolist()
 
 
-def test_what_follows_a_future_may_wait_for_another(on_ranks):
+def test_a_callback_of_a_future_may_wait_for_another_future(on_ranks):
     assert on_ranks(2, wait_in_callbacks) == [[64.0] * 3] * 2
 
 
@@ -151,9 +151,8 @@ print(*map(torch.distributed.is_backend_available, ("shm", "paceline")))
 """
 
 
-def test_torch_finds_the_backend_by_itself_and_in_silence(start, installed):
-    """Also where the core cannot be loaded: that is for the moment in which somebody wants it. What is loaded takes
-    2 ms."""
+def test_torch_finds_the_backend_silently(start, installed):
+    """Even if the core cannot be loaded, which happens only on first use."""
     job = start("-W", "error", "-c", LOOK, env=installed | {"PACELINE_NATIVE_LIBRARY": "/nowhere"})
     out, err = job.communicate(timeout=90)
     wanted = ["paceline", "paceline.autoload", "paceline.transport"]
@@ -161,7 +160,7 @@ def test_torch_finds_the_backend_by_itself_and_in_silence(start, installed):
 
 
 @pytest.mark.slow
-def test_a_program_that_knows_no_paceline_runs_on_it_under_torchrun(start, installed):
+def test_a_program_without_paceline_runs_on_it_under_torchrun(start, installed):
     program = str(Path(__file__).with_name("program_for_gloo.py"))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     job = start(*launcher, program, "paceline", env=installed, stdin=subprocess.DEVNULL)
@@ -179,7 +178,7 @@ def allocate_unevenly() -> str:
     return "nothing was found"
 
 
-def test_ranks_that_share_different_amounts_are_told_so_all_of_them(on_ranks):
+def test_different_amounts_of_shared_memory_are_an_error_on_all_ranks(on_ranks):
     first, second = on_ranks(2, allocate_unevenly)
     assert first == second
     assert "rank 0 an allocation of 100 bytes, rank 1 an allocation of 101 bytes" in first
@@ -208,7 +207,7 @@ def average_a_long_vector(lanes: int) -> list[torch.Tensor]:
         del os.environ["PACELINE_LANES"]
 
 
-def test_lanes_change_no_bit(on_ranks):
+def test_results_do_not_depend_on_the_number_of_lanes(on_ranks):
     one = on_ranks(2, average_a_long_vector, 1)
     three = on_ranks(2, average_a_long_vector, 3)
     for here, there in zip(one[0], three[1], strict=True):

@@ -143,7 +143,7 @@ def results_that_have_no_room() -> None:
         a_rank_is_lost_while_others_ask, results_that_have_no_room,
     ],
 )  # fmt: skip
-def test_results_are_there_when_they_are_said_to_be(on_ranks, program, lanes):
+def test_results_are_available_when_reported(on_ranks, program, lanes):
     on_ranks(2, on_paceline, program, lanes)
 
 
@@ -163,7 +163,7 @@ def disagree_and_go_on() -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_a_failure_ends_all_lanes(on_ranks, lanes):
+def test_a_failure_breaks_all_lanes(on_ranks, lanes):
     results = on_ranks(2, on_paceline, disagree_and_go_on, lanes)
     assert results == [("mismatch", True)] * 2
 
@@ -179,6 +179,6 @@ def ask_for_a_future_late() -> list[torch.Tensor]:
     return result
 
 
-def test_a_future_may_be_asked_for_when_the_group_has_gone(on_ranks):
+def test_get_future_works_after_the_group_is_gone(on_ranks):
     for parts in on_ranks(2, ask_for_a_future_late):
         assert all((part == 1).all() for part in parts)

@@ -1,4 +1,4 @@
-"""Another user of this host, with no rights, knows every port and name in /proc: it joins no world and runs no code.
+"""An unprivileged user who knows every port and socket name in /proc can neither join a world nor run code.
 
 Only root can become another user, so these tests are skipped for others. The attacker is forked here, where torch is
 imported already, and does what worked against torch's own store: it writes pickles for whoever reads them, takes the
@@ -31,13 +31,13 @@ from tests.conftest import wait_until
 
 NOBODY = 65534
 BACKENDS = ["gloo", pytest.param("shm", marks=pytest.mark.skipif(bool(why_not()), reason="no shared memory here"))]
-# The attacker tries every job of the host, also those of tests that run at the same time.
+# The attacker tries every job on the host, including those of concurrent tests.
 IS_SHARED = "PYTEST_XDIST_WORKER" in os.environ
 as_root = pytest.mark.skipif(os.geteuid() != 0 or IS_SHARED, reason="needs root, and the host for itself: no `-n`")
 
 
 class Evil:
-    """A pickle that leaves a file behind where it is read."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -47,7 +47,7 @@ class Evil:
 
 
 def list_sockets() -> set[tuple[str, str]]:
-    """What listens on this host, as every user sees it: ("tcp", port) and ("unix", name)."""
+    """The listening sockets that every user can see: ("tcp", port) and ("unix", name)."""
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         words = line.split()
@@ -61,13 +61,13 @@ def list_sockets() -> set[tuple[str, str]]:
 
 
 def note(loot: Path, kind: str) -> None:
-    """Note that a connection of this kind was made, for an attack that reaches nothing proves nothing."""
+    """Record a connection of this kind: an attack that reaches nothing proves nothing."""
     with (loot / f"reached {kind}").open("a") as file:
         file.write("x")
 
 
 def attack(before: set[tuple[str, str]], loot: Path, place: Path) -> None:
-    """As another user: try everything on whatever listens here and did not `before`, until killed."""
+    """Run as another user: attack every socket that was not listening `before`, until killed."""
     "".encode("idna")  # which connecting needs: another user may not be able to read the modules of this Python
     os.setgroups([])
     os.setgid(NOBODY)
@@ -92,7 +92,7 @@ def attack(before: set[tuple[str, str]], loot: Path, place: Path) -> None:
                         file.write(link.recv(1024))
                     kept.append(link)
                     continue
-                # gloo takes who sends the number of a pair for that rank: all numbers that there are.
+                # gloo accepts whoever sends the number of a pair as that rank, so try all numbers.
                 for number in range(8):
                     link = socket.create_connection(("127.0.0.1", int(name)), 0.5)
                     link.sendall(struct.pack("<q", number))
@@ -115,7 +115,7 @@ def attack(before: set[tuple[str, str]], loot: Path, place: Path) -> None:
 
 @pytest.fixture
 def attacker(tmp_path):
-    """Another user that attacks what is started from now on; what it got is in `loot`."""
+    """Another user that attacks everything started from now on; what it obtained is in `loot`."""
     loot = tmp_path / "loot"
     loot.mkdir()
     loot.chmod(0o777)
@@ -139,7 +139,7 @@ SECRET = 1234.5678
 
 
 def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
-    """Train's traffic in small: a world, objects, gradients. What happened, and why it did not.
+    """A small version of training's traffic: a world, objects, gradients. Returns the outcome and a detail.
 
     Rank 1 is late when gloo's connections are made, and so the stranger is first.
     """
@@ -167,7 +167,7 @@ def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
 def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> set[str]:
     found = on_ranks(2, reduce_secrets, backend, pause_s)
     for how, text in found:
-        # A stranger that is first can stop the job; it cannot be part of it.
+        # A stranger that connects first can stop the job, but cannot join it.
         assert how in ("trained", "stranger", "peer-lost"), text
         assert how != "stranger" or "unauthenticated connection" in text
     assert {file.name for file in attacker.glob("reached *")} == {"reached tcp", "reached unix"}
@@ -181,9 +181,9 @@ def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> set
 
 @as_root
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_another_user_joins_no_world_reads_no_gradient_and_runs_no_code(on_ranks, attacker, backend, capfd):
+def test_another_user_cannot_join_read_gradients_or_run_code(on_ranks, attacker, backend, capfd):
     check_refused(on_ranks, attacker, backend, 0.3)
-    # The store is the first thing that it finds, and says so.
+    # The store is the first socket that it finds, and reports it.
     assert f"refused a process of another user (uid {NOBODY}" in capfd.readouterr().err
 
 
@@ -196,11 +196,11 @@ seen: dict[str, list[str]] = {}
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fifty_tries_of_another_user_are_refused(on_ranks, attacker, backend, attempt):
     seen.setdefault(backend, []).extend(check_refused(on_ranks, attacker, backend, 0.005 * attempt))
-    # gloo lets either rank wait for the other: in some of the tries it is the one whose port the stranger has found.
+    # Either rank of a pair may be the listening one: in some tries, the stranger has found its port.
     assert attempt < 49 or len(seen[backend]) < 50 or "stranger" in seen[backend]
 
 
-def test_a_store_serves_who_knows_its_secret_and_reports_who_does_not():
+def test_a_store_serves_only_clients_that_know_its_secret():
     listener, said = socket.create_server(("127.0.0.1", 0)), []
     port, place = listener.getsockname()[1], rendezvous.Place(1, 2, 0, 1, "torchrun")
     server = store_server.Server(listener, b"the secret", said.append)
@@ -232,8 +232,8 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_store_that_is_silent_is_given_up_after_the_timeout(monkeypatch, name):
-    """As that of a host that vanished, or of a process that was suspended."""
+def test_a_silent_store_is_abandoned_after_the_timeout(monkeypatch, name):
+    """Such as on a host that vanished, or in a suspended process."""
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.1)
     near, far = socket.socketpair()
     store, ended = rendezvous.PrivateStore(lambda: near), list[BaseException]()
@@ -252,7 +252,7 @@ def test_a_store_that_is_silent_is_given_up_after_the_timeout(monkeypatch, name)
     assert [find_code(error) for error in ended] == ["peer-lost"]
 
 
-def test_a_connection_to_another_host_is_probed_while_nothing_is_said():
+def test_a_silent_connection_to_another_host_is_probed():
     listener = socket.create_server(("127.0.0.1", 0))
     server = store_server.Server(listener, b"the secret", lambda text: None)
     try:
@@ -268,7 +268,7 @@ def test_a_connection_to_another_host_is_probed_while_nothing_is_said():
         server.stop()
 
 
-def test_what_listens_in_the_place_of_rank_0_must_know_the_secret():
+def test_a_server_in_place_of_rank_0_must_know_the_secret():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pid = os.fork()
         if not pid:
@@ -294,12 +294,12 @@ def meet_as_torch_does() -> tuple[bool, int]:
         dist.destroy_process_group()
 
 
-def test_torchs_own_init_meets_on_the_private_store_too(on_ranks):
+def test_torchs_own_init_uses_the_private_store(on_ranks):
     assert on_ranks(2, meet_as_torch_does) == [(True, 2)] * 2
 
 
 class Kept:
-    """No plain value."""
+    """An object that is not a plain value."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -319,12 +319,12 @@ def nest(is_private: bool) -> list[int] | str:
         rendezvous.is_private = check
 
 
-def test_objects_of_a_user_travel_on_a_private_store_alone(on_ranks):
+def test_user_objects_are_sent_only_over_a_private_store(on_ranks):
     assert on_ranks(2, nest, True) == [[0, 1]] * 2
     assert on_ranks(2, nest, False) == ["not-plain"] * 2
 
 
-def test_a_file_of_another_making_is_no_rendezvous(tmp_path):
+def test_a_rendezvous_file_that_others_can_write_is_refused(tmp_path):
     path = tmp_path / "meet"
     path.touch(0o666)
     path.chmod(0o666)

@@ -78,7 +78,7 @@ def test_an_exception_in_the_block_destroys_the_group_and_goes_on():
     assert not dist.is_initialized()
 
 
-def test_a_closed_world_shares_nothing():
+def test_sharing_in_a_closed_world_is_an_error():
     world = paceline.init("gloo", "cpu", announce=None)
     world.close()
     with pytest.raises(LaunchError, match="closed"):
@@ -92,7 +92,7 @@ def test_a_second_init_is_refused_and_the_first_survives():
         assert dist.is_initialized()
 
 
-def test_where_the_program_has_a_group_the_hint_is_not_to_close_a_world():
+def test_the_hint_differs_if_the_program_opened_the_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError, match="already open") as refused:
@@ -122,7 +122,7 @@ def test_where_the_program_has_a_group_the_hint_is_not_to_close_a_world():
         ({"rank": 1, "world_size": 2}, "MASTER_ADDR is not set"),
     ],
 )
-def test_bad_arguments_are_refused_at_once(options, words):
+def test_bad_arguments_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         paceline.init(**{"backend": "gloo", "device": "cpu", "announce": None} | options)
     assert not dist.is_initialized()
@@ -130,14 +130,14 @@ def test_bad_arguments_are_refused_at_once(options, words):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 @pytest.mark.parametrize("options", [{"backend": "nccl"}, {"device": "cuda"}, {"backend": "cpu:gloo,cuda:nccl"}])
-def test_cuda_without_a_gpu_is_refused_in_words(options):
+def test_cuda_without_a_gpu_is_refused(options):
     with pytest.raises(ConfigError, match="GPU"):
         paceline.init(**options, announce=None)
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "2")])
-def test_half_a_world_is_refused(monkeypatch, name, value):
+def test_an_incomplete_world_is_refused(monkeypatch, name, value):
     for other in FORGET:
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, value)
@@ -156,7 +156,7 @@ def meet(rendezvous: str, forget: bool = True) -> tuple[int, float, int]:
         return world.local_rank, float(total), world.local_world_size
 
 
-def test_ranks_meet_by_file_and_take_it_away_with_them(on_ranks, tmp_path):
+def test_ranks_meet_by_file_and_remove_it(on_ranks, tmp_path):
     path, mine = tmp_path / "meeting", tmp_path / "meeting.20261116"
     mine.write_text("not of a rendezvous")
     (tmp_path / "meeting.paceline-0").touch()  # of an earlier world
@@ -182,7 +182,7 @@ def test_a_rank_may_open_the_store_as_soon_as_rank_0_has_written_the_token(monke
     assert not (tmp_path / "meeting").exists()
 
 
-def test_ranks_meet_by_tcp_and_find_their_local_ranks_by_themselves(on_ranks):
+def test_ranks_meet_by_tcp_and_derive_their_local_ranks(on_ranks):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -201,7 +201,7 @@ def meet_at_stale(path: str, only_rank: int) -> str:
 
 
 @pytest.mark.parametrize("only_rank", [-1, 0, 1])
-def test_a_stale_file_is_refused_at_once_on_every_rank(on_ranks, tmp_path, only_rank):
+def test_a_stale_file_is_refused_on_every_rank(on_ranks, tmp_path, only_rank):
     path = tmp_path / "meeting"
     path.write_bytes(b"left by a run that crashed")
     answers = [answer for answer in on_ranks(2, meet_at_stale, str(path), only_rank) if answer != "not asked"]
@@ -215,7 +215,7 @@ def crash_after_meeting(path: str) -> None:
     os._exit(9)
 
 
-def test_a_file_that_a_crash_left_behind_is_stale(on_ranks, tmp_path):
+def test_a_file_left_by_a_crash_is_stale(on_ranks, tmp_path):
     path = tmp_path / "meeting"
     with pytest.raises(LaunchError, match="code 9"):
         on_ranks(2, crash_after_meeting, str(path))
@@ -224,7 +224,7 @@ def test_a_file_that_a_crash_left_behind_is_stale(on_ranks, tmp_path):
 
 
 def arrive_late(path: str) -> int:
-    """Rank 1 is there long before rank 0; that is no reason to call anything stale."""
+    """Rank 1 arrives long before rank 0, and must not report a stale file."""
     if os.environ["RANK"] == "0":
         time.sleep(0.7)
     return meet(f"file://{path}")[0]
@@ -254,7 +254,7 @@ def meet_again_and_again(rounds: int, address: str) -> list[float]:
 @pytest.mark.parametrize(
     "kind", ["tcp", "file", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("env", "files"))]
 )
-def test_a_process_can_meet_again_at_the_same_place(on_ranks, tmp_path, kind):
+def test_a_process_can_reuse_a_rendezvous(on_ranks, tmp_path, kind):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         places = {
@@ -269,7 +269,7 @@ def test_a_process_can_meet_again_at_the_same_place(on_ranks, tmp_path, kind):
 
 
 def fall_back() -> str:
-    """The user's own way to write `auto`: what was refused first must not haunt the second try."""
+    """Users write their own `auto` this way: a refused `init` must not affect the next one."""
     try:
         paceline.init("gloo", "cuda:99", announce=None)
     except ConfigError:
@@ -278,7 +278,7 @@ def fall_back() -> str:
     return "no refusal"
 
 
-def test_a_second_try_after_a_refusal_works(on_ranks):
+def test_init_works_after_a_refused_one(on_ranks):
     assert on_ranks(2, fall_back) == ["cpu", "cpu"]
 
 
@@ -293,7 +293,7 @@ def claim_another_place(rank: str, world_size: str) -> str:
     return "met"
 
 
-def test_two_processes_of_one_rank_and_two_sizes_of_one_world_are_told(on_ranks):
+def test_duplicate_ranks_and_different_world_sizes_are_refused(on_ranks):
     assert "two processes have rank 0 of 2" in on_ranks(2, claim_another_place, "0", "2")[1]
     assert "rank 1 has WORLD_SIZE 3 but rank 0 has 2" in on_ranks(2, claim_another_place, "1", "3")[1]
 
@@ -307,13 +307,13 @@ def wait_for_a_third(timeout_s: float) -> str:
     return "met"
 
 
-def test_a_rank_that_never_comes_is_named(on_ranks):
+def test_a_missing_rank_is_named(on_ranks):
     answers = on_ranks(2, wait_for_a_third, 3.0)
     assert all(answer.startswith("rank 2 of 3 did not arrive within 3 s") for answer in answers)
 
 
 def refuse_on(rank: int, backends: tuple[str, str]) -> str:
-    """One rank cannot go on, or wants something else; the others must not wait for it."""
+    """If one rank cannot continue or chooses differently, the others must not wait for it."""
     me = int(os.environ["RANK"])
     try:
         paceline.init(backends[me], "cpu", threads=0 if me == rank else 1, announce=None)
@@ -322,12 +322,12 @@ def refuse_on(rank: int, backends: tuple[str, str]) -> str:
     return "went on"
 
 
-def test_what_one_rank_refuses_is_raised_on_all_of_them_at_once(on_ranks):
+def test_a_refusal_on_one_rank_is_raised_on_all(on_ranks):
     answers = on_ranks(2, refuse_on, 1, ("gloo", "gloo"))
     assert answers == ["threads=0: a rank needs at least 1 (on rank 1 of 2)"] * 2
 
 
-def test_different_backends_are_told_on_every_rank(on_ranks):
+def test_different_backends_are_refused_on_every_rank(on_ranks):
     answers = on_ranks(2, refuse_on, -1, ("gloo", "cpu:gloo"))
     words = "the ranks chose different backends (gloo on rank 0, cpu:gloo on rank 1)"
     assert all(answer.startswith(words) for answer in answers)
@@ -366,7 +366,7 @@ def test_an_unreachable_rank_0_is_named():
 
 
 @pytest.mark.parametrize("ending", [pytest.param("sys.exit(0)", marks=pytest.mark.slow), "paceline.shutdown()"])
-def test_leaving_without_a_word_draws_no_warning_from_torch(start, tmp_path, ending):
+def test_exiting_without_shutdown_causes_no_warning_of_torch(start, tmp_path, ending):
     script = Path(tmp_path, "plain.py")
     script.write_text(f"import sys, paceline\npaceline.init('gloo', 'cpu', announce=None)\n{ending}\n")
     job = start("-W", "error", str(script))
@@ -395,7 +395,7 @@ def choose_threads(asked: str, under_torchrun: bool) -> int:
         return world.threads
 
 
-def test_the_users_threads_are_kept_and_torchruns_own_1_is_not(on_ranks):
+def test_threads_set_by_the_user_are_kept_but_not_torchruns_default(on_ranks):
     fair = max(1, machine.count_cores() // 2)
     assert on_ranks(2, choose_threads, "3", False) == [3, 3]
     assert on_ranks(2, choose_threads, "3", True) == [3, 3]
@@ -442,7 +442,7 @@ def test_a_callback_that_outlives_its_world_does_not_abort_the_rank(on_ranks):
 
 
 class Owner:
-    """Of a group that outlives its world."""
+    """Owns a group that outlives its world."""
 
 
 def open_and_close() -> list[str]:
@@ -456,5 +456,5 @@ def open_and_close() -> list[str]:
     return [one.name for one in threading.enumerate()]
 
 
-def test_the_groups_of_a_closed_world_go(on_ranks):
+def test_the_groups_of_a_closed_world_are_freed(on_ranks):
     assert on_ranks(2, open_and_close) == [["MainThread"]] * 2

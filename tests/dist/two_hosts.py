@@ -27,7 +27,7 @@ TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int3
 
 
 def open_world() -> None:
-    """torch's own world on the backend, after making sure that it is what the test means."""
+    """Open torch's own world on the backend, after checking that hosts are what the test assumes."""
     register()
     dist.init_process_group("shm", timeout=timedelta(seconds=40))
     group = dist.group.WORLD
@@ -40,14 +40,14 @@ def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def combine(op: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What the ranks should find: exact in every type."""
+    """The expected result, exact in every type."""
     parts = torch.stack([numbers(rank, count, torch.float64) for rank in range(SIZE)])
     total = {"SUM": parts.sum(0), "AVG": parts.sum(0) / SIZE, "MIN": parts.amin(0), "MAX": parts.amax(0)}[op]
     return (total if dtype.is_floating_point else total.trunc()).to(dtype)
 
 
 def collectives() -> None:
-    """Every reduction, with counts around the size of a piece, and what goes over gloo alone."""
+    """Every reduction with counts around the size of a piece, and collectives that only gloo runs."""
     for dtype in TYPES:
         piece = (1 << 20) // dtype.itemsize
         counts = (0, 1, 5, 1000, piece - 1, piece, 3 * piece + 7) if dtype == torch.float32 else (0, 1, 70_001)
@@ -99,7 +99,7 @@ def train(model: nn.Module, ranks: range) -> list[torch.Tensor]:
 
 
 def training() -> None:
-    """Two wrappers, against one process with the whole batch; and equal on all ranks."""
+    """Compare two wrappers with one process on the whole batch, and ranks with each other."""
     with paceline.init("paceline", "cpu", announce=None, timeout_s=40) as world:
         assert not dist.group.WORLD.shares_memory
         wrappers = [DistributedDataParallel, paceline.DataParallel]
@@ -114,7 +114,7 @@ def training() -> None:
 
 
 def lose(victim: int) -> None:
-    """A rank is killed while all are busy; each of the others says what it got, and how long that took."""
+    """Kill a busy rank; each survivor prints its error and how long that took."""
     if victim == RANK:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)

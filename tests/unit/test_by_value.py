@@ -1,4 +1,4 @@
-"""Functions and classes of a session arrive whole in another process, whose `__main__` is empty."""
+"""Functions and classes of a session work in another process, whose `__main__` is empty."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], dict[st
 
 
 def travel(value: Any) -> Any:
-    """What arrives. Nothing of the session is left there."""
+    """The value as another process unpickles it, without the session."""
     data = by_value.dumps(value)
     sys.modules["__main__"] = types.ModuleType("__main__")
     linecache.cache.pop("cell-0", None)
@@ -50,7 +50,7 @@ def test_a_program_in_a_file_is_not_interactive(session):
     assert not by_value.is_interactive()
 
 
-def test_a_function_brings_the_globals_that_it_uses_and_no_other(session):
+def test_a_function_brings_only_the_globals_it_uses(session):
     names = session("import math\nk = 3\ndef g(x): return k * x\ndef f(x): return g(math.sqrt(x))")
     names["secret"] = sys.stdout  # cannot be sent, and need not be
     f = travel(names["f"])
@@ -116,7 +116,7 @@ def test_tracebacks_show_the_lines_of_cells(session):
         assert "return 1 / 0  # here" in "".join(traceback.format_exception(error))
 
 
-def test_classes_without_a_statement_at_the_top_level_arrive_too(session):
+def test_classes_defined_inside_blocks_arrive_too(session):
     names = session(
         "def make():\n    class Local:\n        x = 1\n    return Local\n"
         "local = make()\nmade = type('Made', (), {'x': 2})\n"
@@ -124,7 +124,7 @@ def test_classes_without_a_statement_at_the_top_level_arrive_too(session):
     assert [kind().x for kind in travel((names["local"], names["made"]))] == [1, 2]
 
 
-def test_without_cloudpickle_only_what_a_rank_can_import_is_sent(session, monkeypatch):
+def test_without_cloudpickle_only_importable_functions_are_sent(session, monkeypatch):
     names = session("def f(): return 1\nclass Net: pass\ndef make(): return lambda: 2\ninner = make()\n")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert travel((textwrap.dedent, ["plain"])) == (textwrap.dedent, ["plain"])

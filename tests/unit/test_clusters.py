@@ -25,7 +25,7 @@ JOB = {
 }  # fmt: skip
 
 
-def test_the_script_has_the_options_that_were_given_and_no_others():
+def test_the_script_has_exactly_the_given_options():
     lines = slurm.render_script(**JOB).splitlines()
     assert lines[0] == "#!/bin/bash"
     assert [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")] == [
@@ -81,7 +81,7 @@ def run_script(tmp_path):
     return run
 
 
-def test_a_rank_gets_torchruns_variables_and_the_words_of_the_command(run_script):
+def test_a_rank_gets_torchruns_variables_and_the_whole_command(run_script):
     code, called, rank = run_script(0, variables={"MORE": "a 'b'"})
     assert code == 0 and called == ["show hostnames n[1-2]"]
     assert rank["arguments"] == JOB["command"][1:]
@@ -95,8 +95,8 @@ def test_a_rank_gets_torchruns_variables_and_the_words_of_the_command(run_script
     assert rank["MASTER_PORT"] == str(15000 + 707) and rank["PACELINE_RUN"] == "job-7"
 
 
-def test_what_observes_a_program_reaches_its_ranks(run_script, monkeypatch):
-    """Also where Slurm gives jobs no variables of who submits them, as in `run_script`."""
+def test_variables_that_attach_to_a_program_reach_its_ranks(run_script, monkeypatch):
+    """Even if Slurm does not pass on the environment of the submitter, as in `run_script`."""
     asked, shown = {"PACELINE_ATTACH": json.dumps({"folder": "/it's here", "steps": 9}), "PACELINE_WRAPPER": "1"}, []
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
@@ -132,7 +132,7 @@ def test_what_observes_a_program_reaches_its_ranks(run_script, monkeypatch):
         (1, True, "RUNNING", 0, 1, False),  # rank 0 has saved, and another failed
     ],
 )
-def test_a_job_that_has_saved_is_requeued_and_no_other(run_script, code, saved, state, restarts, ended, requeued):
+def test_only_a_job_that_has_saved_is_requeued(run_script, code, saved, state, restarts, ended, requeued):
     found, called, rank = run_script(code, saved, state, restarts)
     assert found == ended and ("requeue 7" in called) == requeued
     assert not Path(rank["PACELINE_SAVED"]).exists()
@@ -153,7 +153,7 @@ def test_options_that_slurm_would_refuse_are_refused(given, option):
         slurm.render_script(**JOB | given)
 
 
-def test_no_file_of_the_user_is_replaced(monkeypatch, tmp_path):
+def test_user_files_are_not_overwritten(monkeypatch, tmp_path):
     scripts: list[str] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm, "_call", lambda *command, given="": scripts.append(given) or "7;cluster\n")
@@ -204,7 +204,7 @@ def test_following_shows_the_log_names_a_lost_node_and_ends_with_the_job(monkeyp
         (["Invalid job id specified"], 1),
     ],
 )
-def test_following_ends_by_what_slurm_says_and_not_by_its_silence(monkeypatch, tmp_path, answers, code):
+def test_following_continues_while_slurm_does_not_answer(monkeypatch, tmp_path, answers, code):
     left, sinfo_fails = list(answers), "no sinfo" in answers
 
     def call(command: tuple[str, ...], **_) -> SimpleNamespace:
@@ -224,7 +224,7 @@ def test_following_ends_by_what_slurm_says_and_not_by_its_silence(monkeypatch, t
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
-def test_an_interrupt_ends_the_following_and_says_what_becomes_of_the_job(monkeypatch, tmp_path, state):
+def test_an_interrupt_stops_following_and_explains_the_state_of_the_job(monkeypatch, tmp_path, state):
     called = []
 
     def call(*command: str) -> str:
@@ -241,7 +241,7 @@ def test_an_interrupt_ends_the_following_and_says_what_becomes_of_the_job(monkey
     assert ("keeps running" if state == "RUNNING" else "stays queued") in shown[-1] and "scancel 7" in shown[-1]
 
 
-def test_an_interrupt_while_a_job_is_submitted_leaves_its_number(monkeypatch, tmp_path):
+def test_an_interrupt_during_submission_still_prints_the_job_id(monkeypatch, tmp_path):
     def call(*command: str, given: str = "") -> str:
         signal.raise_signal(signal.SIGINT)
         return "7\n"
@@ -275,14 +275,14 @@ def load_manifest(**given) -> list[dict]:
         ("trainjob", {"gpus_per_node": 0, "variables": {}}),
     ],
 )
-def test_manifests_have_fields_that_kubernetes_knows(kind, changes):
+def test_manifests_match_the_kubernetes_schema(kind, changes):
     manifest = load_manifest(**changes, kind=kind)
     assert [one["kind"] for one in manifest] == (["Service", "Job"] if kind == "job" else ["TrainJob"])
     for one in manifest:
         assert find_mistakes(one, one["kind"], one["kind"]) == []
 
 
-def test_the_check_of_manifests_finds_mistakes():
+def test_the_schema_check_finds_mistakes():
     (_, job) = load_manifest()
     pod = job["spec"]["template"]["spec"]
     pod["restartPolicy"], pod["grace"], job["spec"]["completions"] = "Always", 3, "2"
@@ -322,13 +322,13 @@ def test_pods_meet_at_the_first_and_end_by_signals():
         ({"kind": "trainjob", "volume": "data:/data"}, "--volume"),
     ],
 )
-def test_what_kubernetes_would_refuse_is_refused(changes, option):
+def test_values_that_kubernetes_would_refuse_are_refused(changes, option):
     with pytest.raises(ConfigError, match=option):
         kubernetes.render_manifest(**PODS | changes)
 
 
 @pytest.mark.parametrize("kind", kubernetes.KINDS)
-def test_words_and_values_arrive_as_they_were_given(kind):
+def test_arguments_and_values_are_passed_unchanged(kind):
     """Kubernetes expands $(NAME), and $$ to $; YAML does not accept surrogate pairs."""
     words = ["sh", "-c", "echo $(A) 😀 # \"c\": 'b'\n- d"]
     *_, job = load_manifest(command=words, variables={"A": "$(B)", "EMPTY": ""}, kind=kind)
@@ -337,6 +337,6 @@ def test_words_and_values_arrive_as_they_were_given(kind):
     assert {"name": "A", "value": "$$(B)"} in place["env"] and {"name": "EMPTY", "value": ""} in place["env"]
 
 
-def test_the_manifest_reads_like_this():
+def test_golden_manifest():
     text = kubernetes.render_manifest(**PODS | {"gpus_per_node": 0, "kind": "trainjob"})
     assert text == Path(__file__).with_name("trainjob.yaml").read_text()

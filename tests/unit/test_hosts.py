@@ -1,4 +1,4 @@
-"""Hosts as text, what ssh's failures mean, what a host runs, and the checks that follow from what hosts say."""
+"""Parsing hosts, explaining ssh failures, building requests, and checking hosts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from paceline.verbs.run import parse_variables, run
 from tests.conftest import wait_until
 
 
-def test_hosts_are_read():
+def test_parse_hosts():
     found = parse_hosts("a:8, me@b.example:2,[fe80::1]:4,10.0.0.1")
     assert found == {"a": 8, "me@b.example": 2, "fe80::1": 4, "10.0.0.1": None}
 
 
 @pytest.mark.parametrize("text", ["", "a:0", "a:x", "-oProxyCommand=x", "a b", "a,,b", "a:1,a:2", "a;b"])
-def test_what_is_no_list_of_hosts_is_refused(text):
+def test_malformed_lists_of_hosts_are_refused(text):
     with pytest.raises(ConfigError, match="--hosts"):
         parse_hosts(text)
 
@@ -60,7 +60,7 @@ def test_what_is_no_list_of_hosts_is_refused(text):
         (3, "something else", "ssh", "code 3 (something else)"),
     ],
 )
-def test_a_connection_that_ends_is_explained_in_one_line(code, said, name, words):
+def test_a_failed_connection_is_explained_in_one_line(code, said, name, words):
     error = explain_end("b", code, said, "/x/python")
     assert error.code == name and words in str(error) and str(error).startswith("host b: ")
     assert len(str(error).splitlines()) == 1
@@ -76,11 +76,11 @@ def test_a_connection_that_ends_is_explained_in_one_line(code, said, name, words
         ("./train x", "./train x"),
     ],
 )
-def test_programs_run_in_the_python_of_the_hosts(command, program):
+def test_programs_run_with_the_python_of_the_hosts(command, program):
     assert build_program(command.split(), "PY") == program.split()
 
 
-def test_a_launcher_inside_of_the_launcher_is_refused():
+def test_a_nested_launcher_is_refused():
     with pytest.raises(ConfigError, match="torchrun inside"):
         build_program(["torchrun", "--nproc-per-node", "2", "train.py"], "PY")
 
@@ -108,12 +108,12 @@ def write_ssh(folder: Path, text: str) -> str:
 
 
 def answer_with(*numbers: int) -> str:
-    """For `write_ssh`: a host that answers the last of these questions with the answers to all of them."""
+    """A script for `write_ssh`: it answers all of these requests when the last one arrives."""
     answers = "; ".join(f"""echo '{agent.MARK}{{"number": {number}}}'""" for number in numbers)
     return f"""while read -r line; do case $line in '{{"ask"'*'"number": {numbers[-1]}'*) {answers};; esac; done"""
 
 
-def test_a_late_answer_is_not_taken_for_that_to_a_later_question(tmp_path):
+def test_a_late_answer_is_not_mistaken_for_a_later_one(tmp_path):
     with open_agents(["a"], write_ssh(tmp_path, answer_with(1, 2)), limit_s=60) as (one,):
         with pytest.raises(LaunchError) as caught:
             one.ask("tell_time", 0.1)
@@ -121,7 +121,7 @@ def test_a_late_answer_is_not_taken_for_that_to_a_later_question(tmp_path):
         assert one.ask("tell_time") == {"number": 2}
 
 
-def test_a_host_that_never_answers_is_named_when_the_time_for_checks_is_over(tmp_path):
+def test_a_host_that_does_not_answer_in_time_is_named(tmp_path):
     ssh = write_ssh(tmp_path, f"echo $$ > {tmp_path}/pid; trap '' HUP TERM; exec sleep 60")  # and does not leave
     with pytest.raises(LaunchError, match=r"host a: .*--check-timeout") as caught:
         run(["true"], hosts="a", ssh=ssh, check_timeout=1)
@@ -129,14 +129,14 @@ def test_a_host_that_never_answers_is_named_when_the_time_for_checks_is_over(tmp
     assert run.__kwdefaults__["check_timeout"] == doctor.__kwdefaults__["check_timeout"] == 5.0
 
 
-def test_all_questions_share_the_time_for_checks(tmp_path):
+def test_all_requests_share_one_timeout(tmp_path):
     ssh = write_ssh(tmp_path, answer_with(1))
     with open_agents(["a"], ssh, limit_s=0.0) as (one,), pytest.raises(LaunchError, match="0 s"):
         one.ask("tell_time")
 
 
 @pytest.mark.parametrize("bytes_per_s", [0, 1_000_000])
-def test_messages_on_a_slow_link_are_shorter(monkeypatch, bytes_per_s):
+def test_timed_messages_are_shorter_on_a_slow_link(monkeypatch, bytes_per_s):
     class Slow(socket.socket):
         def recv_into(self, place, num_bytes):
             count = super().recv_into(place, num_bytes)
@@ -158,14 +158,14 @@ def test_messages_on_a_slow_link_are_shorter(monkeypatch, bytes_per_s):
     assert found["num_bytes"] < 1 << 19 if bytes_per_s else found["num_bytes"] == 1 << 19
 
 
-def test_what_cannot_be_reached_is_told_apart_from_what_can():
+def test_reach_reports_an_error_per_address():
     with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and does not listen
         places = [closed.getsockname(), there.getsockname()]
         assert agent.reach(places, "127.0.0.1", 5.0) == {"errors": ["Connection refused", ""]}
 
 
-def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
+def test_an_interrupt_does_not_wait_for_answers(tmp_path):
     ssh = write_ssh(tmp_path, "exec cat > /dev/null")  # it never answers, and ends with its input
     ended, is_waiting = [], threading.Event()
 
@@ -185,7 +185,7 @@ def test_an_interrupt_of_the_questions_waits_for_no_answer(tmp_path):
     assert ended == ["ssh"]  # and not "timeout"
 
 
-def test_variables_are_not_on_a_command_line_that_all_users_see(tmp_path):
+def test_secret_variables_are_not_on_a_command_line(tmp_path):
     ssh = write_ssh(tmp_path, f'echo "$@" > {tmp_path}/words\ncat > /dev/null')
     with open_agents(["a"], ssh, variables={"TOKEN": "secret", "PYTHONPATH": "/mine"}):
         pass
@@ -193,7 +193,7 @@ def test_variables_are_not_on_a_command_line_that_all_users_see(tmp_path):
     assert "PYTHONPATH=/mine" in words and "secret" not in words
 
 
-def test_output_that_is_shown_slowly_is_shown_to_its_end(monkeypatch, tmp_path):
+def test_slowly_shown_output_is_shown_completely(monkeypatch, tmp_path):
     monkeypatch.setattr(remote, "_LEAVE_S", 2.0)
     wait = "while read -r line; do case $line in '{\"ask\"'*) break;; esac; done"  # for the request, after the source
     ssh = write_ssh(tmp_path, f"{wait}\nfor line in 1 2 3 4 5 6; do echo $line; done")
@@ -225,7 +225,7 @@ def check(facts: dict, wanted: Wanted = WANTED) -> list[CheckRecord]:
     return [one for one in checks if one.status != "ok"]
 
 
-def test_hosts_that_are_alike_pass():
+def test_identical_hosts_pass_all_checks():
     assert check({"python": "3.12.7"}) == []
 
 
@@ -247,14 +247,14 @@ def test_hosts_that_are_alike_pass():
         ({"script": False}, "b: script", "fail", "copy it there"),
     ],
 )
-def test_what_is_wrong_on_a_host_is_named_with_what_to_do(facts, name, status, advice):
+def test_each_problem_of_a_host_comes_with_advice(facts, name, status, advice):
     (found,) = check(facts)
     assert (found.name, found.status) == (name, status) and advice in found.advice
 
 
 @pytest.mark.parametrize("loop", ["127.0.0.1", "127.0.1.1", "::1"])
-def test_the_address_of_a_host_is_one_that_others_reach(loop):
-    """Where the launcher's own host is reached by loopback, the other's route is not that to its own loopback."""
+def test_the_address_of_a_host_is_reachable_from_others(loop):
+    """A host reached over loopback (the launcher's own) must not be given to others as a loopback address."""
     asked = {}
 
     def make(name: str, place: str) -> SimpleNamespace:
@@ -274,16 +274,16 @@ def test_the_address_of_a_host_is_one_that_others_reach(loop):
     assert asked == {"a": loop}
 
 
-def test_a_clock_that_is_only_read_late_is_not_blamed():
+def test_a_slow_answer_is_not_mistaken_for_a_wrong_clock():
     assert check({"offset_s": 3.0, "within_s": 2.9}) == []
 
 
-def test_paceline_is_only_needed_where_it_is_called():
+def test_paceline_is_required_only_if_the_program_uses_it():
     (found,) = check({"paceline": ""}, dataclasses.replace(WANTED, needs_paceline=False))
     assert found.status == "warn"
 
 
-def test_a_host_that_was_not_reached_is_a_failed_check():
+def test_an_unreachable_host_is_a_failed_check():
     error = LaunchError("host b: its ssh port is closed: start sshd there", code="port")
     found = [one for one in check_survey({"a": GOOD, "b": error}, WANTED) if one.status != "ok"]
     assert [(one.name, one.found, one.advice) for one in found] == [
@@ -296,7 +296,7 @@ def make_link(sender: str, receiver: str, seconds: float) -> LinkRecord:
     return LinkRecord(sender=sender, receiver=receiver, interface="eth0", num_bytes=10**8, timing=timing, short=short)
 
 
-def test_links_are_shown_as_a_matrix_and_kept_as_records():
+def test_links_are_records_and_print_as_a_matrix():
     links = [make_link("b", "a", 0.1), make_link("a", "b", 0.8)]
     assert [record_from_json(record_to_json(link)) for link in links] == links
     assert links[0].latency_s == pytest.approx(1e-4) and links[0].bytes_per_s == pytest.approx(1e9)
@@ -312,14 +312,14 @@ def test_links_are_shown_as_a_matrix_and_kept_as_records():
     assert "paceline run --hosts a,b" in result.text(80)
 
 
-def test_the_agent_is_read_by_an_old_python_and_needs_no_other_package():
+def test_the_agent_parses_on_old_pythons_and_needs_only_the_standard_library():
     tree = ast.parse(Path(agent.__file__).read_text(), feature_version=(3, 8))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports]
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
 
 
-def test_variables_are_given_or_taken_from_here(monkeypatch):
+def test_variables_have_a_value_or_are_inherited(monkeypatch):
     monkeypatch.setenv("TAKEN", "x=y")
     assert parse_variables(["A=1", "B=", "TAKEN"]) == {"A": "1", "B": "", "TAKEN": "x=y"}
     for text in ("1A=2", "NOT_SET_HERE", "=3"):
@@ -343,11 +343,11 @@ def test_variables_are_given_or_taken_from_here(monkeypatch):
         ({"slurm": True, "gpus_per_node": -1}, "--gpus-per-node -1"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options, words):
+def test_conflicting_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         run(["python", "train.py"], **options)
 
 
-def test_a_command_is_needed():
+def test_an_empty_command_is_refused():
     with pytest.raises(ConfigError, match="no command"):
         run([], hosts="a")

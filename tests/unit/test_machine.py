@@ -103,7 +103,7 @@ def test_gpus_are_counted_by_the_driver_unless_it_fails(monkeypatch, init, get_c
         ("", "aarch64"),
     ],
 )
-def test_the_processor_has_the_kernels_name_for_it(monkeypatch, cpuinfo, name):
+def test_cpu_name_comes_from_the_kernel(monkeypatch, cpuinfo, name):
     monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
     with monkeypatch.context() as patch:
         patch.setattr(machine.Path, "read_text", lambda path: cpuinfo)
@@ -117,7 +117,7 @@ def test_the_processor_has_the_kernels_name_for_it(monkeypatch, cpuinfo, name):
         ("cpu:paceline,cuda:nccl", "cpu:shm,cuda:nccl"), ("cuda:nccl, cpu:paceline", "cuda:nccl,cpu:shm"), ("x", "x"),
     ],
 )  # fmt: skip
-def test_a_backend_has_one_name(given, canonical):
+def test_canonical_backend(given, canonical):
     assert machine.canonical_backend(given) == canonical
 
 

@@ -1,4 +1,4 @@
-"""What ranks send each other: any plain value and record comes back as it was, and no bytes run code."""
+"""Messages between ranks: plain values and records round-trip, and decoding runs no code."""
 
 import collections
 import dataclasses
@@ -33,7 +33,7 @@ values = st.recursive(
 
 
 @given(values)
-def test_a_value_comes_back_as_it_was(value):
+def test_plain_values_round_trip(value):
     found = messages.decode(messages.encode(value))
     assert found == value and type(found) is type(value)
 
@@ -51,12 +51,12 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("value", RECORDS, ids=lambda value: type(value).__name__)
-def test_records_and_types_come_back_as_they_were(value):
+def test_records_and_types_round_trip(value):
     found = messages.decode(messages.encode([value]))
     assert found == [value] and type(found[0]) is type(value)
 
 
-def test_tensors_arrays_and_what_is_derived_from_plain_types():
+def test_tensors_arrays_and_subclasses_of_plain_types_round_trip():
     tensors = [torch.randn(3, 2).bfloat16(), torch.tensor(True), torch.empty(0, 4), torch.randn(4, 4).t()]
     tensors += [torch.nn.Parameter(torch.ones(2)), torch.randn(2, dtype=torch.complex64)]
     for tensor, found in zip(tensors, messages.decode(messages.encode(tensors)), strict=True):
@@ -68,7 +68,7 @@ def test_tensors_arrays_and_what_is_derived_from_plain_types():
     assert found.dtype == array.dtype and (found == array).all() and number == 0.5 and ordered == {"a": (2, 3)}
 
 
-def test_a_record_that_is_made_later_and_an_error_with_its_notes():
+def test_partial_records_and_errors_with_notes_round_trip():
     make = functools.partial(CollectiveRecord, collective="all_reduce", world_size=2)
     found = messages.decode(messages.encode(make))
     assert found.func is CollectiveRecord and found.keywords == make.keywords
@@ -81,7 +81,7 @@ def test_a_record_that_is_made_later_and_an_error_with_its_notes():
 
 @dataclasses.dataclass
 class Mine:
-    """Not of Paceline."""
+    """A dataclass outside Paceline."""
 
     number: int = 0
 
@@ -89,7 +89,7 @@ class Mine:
 @pytest.mark.parametrize(
     "value", [Mine(), object(), print, numpy.longdouble(1), torch.nn.Linear(1, 1), torch.eye(2).to_sparse()]
 )
-def test_what_is_no_plain_value_is_refused_by_its_type(value):
+def test_values_of_other_types_are_refused(value):
     with pytest.raises(ConfigError, match=r"cannot be saved or sent.*bytes"):
         messages.encode({"deep": [value]})
     loop: list = []
@@ -103,7 +103,7 @@ class Evil:
         return os.putenv, ("PACELINE_OWNED", "1")
 
 
-def test_no_bytes_run_code_or_build_anything_else_than_records():
+def test_malformed_bytes_run_no_code_and_build_only_records():
     whole = messages.encode({"a": (1, torch.ones(3)), "b": Timing()})
     draw, refused = random.Random(7), 0
     bad = [pickle.dumps(Evil()), b"", whole[:-1], whole + b"x", b"[" * 100_000]

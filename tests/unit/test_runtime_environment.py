@@ -41,7 +41,7 @@ MPIRUN = {
         ({"MASTER_ADDR": "node0", "LOCAL_RANK": "3", "SLURM_JOB_ID": "7"}, Place(0, 1, 0, 1, "none")),
     ],
 )
-def test_a_place_is_read_from_its_launcher(variables, place):
+def test_read_place_of_every_launcher(variables, place):
     assert read_place(variables) == place
     assert is_launched(variables) == (place.launcher != "none")
 
@@ -72,7 +72,7 @@ def test_the_process_environment_is_the_default(monkeypatch):
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT='http'"),
     ],
 )
-def test_half_a_world_or_an_impossible_one_is_refused(variables, reason):
+def test_incomplete_or_impossible_worlds_are_refused(variables, reason):
     with pytest.raises(ConfigError, match=reason):
         read_place(variables)
 

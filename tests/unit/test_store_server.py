@@ -1,4 +1,4 @@
-"""The rendezvous store: what its clients get when keys come, go, or never arrive, and who gets in."""
+"""The rendezvous store: clients that wait for keys, and authentication of connections."""
 
 import contextlib
 import secrets
@@ -16,13 +16,7 @@ from paceline.runtime.ranks import rendezvous, store_server
 from paceline.runtime.ranks.place import Place
 from paceline.runtime.ranks.rendezvous import PrivateStore
 from paceline.runtime.ranks.store_server import Gate, Server
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    until_s = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
+from tests.conftest import wait_until
 
 
 @pytest.fixture
@@ -60,40 +54,31 @@ def test_clients_that_wait_get_an_error_when_the_store_stops(local):
     getter = connect()
     waiter = connect()
     threads, results = in_threads(lambda: getter.get("a"), lambda: waiter.wait(["b"]))
-    wait_until(lambda: len(server._awaited) == 2)
+    time.sleep(0.05)
+    assert not results
     server.stop()
     for thread in threads:
         thread.join(60)
     assert [type(one) for one in results] == [dist.DistNetworkError] * 2
 
 
-def test_a_key_that_never_arrives_leaves_nothing_behind(local):
-    server, connect = local
+def test_a_key_that_never_arrives_is_a_timeout(local):
+    _, connect = local
     store = connect()
     with pytest.raises(dist.DistStoreError):
         store.wait(["a"], timedelta(seconds=0.01))
-    assert not server._awaited
 
 
-def test_get_waits_for_a_key_that_was_deleted_before_it_could_be_read(local, monkeypatch):
-    server, connect = local
+def test_a_thread_that_waits_for_a_key_does_not_block_another(local):
+    _, connect = local
     store = connect()
-    store.set("a", "old")
-    wait = server._await
-
-    def delete_after_wait(link: socket.socket, key: bytes, until_s: float) -> bool:
-        is_there = wait(link, key, until_s)
-        if server._values.get(key) == b"old":
-            del server._values[key]
-        return is_there
-
-    monkeypatch.setattr(server, "_await", delete_after_wait)
-    getter = connect()
-    (thread,), results = in_threads(lambda: getter.get("a"))
-    wait_until(lambda: server._awaited)
+    store.set("b", "")
+    (thread,), results = in_threads(lambda: store.multi_get(["a", "b"]))
+    time.sleep(0.05)
+    assert not results and not store.check(["a"])
     store.set("a", "new")
     thread.join(60)
-    assert results == [b"new"]
+    assert results == [[b"new", b""]] and store.multi_get([]) == []
 
 
 @contextlib.contextmanager
@@ -106,7 +91,7 @@ def open_gate(report: Callable[[str], None]) -> Iterator[tuple[Gate, tuple[str, 
         gate.close()
 
 
-def test_a_rank_gets_in_although_reports_fail(monkeypatch):
+def test_a_rank_is_admitted_even_if_reports_fail(monkeypatch):
     def fail(_: str) -> None:
         raise OSError("stderr is closed")
 
@@ -120,7 +105,7 @@ def test_a_rank_gets_in_although_reports_fail(monkeypatch):
         assert link.recv(7) == b"welcome"
 
 
-def test_a_stranger_that_resets_its_connection_is_reported():
+def test_an_unauthenticated_connection_that_resets_is_reported():
     reports: list[str] = []
     with open_gate(reports.append) as (_, where):
         with socket.create_connection(where, timeout=60) as link:
@@ -131,7 +116,7 @@ def test_a_stranger_that_resets_its_connection_is_reported():
     assert "127.0.0.1, which does not know the secret" in reports[0]
 
 
-def test_a_rank_that_is_turned_away_before_the_handshake_tries_again():
+def test_a_rank_that_is_dropped_before_the_handshake_retries():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         servers: list[Server] = []
 

@@ -37,9 +37,7 @@ _STOPPED_S = 1.2  # a process that stays suspended for this long counts as lost
 
 # Keyed by hash: reading the reduction from torch's options takes a microsecond, and its name another two.
 _Op: Any = dist.ReduceOp
-_OPS = {hash(_Op(op)): number for op, number in (
-    (_Op.SUM, native.SUM), (_Op.AVG, native.AVG), (_Op.MIN, native.MIN), (_Op.MAX, native.MAX)
-)}  # fmt: skip
+_OPS = {hash(_Op(getattr(_Op, name))): getattr(native, name) for name in ("SUM", "AVG", "MIN", "MAX")}
 _SMALL = 16 << 10  # elements; smaller messages use one lane, and their Work may be reused
 _AllreduceOptions, _Tensor = c10d.AllreduceOptions, torch.Tensor
 # An operation of the core, with tensors in place of addresses.
@@ -353,8 +351,7 @@ class PacelineGroup(_TorchGroup):
         return self._cuda_backend() if tensor.is_cuda else self._gloo
 
     def _cuda_backend(self) -> Any:
-        """The backend for GPU tensors: NCCL if the group was created with `cuda:nccl`, otherwise gloo. Created
-        lazily."""
+        """The backend for GPU tensors, created lazily: NCCL for `cuda:nccl`, otherwise gloo."""
         if self._cuda is None:
             kind, self._cuda = dist.ProcessGroup.BackendType.GLOO, self._gloo
             if "cuda:nccl" in dist.get_backend_config(self):
@@ -415,8 +412,8 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor:
     return _NOTHING
 
 
-for _name in ("reduce", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "recv_anysource",
-              "allgather_coalesced"):  # fmt: skip
+_DELEGATED = ("reduce", "gather", "scatter", "alltoall", "alltoall_base", "allgather_coalesced")
+for _name in (*_DELEGATED, "send", "recv", "recv_anysource"):
     setattr(PacelineGroup, _name, _delegate(_name))
 works.keep_from_compiler(PacelineGroup)
 

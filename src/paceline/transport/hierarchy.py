@@ -33,10 +33,6 @@ class _AllReduce(threading.Event):
         self.flat, self.op, self.timeout_s = flat, op, timeout_s
         self.error: Exception | None = None
 
-    def conclude(self, error: Exception | None) -> None:
-        self.error = error
-        self.set()
-
 
 class TwoLevels:
     """Ranks on several `hosts`, given in rank order. The ranks of this host share memory in `inside`. Collective.
@@ -114,7 +110,8 @@ class TwoLevels:
                     self._all_reduce(work)
                 except Exception as error:
                     self._failure = self._report_failure(error)
-            work.conclude(self._failure)
+            work.error = self._failure
+            work.set()
 
     def _all_reduce(self, work: _AllReduce) -> None:
         """Reduce inside, reduce between hosts, broadcast inside. Ranks of a host run the same operations in order."""

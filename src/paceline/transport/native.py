@@ -119,8 +119,7 @@ def why_not() -> str:
 
 
 def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
-    """The number of lanes for ranks on one host with `cores` each: the first rank's PACELINE_LANES, otherwise one, or
-    more if there are spare cores."""
+    """The lanes of a host's ranks: PACELINE_LANES of the first, else one, or more with spare cores."""
     if not requested:
         return max(1, min(4, min(cores) // len(cores)))
     if requested not in map(str, range(1, 17)):

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +26,13 @@ _store: Any = None
 
 
 def use_key(key: bytes, store: Any = None) -> None:
-    """Authenticate the groups that are created from now on with this key; an empty key turns this off, as for an open
-    store. A rank that rejects a connection reports it to the others in `store`."""
+    """Authenticate later groups with this key, or not if it is empty. `store` takes reports of refusals."""
     global _key, _store
     _key, _store = key, store
 
 
 def check_group(group: Any) -> None:
-    """Authenticate the connections of a torch group, if it uses gloo. Collective: call it on every rank of the
-    group."""
+    """Authenticate the connections of a torch group, if it uses gloo. Collective."""
     if not isinstance(group, c10d.ProcessGroup):  # this rank is not a member
         return
     try:
@@ -77,17 +76,15 @@ def check_pairs(backend: Any, name: str) -> None:
     elif not failure:
         text = f"the process that connected as rank {bad[0]} of {size} is not a rank of this job"
     if text:
-        raise _refuse(f"rejected an unauthenticated connection: {text}; start the job again")
-    text = _read_refusal() or f"ranks lost contact during authentication: {failure}"
-    raise LaunchError(text, code="stranger" if _read_refusal() else "peer-lost")
-
-
-def _refuse(text: str) -> LaunchError:
-    """The error for an unauthenticated connection. The other ranks raise it too, because they may wait for this one."""
-    if _store is not None:
-        with contextlib.suppress(RuntimeError):
-            _store.set("stranger", text)
-    return LaunchError(text, code="stranger")
+        text = f"rejected an unauthenticated connection: {text}; start the job again"
+        if _store is not None:
+            with contextlib.suppress(RuntimeError):
+                _store.set("stranger", text)  # the other ranks raise it too, because they may wait for this one
+    else:
+        text = _read_refusal()
+    if text:
+        raise LaunchError(text, code="stranger")
+    raise LaunchError(f"ranks lost contact during authentication: {failure}", code="peer-lost")
 
 
 def _read_refusal() -> str:
@@ -106,23 +103,14 @@ def _prove(name: str, source: int, target: int) -> bytes:
 def _find_strangers() -> list[int]:
     """Other users whose processes on this host are peers of this process's TCP connections."""
     own = set()
-    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            own.add(target[8:-1])
+    for entry in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # closed since
+            own.add(os.readlink(entry))
     ends: dict[tuple[str, str], tuple[int, str]] = {}
     for name in ("tcp", "tcp6"):
-        try:
-            with open(f"/proc/net/{name}") as file:
-                lines = file.read().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            words = line.split()
-            if words[3] == "01":  # established
-                ends[words[1], words[2]] = int(words[7]), words[9]
-    others = [ends.get((there, here)) for (here, there), (_, inode) in ends.items() if inode in own]
-    return sorted({other[0] for other in others if other is not None and other[0] != os.geteuid() and other[1] != "0"})
+        with contextlib.suppress(OSError):
+            for words in map(str.split, Path(f"/proc/net/{name}").read_text().splitlines()):
+                if words[3] == "01":  # established
+                    ends[words[1], words[2]] = int(words[7]), words[9]
+    peers = [ends.get((there, here)) for (here, there), (_, inode) in ends.items() if f"socket:[{inode}]" in own]
+    return sorted({peer[0] for peer in peers if peer is not None and peer[0] != os.geteuid() and peer[1] != "0"})

@@ -73,14 +73,14 @@ def list_addresses() -> dict[str, list[str]]:
 
 def tell_facts(folder: str, program: str, script: str) -> dict[str, Any]:
     """What this host has. `program` and `script` are looked up from `folder`, where the ranks will run."""
-    missing = ""
+    problem = ""
     try:
         os.chdir(folder)
     except OSError as error:
-        missing = str(error.strerror)
+        problem = str(error.strerror)
     return {
         "python": platform.python_version(), "torch": find_version("torch"), "paceline": find_version("paceline"),
-        "folder": missing,
+        "folder": problem,
         "program": not program or shutil.which(program) is not None,
         "script": not script or os.path.exists(script),
         "free_bytes": {place: shutil.disk_usage(place).free for place in (os.getcwd(), tempfile.gettempdir())},
@@ -188,8 +188,7 @@ def _end_children() -> None:
 
 
 def run(arguments: list[str], variables: dict[str, str], grace_s: float, requests: queue.SimpleQueue[Any]) -> int:
-    """Run a command until it exits, the launcher asks to `end` or `kill` it, or the launcher is lost. Kills whatever is
-    left of it, and returns the exit code."""
+    """The exit code of a command, which runs until it exits, is to `end` or `kill`, or the launcher is lost."""
     child = subprocess.Popen(arguments, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
     heard_s, until_s = time.monotonic(), float("inf")
     while child.poll() is None and time.monotonic() < until_s:

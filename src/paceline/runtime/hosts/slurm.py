@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from paceline.errors import ConfigError, LaunchError, refuse
 from paceline.runtime.hosts.ssh import Show, split_words
@@ -17,8 +18,9 @@ from paceline.runtime.hosts.ssh import Show, split_words
 _POLL_S = 1.0
 _COMMAND_S = 60.0
 _RESTARTS = 100
-_UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING",
-               "SIGNALING", "STAGE_OUT", "STOPPED")  # fmt: skip
+_UNFINISHED = (
+    "PENDING CONFIGURING RUNNING COMPLETING REQUEUED REQUEUE_HOLD SUSPENDED RESIZING SIGNALING STAGE_OUT STOPPED"
+)
 
 
 class _Script(Template):
@@ -34,13 +36,11 @@ def render_script(
     The job is asked to save `grace_s` before its time limit.
     """
     is_time = re.fullmatch(r"((\d+-)?\d+(:\d+){0,2})?", time)
+    is_name = re.fullmatch(r"[\w.-]+", name)
     more = split_words("--sbatch", sbatch)
     refuse(
         (not is_time, f"--time {time}: write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, as in 1:00:00"),
-        (
-            not re.fullmatch(r"[\w.-]+", name),
-            f"--name {name}: use letters, digits, -, _ and .; files are named after it",
-        ),
+        (not is_name, f"--name {name}: use letters, digits, -, _ and .; files are named after it"),
         (more and not sbatch.startswith("-"), f"--sbatch {sbatch}: options start with -"),
         ("\n" in sbatch + folder, "--sbatch and --folder: remove the line break"),
     )
@@ -68,28 +68,19 @@ def render_script(
 
 def _call(*command: str, given: str = "") -> str:
     """The output of a Slurm command, with `given` as its input."""
+    # In a session of its own: Ctrl-C is for the caller.
+    options: dict[str, Any] = {"input": given, "capture_output": True, "text": True, "start_new_session": True}
     try:
-        # In a session of its own: Ctrl-C is for the caller.
-        done = subprocess.run(
-            command,
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_S,
-            start_new_session=True,
-            check=False,
-        )
+        done = subprocess.run(command, timeout=_COMMAND_S, check=False, **options)
     except FileNotFoundError:
-        text = (
-            f"{command[0]} is not installed here: submit from a host of the cluster, or print the script with --dry-run"
-        )
-        raise ConfigError(text, code="no-slurm") from None
+        hint = "submit from a host of the cluster, or print the script with --dry-run"
+        raise ConfigError(f"{command[0]} is not installed here: {hint}", code="no-slurm") from None
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{command[0]} did not return within {_COMMAND_S:g} s: is slurmctld up?") from None
     if done.returncode:
         said = next(iter(done.stderr.strip().splitlines()[-1:]), f"code {done.returncode}")
         raise LaunchError(f"{command[0]} failed: {said}", code="no-job" if "Invalid job id" in said else "slurm")
-    return done.stdout
+    return str(done.stdout)
 
 
 def submit(script: str) -> str:
@@ -116,9 +107,7 @@ def follow(job: str, log: Path, show: Show) -> int:
     Keeps following a job that is requeued, and keeps asking when Slurm does not answer. An interrupt stops the
     following, not the job.
     """
-    state = ""
-    nodes = ""
-    trouble = ""
+    state, nodes, trouble = "", "", ""
     lost: set[str] = set()
     shown_bytes = 0
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # the log may end inside a character
@@ -126,25 +115,23 @@ def follow(job: str, log: Path, show: Show) -> int:
         while True:
             found: dict[str, str] = {}
             now = state
-            before = trouble
-            trouble = ""
             try:
                 found = _read_job(job)
                 log = Path(found.get("StdOut", log))  # --sbatch may have renamed it
                 now = found.get("JobState", "UNKNOWN")
                 nodes = nodes if found.get("NodeList", "(null)") == "(null)" else found["NodeList"]
-                known = lost
-                lost = _find_lost_nodes(nodes)
+                known, lost = lost, _find_lost_nodes(nodes)
                 for node in sorted(lost - known):
                     hint = f"Slurm ends the job and requeues it; see `scontrol show node {node}`"
                     show("err", f"paceline: node {node} does not respond (slurmd or the host is down): {hint}\n")
+                trouble = ""
             except LaunchError as error:
-                trouble = str(error)
                 hint = "trying again"
                 if error.code == "no-job":  # Slurm has already forgotten it
                     now = "UNKNOWN"
                     hint = f"its result is unknown; try `sacct -j {job}`"
-                if trouble != before:
+                if str(error) != trouble:
+                    trouble = str(error)
                     show("err", f"paceline: job {job}: {trouble}: {hint}\n")
             if log.exists():
                 with log.open("rb") as file:
@@ -154,7 +141,7 @@ def follow(job: str, log: Path, show: Show) -> int:
             if now != state:
                 state = now
                 show("err", f"paceline: job {job}: {now.lower()}{f' on {nodes}' if now == 'RUNNING' else ''}\n")
-            if state and state not in _UNFINISHED:
+            if state and state not in _UNFINISHED.split():
                 code = int(found.get("ExitCode", "0:0").partition(":")[0])
                 return 0 if state == "COMPLETED" else code or 1
             time.sleep(_POLL_S)

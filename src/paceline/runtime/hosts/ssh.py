@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import IO, Any, TypeVar
 
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
@@ -26,12 +27,8 @@ T = TypeVar("T")
 # Takes "out" or "err", and one or more lines of text.
 Show = Callable[[str, str], None]
 
-_OPTIONS = (
-    "-T",
-    "-oBatchMode=yes",
-    "-oServerAliveInterval=5",
-    "-oServerAliveCountMax=3",
-)  # detects a lost connection within 15 s
+# The last two detect a lost connection within 15 s.
+_OPTIONS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
 CHECK_S = 5.0  # time limit for all checks of a host, from the start of ssh
 _FOR_PYTHON = ("PYTHON", "PATH", "LD_")  # prefixes of variables that affect what the agent finds
 _BEAT_S = 5.0
@@ -108,12 +105,9 @@ class Agent:
         # The other variables may be secret and come with the request to run: all users of a host see command lines.
         own = [f"{key}={value}" for key, value in variables.items() if key.startswith(_FOR_PYTHON)]
         there = shlex.join(["env", *own, python, "-c", begin])
-        try:
-            self._process = subprocess.Popen(
-                [*ssh, *_OPTIONS, f"-oConnectTimeout={max(1, round(0.6 * limit_s))}", name, there],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the launcher
-            )  # fmt: skip
+        words = [*ssh, *_OPTIONS, f"-oConnectTimeout={max(1, round(0.6 * limit_s))}", name, there]
+        try:  # in a session of its own: Ctrl-C is for the launcher
+            self._process = subprocess.Popen(words, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
         except OSError as error:
             raise ConfigError(f"cannot run {ssh[0]}: {error.strerror}; install ssh, or name it with --ssh") from None
         outputs = (("out", self._process.stdout), ("err", self._process.stderr))
@@ -189,8 +183,7 @@ class Agent:
         return self._process.poll()
 
     def _join(self, all_of_it: bool = True) -> None:
-        """Wait for the output to be read, `all_of_it` no matter how slowly it is shown. The pipes may outlive ssh,
-        which can keep a connection open (ControlPersist)."""
+        """Wait until the output is read, `all_of_it` however slowly it is shown. ssh may leave the pipes open."""
         until_s = time.monotonic() + _LEAVE_S
         while any(reader.is_alive() for reader in self._readers) and time.monotonic() < until_s:
             if all_of_it and self._showing:
@@ -205,13 +198,11 @@ class Agent:
 
     def close(self, until_s: float) -> None:
         """Wait for ssh to exit, and kill it at `until_s`. Idempotent."""
-        has_ended = True
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            has_ended = False
-            self._process.kill()
-            self._process.wait()
+        has_ended = self.code is not None
+        self._process.kill()  # does nothing once it has ended
+        self._process.wait()
         self._join(all_of_it=has_ended)
 
 
@@ -262,10 +253,9 @@ def build_program(command: Sequence[str], python: str) -> list[str]:
     """The command of a rank, with `python`, `paceline` and scripts run by the given interpreter."""
     first, *rest = command
     name = first.rpartition("/")[2]
-    inside = "`paceline run` starts the ranks itself: leave it out, and give the number of ranks to `paceline run`"
-    refuse(
-        (name in ("torchrun", "accelerate", "deepspeed", "mpirun", "srun"), f"{name} inside `paceline run`: {inside}")
-    )
+    if name in ("torchrun", "accelerate", "deepspeed", "mpirun", "srun"):
+        hint = "`paceline run` starts the ranks itself: leave it out, and give the number of ranks to `paceline run`"
+        raise ConfigError(f"{name} inside `paceline run`: {hint}")
     if first in ("python", "python3"):
         return [python, *rest]
     if first == "paceline":
@@ -280,11 +270,10 @@ def build_requests(
     """The request for each host: torchrun with a prefix for its ranks' output. All ranks meet at `address`:`port`."""
     requests = []
     for number, (name, count) in enumerate(ranks.items()):
-        torchrun = [
-            agent.GUARD, python, "-m", "torch.distributed.run", "--nnodes", str(len(ranks)), "--node-rank", str(number),
-            "--nproc-per-node", str(count), "--master-addr", address, "--master-port", str(port),
-            "--tee", "3", "--log-dir", agent.LOGS, "--no-python", agent.GUARD,
-        ]  # fmt: skip
+        place = f"--nnodes {len(ranks)} --node-rank {number} --nproc-per-node {count}"
+        options = f"{place} --master-addr {address} --master-port {port} --tee 3".split()
+        torchrun = [agent.GUARD, python, "-m", "torch.distributed.run", *options]
+        torchrun += ["--log-dir", agent.LOGS, "--no-python", agent.GUARD]
         own = {
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{name}:${{rank}}] ",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_s)),

@@ -22,7 +22,7 @@ def is_interactive() -> bool:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value, with the functions and classes of the session in it. `pickle.loads` reads it in a rank."""
+    """Pickle a value with the session's functions and classes in it, for `pickle.loads` in a rank."""
     if importlib.util.find_spec("cloudpickle") is not None:
         return _dump_session(value)
     try:
@@ -66,8 +66,7 @@ class _Session:
 
 
 def _load_session(data: bytes) -> Any:
-    """In a rank: give each job a `__main__` of its own that has the session's names, so that the rank can pickle
-    instances of its classes, and give tracebacks the lines of cells."""
+    """In a rank: give the job a `__main__` with the session's names, to pickle its instances, and cells' lines."""
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     value, names, sources = pickle.loads(data)
     vars(main).update(names)

@@ -93,6 +93,11 @@ class _Server:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self.close = weakref.finalize(self, _end_server, os.getpid(), self.process, self._control)
 
+    def is_usable(self, modules: Sequence[str]) -> bool:
+        """Whether a rank forked by this server would be as if it were started now and had these modules."""
+        is_fresh = (self.owner, self.imports) == (os.getpid(), _describe_imports())
+        return is_fresh and self.process.poll() is None and self.modules >= set(modules)
+
     def fork(self, link: int, descriptors: Sequence[int]) -> _Forked:
         """Request a rank; returns immediately, even while the server is still importing torch."""
         status, far_status = multiprocessing.Pipe(duplex=False)
@@ -101,8 +106,7 @@ class _Server:
         return _Forked(self, status)
 
     def is_ready(self, timeout_s: float) -> bool:
-        """Wait until the server can fork; False if it cannot. A server that takes longer than the timeout may still be
-        able to."""
+        """Wait until the server can fork; False if it cannot, True if that is not known in time."""
         with self._lock:
             if not self._state:
                 if not multiprocessing.connection.wait([self._control], min(timeout_s, _LONG_S)):
@@ -129,8 +133,7 @@ class _Forked:
         self._handle: Handle | None = None
 
     def _read(self) -> None:
-        """Read the server's next report: the process id, then the exit code, which arrives before the id can be
-        reused."""
+        """Read the server's next report: the process id, then the exit code, sent before the id can be reused."""
         try:
             number = int(self._status.recv())
         except (EOFError, OSError):
@@ -193,11 +196,9 @@ def _find_server(modules: Sequence[str] = ()) -> _Server | None:
     if not _can_fork:
         return None
     with _server_lock:
-        found = _server
-        is_fresh = found is not None and (found.owner, found.imports) == (os.getpid(), _describe_imports())
-        if found is None or not is_fresh or found.process.poll() is not None or not found.modules >= set(modules):
-            found = _server = _Server(frozenset(modules))
-        return found
+        if _server is None or not _server.is_usable(modules):
+            _server = _Server(frozenset(modules))
+        return _server
 
 
 def _join(ranks: Sequence[RankProcess], timeout_s: float) -> None:
@@ -207,8 +208,7 @@ def _join(ranks: Sequence[RankProcess], timeout_s: float) -> None:
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """Warm local ranks that run one job after another. After a failed job they are ended, and the next job starts new
-    ones. `modules` are imported once, before ranks are forked, if possible."""
+    """Warm local ranks that run one job after another; new ones after a failure. `modules` are imported once."""
 
     def __init__(self, num_ranks: int, modules: Sequence[str] = ()) -> None:
         check_rank_count(num_ranks)
@@ -265,8 +265,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 raise
 
     def _run_world(self, job: LocalJob) -> dict[int, Any] | None:
-        """The values of one world; None after a fault from which ranks recover, or when more ranks are available: then
-        the ranks of the next world are in their places."""
+        """The values of one world; None if the ranks of a next world are in their places."""
         spares = Spares(self._spares, job.recovery, lambda: self._start_spare(job))
         monitor = None
         if job.hang_timeout_s is not None and not why_no_monitor():
@@ -276,7 +275,9 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
             with _serve_store() as store:
                 policy = world.run(_job_variables(self._size, store))
                 if policy == "restart" or (policy == "stop" and world.is_certain):
-                    self._kill()  # while the store is up: without it they would print errors of their own
+                    for rank in [*self._ranks, *self._spares]:
+                        rank.process.kill()  # while the store is up: without it they would print errors of their own
+                    _join(self._ranks, _GRACE_S)
             if policy == "stop":
                 if world.error is not None:
                     raise world.error
@@ -306,8 +307,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         return self._ranks[: self._size or len(self._ranks)]
 
     def pids(self) -> list[int]:
-        """The process ids of the ranks, in rank order; waits for those that are still starting. To send signals, use
-        `signal`."""
+        """The process ids in rank order; waits for ranks that are starting. To send signals, use `signal`."""
         return [rank.process.pid for rank in self._active if rank.process.pid is not None]
 
     def signal(self, number: int) -> None:
@@ -334,15 +334,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         _join(ranks, _GRACE_S)
         end_processes(ranks)
 
-    def _kill(self) -> None:
-        """Kill all ranks now."""
-        for rank in [*self._ranks, *self._spares]:
-            rank.process.kill()
-        _join(self._ranks, _GRACE_S)
-
     def start(self, num_ranks: int | None = None) -> None:
-        """Start ranks now, so that they import torch while the caller does other work; `run` would start them
-        otherwise."""
+        """Start ranks now rather than in `run`, so that they import torch while the caller does other work."""
         for rank in range(len(self._ranks), num_ranks or self.num_ranks):
             self._start_process(self._ranks, rank)
 
@@ -444,12 +437,9 @@ def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
 def _job_variables(num_ranks: int, store: str) -> dict[str, str]:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]  # for programs that need one; our ranks rendezvous through the store
-    variables = {
-        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "PACELINE_LAUNCHER": "paceline", "PACELINE_JOB": secrets.token_hex(8),
-        "PACELINE_STORE": store,
-    }  # fmt: skip
+    variables = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PACELINE_STORE": store}
+    variables |= {"PACELINE_LAUNCHER": "paceline", "PACELINE_JOB": secrets.token_hex(8)}
     if (loopback := machine.loopback_interface()) and "GLOO_SOCKET_IFNAME" not in os.environ:
         # By default gloo resolves the host name, which on a laptop may be unreachable or unknown.
         variables["GLOO_SOCKET_IFNAME"] = loopback
@@ -541,12 +531,8 @@ def _sigint_blocked() -> Iterator[None]:
 def _serve_store() -> Iterator[str]:
     """The name of a store for one job, which serves only processes of this user."""
     with contextlib.ExitStack() as stack:
-        if sys.platform == "linux":
-            name = f"@paceline-{secrets.token_hex(16)}"
-        else:  # no abstract sockets and no peer credentials: use a private folder
+        name = f"@paceline-{secrets.token_hex(16)}"
+        if sys.platform != "linux":  # no abstract sockets and no peer credentials: use a private folder
             name = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")), "store")
-        server = store_server.Server(store_server.bind(name))
-        try:
-            yield name
-        finally:
-            server.stop()
+        stack.callback(store_server.Server(store_server.bind(name)).stop)
+        yield name

@@ -102,8 +102,7 @@ def _name_place(path: tuple[Any, ...]) -> str:
 def unpack(
     structure: Any, tensors: Mapping[str, torch.Tensor], build: Mapping[str, Callable[[Any], Any]] | None = None
 ) -> Any:
-    """The inverse of `pack`; `build` makes a value from the content of a tag of `extend`. A malformed structure raises
-    KeyError, TypeError, ValueError, AttributeError, RecursionError or struct.error."""
+    """The inverse of `pack`; `build` makes a value from the content of a tag of `extend`. Raises one of `_INVALID`."""
     if isinstance(structure, list):
         return [item if type(item) in _PLAIN else unpack(item, tensors, build) for item in structure]
     if not isinstance(structure, dict):
@@ -134,7 +133,7 @@ def encode(value: Any) -> bytes:
     entries, blocks = [], []
     for name, tensor in tensors.items():
         flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
+        entries.append([name, _name_dtype(tensor.dtype), list(tensor.shape)])
         blocks.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     listed = json.dumps(entries).encode()
     return b"".join([_HEAD.pack(len(listed), len(text)), listed, text, *blocks])
@@ -150,12 +149,10 @@ def decode(data: bytes) -> Any:
         tensors = {}
         for name, dtype_name, shape in entries:
             dtype = _read_dtype(dtype_name)
-            block = data[at : at + math.prod(shape) * dtype.itemsize]
+            block = bytearray(data[at : at + math.prod(shape) * dtype.itemsize])
             at += len(block)
-            flat = torch.empty(len(block), dtype=torch.uint8)
-            if block:
-                flat.numpy()[:] = numpy.frombuffer(block, numpy.uint8)
-            tensors[name] = flat.view(dtype).reshape(shape)
+            flat = torch.frombuffer(block, dtype=dtype) if block else torch.empty(0, dtype=dtype)
+            tensors[name] = flat.reshape(shape)
         if at != len(data):
             raise ValueError(f"{len(data)} bytes instead of {at}")
         return unpack(json.loads(text), tensors, _BUILD)
@@ -174,14 +171,14 @@ def _describe(value: Any) -> tuple[str, Any] | None:
         return f"${kind.__name__}", list(value)
     if kind in (bytes, bytearray):
         return "$bytes", base64.b64encode(value).decode()
+    if kind is torch.dtype:
+        return "$dtype", _name_dtype(value)
+    if kind is complex:
+        return "$complex", [value.real, value.imag]
     if isinstance(value, numpy.generic) and value.dtype.kind in "biuf" and value.dtype.char != "g":
         return "", value.item()
     if kind is numpy.ndarray and value.dtype.kind in "biufc" and value.dtype.char not in "gG":
         return "$array", torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
-    if kind is torch.dtype:
-        return "$dtype", str(value).removeprefix("torch.")
-    if kind is complex:
-        return "$complex", [value.real, value.imag]
     if isinstance(value, PurePath):
         return "$path", str(value)
     if isinstance(value, functools.partial) and _is_ours(value.func) and not value.args:
@@ -192,14 +189,16 @@ def _describe(value: Any) -> tuple[str, Any] | None:
         if isinstance(value, PacelineError):
             more = (value.rank, value.rank_traceback) if isinstance(value, LaunchError) else (None, "")
             return "$error", [_name(kind), str(value), value.code, *more, list(getattr(value, "__notes__", []))]
-        if dataclasses.is_dataclass(value):
-            fields = dataclasses.fields(value)
-            return "$record", [_name(kind), {field.name: getattr(value, field.name) for field in fields}]
-        return "$record", [_name(kind), dict(zip(value._fields, value, strict=True))]
+        names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else kind._fields
+        return "$record", [_name(kind), {name: getattr(value, name) for name in names}]
     for plain in (str, int, float):  # subclasses, such as numpy's or an enum's
         if isinstance(value, plain):
             return "", plain(value)
     return None
+
+
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read_dtype(name: str) -> torch.dtype:
@@ -210,11 +209,11 @@ def _read_dtype(name: str) -> torch.dtype:
 
 
 def _build_record(name: str, fields: dict[str, Any]) -> Any:
-    cls: Any = _find(name)
+    cls = _find(name)
     if not dataclasses.is_dataclass(cls):
         return cls(**fields)
     known = dataclasses.fields(cls)
-    made = _find(name)(**{field.name: fields[field.name] for field in known if field.init})
+    made: Any = _find(name)(**{field.name: fields[field.name] for field in known if field.init})
     for field in known:
         if not field.init:
             object.__setattr__(made, field.name, fields[field.name])
@@ -274,39 +273,39 @@ def _find(name: str) -> Any:
 def share(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """Every rank's value, in rank order. Collective: every rank of the group must call this."""
     mine, sizes = _announce(value, group, device)
-    everyone = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(everyone, _pad(mine, max(sizes), device), group=group)
-    return [decode(row[:size].cpu().numpy().tobytes()) for row, size in zip(everyone, sizes, strict=True)]
+    rows = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(rows, mine, group=group)
+    return _decode_rows(rows, sizes)
 
 
 def gather(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """Every rank's value on the first rank of the group, and an empty list elsewhere. Collective: every rank of the
-    group must call this."""
+    """`share`, but only the first rank of the group gets the values; the others get an empty list. Collective."""
     mine, sizes = _announce(value, group, device)
-    rows = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes] if group.rank() == 0 else None
-    dist.gather(_pad(mine, max(sizes), device), rows, group=group, group_dst=0)
-    return [decode(row[:size].cpu().numpy().tobytes()) for row, size in zip(rows or [], sizes, strict=False)]
+    rows = [torch.empty_like(mine) for _ in sizes] if group.rank() == 0 else []
+    dist.gather(mine, rows or None, group=group, group_dst=0)
+    return _decode_rows(rows, sizes)
 
 
-def _announce(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[bytes, list[int]]:
-    """The encoded value, and the size on each rank. A value that cannot be sent is an error on every rank."""
+def _announce(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """The encoded value, padded to the longest, and all sizes. A value that cannot be sent fails every rank."""
     problem = ""
     try:
         mine = encode(value)
     except NotPlainError as error:
         mine, problem = b"", str(error)
     own = torch.tensor([len(mine)], device=device)
-    sizes = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(sizes, own, group=group)
-    counts = [int(size) for size in sizes]
+    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(everyone, own, group=group)
+    sizes = [int(size) for size in everyone]
     if problem:
         raise NotPlainError(problem)
-    if bad := [rank for rank, count in enumerate(counts) if count <= 0]:
-        raise CollectiveError(f"rank {bad[0]} of the group has a value that cannot be sent", code="message")
-    return mine, counts
-
-
-def _pad(mine: bytes, size: int, device: torch.device) -> torch.Tensor:
-    padded = numpy.zeros(size, numpy.uint8)
+    if 0 in sizes:
+        text = f"rank {sizes.index(0)} of the group has a value that cannot be sent"
+        raise CollectiveError(text, code="message")
+    padded = numpy.zeros(max(sizes), numpy.uint8)
     padded[: len(mine)] = numpy.frombuffer(mine, numpy.uint8)
-    return torch.from_numpy(padded).to(device)
+    return torch.from_numpy(padded).to(device), sizes
+
+
+def _decode_rows(rows: list[torch.Tensor], sizes: list[int]) -> list[Any]:
+    return [decode(row[:size].cpu().numpy().tobytes()) for row, size in zip(rows, sizes, strict=False)]

@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
-import functools
 import glob
 import hashlib
 import json
@@ -43,7 +42,7 @@ _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
 # The address of our launcher's store, and the secret that ranks of several hosts prove to know.
 STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
 _BIND_S = 3.0  # how long the store of an earlier world may take to release its name
-_ANSWER_S = 3.0  # how long an answer may take in transit, beyond the time that the store waits for a key
+_ANSWER_S = 3.0  # how long an answer may take in transit, beyond the timeout of a wait for a key
 _LONGEST_S = 1e6  # the kernel does not accept infinity
 # A host that vanishes sends nothing; keepalive probes detect it: idle seconds, probe interval, number of probes, and
 # the timeout in ms.
@@ -85,16 +84,14 @@ def gather(
         # Another rank's failure may have caused this one.
         cause = _find_failure(store) if failure.is_secondary else None
         with contextlib.suppress(RuntimeError):
-            if store.add("failures", 1) == 1:
-                store.set("failed", _encode_failure(failure))
+            store.compare_set("failed", "", _encode_failure(failure))  # only the first is reported
             _leave(store, place)
         if cause is not None:
             raise make_error(cause, place.world_size) from error
         raise
     limit_s = math.inf if timeout_s is None else timeout_s
     try:
-        has_failed = functools.partial(store.check, ["failed"])
-        values = _exchange(store, place, "value", mine, limit_s, late.format(limit_s), has_failed)
+        values = _exchange(store, place, "value", mine, limit_s, late.format(limit_s), lambda: store.check(["failed"]))
         cause = None if values else _find_failure(store)
     except dist.DistError as error:
         text = f"lost the store of the job, probably with rank 0: {str(error).splitlines()[0]}"
@@ -106,8 +103,7 @@ def gather(
 
 
 def _encode(value: Any, private: bool) -> bytes:
-    """Encode a user's value. Values that are not plain are pickled, but only if the store is restricted to ranks of
-    this job."""
+    """Encode a user's value. Values that are not plain are pickled, but only for a private store."""
     try:
         return b"m" + messages.encode(value)
     except messages.NotPlainError as error:
@@ -150,8 +146,7 @@ def _leave(store: Any, place: Place) -> None:
 
 
 def close_stores() -> None:
-    """Close every store that this process opened; idempotent. Rank 0 removes the rendezvous file, and the last rank the
-    store's file."""
+    """Close every store that this process opened, and remove their files; idempotent."""
     atexit.unregister(close_stores)
     for store, _ in _stores.values():
         if isinstance(store, PrivateStore):
@@ -161,8 +156,7 @@ def close_stores() -> None:
 
 
 class PrivateStore(dist.Store):
-    """A connection to a `store_server`, with the methods of a torch store. `connect` returns an authenticated
-    socket."""
+    """A torch store over a connection to a `store_server`. `connect` returns an authenticated socket."""
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
         super().__init__()
@@ -179,16 +173,16 @@ class PrivateStore(dist.Store):
             self._link, self._connect = None, _refuse_closed
 
     def _ask(self, kind: int, *fields: str | bytes, limit_s: float = 0.0) -> list[bytes]:
-        """The store's answer; the store itself may wait `limit_s` for a key. A store that does not respond at all is
-        abandoned after this store's timeout."""
+        """The store's answer, within `limit_s` or this store's timeout."""
         request = store_server.pack(kind, [field.encode() if isinstance(field, str) else field for field in fields])
         with self._lock:
             try:
                 link = self._link = self._link or self._connect()
-                until_s = time.monotonic() + min(limit_s + _ANSWER_S if limit_s else self._limit_s(), _LONGEST_S)
-                link.settimeout(until_s - time.monotonic())
+                limit_s = min(limit_s or self._limit_s(), _LONGEST_S)
+                until_s = time.monotonic() + limit_s
+                link.settimeout(limit_s)
                 link.sendall(request)
-                kind, answer = store_server.receive_message(link, until_s)
+                return store_server.receive_message(link, until_s)[1]
             except BaseException as error:  # also after an interrupt: nobody would read the rest of the answer
                 if self._link is not None:
                     self._link.close()
@@ -199,34 +193,37 @@ class PrivateStore(dist.Store):
                     text = f"the Store of the job: {what}, probably because rank 0, its host or the launcher is gone"
                     raise dist.DistNetworkError(text) from None
                 raise
-        if kind == store_server.LATE:
-            raise dist.DistStoreError("the Store of the job: Timed out waiting for a key of another rank")
-        return answer
 
     def _limit_s(self, timeout: timedelta | None = None) -> float:
         return float((timeout or self.timeout).total_seconds())  # type: ignore[attr-defined]
 
-    def _await(self, kind: int, *keys: str, timeout: timedelta | None = None) -> list[bytes]:
-        limit_s = self._limit_s(timeout)
-        return self._ask(kind, str(limit_s), *keys, limit_s=limit_s)
+    def _await(self, kind: int, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        """The answer to GET or CHECK, once all keys are there. Other threads can use the store meanwhile."""
+        deadline, pause_s = time.monotonic() + self._limit_s(timeout), 0.001
+        while not (answer := self._ask(kind, *keys, limit_s=max(0.0, deadline - time.monotonic()) + _ANSWER_S)):
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError("the Store of the job: Timed out waiting for a key of another rank")
+            time.sleep(pause_s)
+            pause_s = min(0.1, pause_s * 1.5)
+        return answer
 
     def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
         self._ask(store_server.SET, key, value)
 
     def get(self, key: str) -> bytes:
-        return self._await(store_server.GET, key)[0]
+        return self._await(store_server.GET, [key])[0]
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(store_server.ADD, key, str(amount))[0])
 
     def check(self, keys: Sequence[str]) -> bool:  # type: ignore[override]
-        return bool(self._ask(store_server.CHECK, *keys)[0])
+        return bool(self._ask(store_server.CHECK, *keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        self._await(store_server.WAIT, *keys, timeout=timeout)
+        self._await(store_server.CHECK, keys, timeout)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(store_server.DELETE, key)[0])
+        return bool(self._ask(store_server.DELETE, key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # type: ignore[override]
         return self._ask(store_server.COMPARE_SET, key, expected, desired)[0]
@@ -235,10 +232,10 @@ class PrivateStore(dist.Store):
         self._ask(store_server.APPEND, key, value)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:  # type: ignore[override]
-        return self._await(store_server.GET, *keys)
+        return self._await(store_server.GET, keys) if keys else []
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:  # type: ignore[override]
-        self._ask(store_server.MULTI_SET, *(part for pair in zip(keys, values, strict=True) for part in pair))
+        self._ask(store_server.SET, *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def has_extended_api(self) -> bool:
         return True
@@ -268,8 +265,7 @@ def is_private(store: Any) -> bool:
 
 
 def find_key(store: dist.PrefixStore) -> bytes:
-    """A random key of the world that uses this store, known only to its ranks; empty if the store is open to others.
-    The same on every rank, whichever asks first."""
+    """The random key of the world that uses this store, the same on every rank; empty if the store is not private."""
     if not is_private(store):
         return b""
     return bytes(store.compare_set("key", "", secrets.token_hex(32)))
@@ -337,26 +333,23 @@ def _open_at(host: str, port: int, place: Place, served: bool, timeout_s: float)
         return PrivateStore(lambda: _call(name, place, timeout_s, where))
     if not secret:
         return _open_tcp(host, port, place, place.rank == 0 and not served, timeout_s)
-    known = _open_tcp(host, port, place, False, timeout_s) if served else None
+    if not served:
+        if place.rank == 0:
+            _serve(_listen(port, where), secret)
+        return PrivateStore(lambda: _call_host(host, port, secret, place, timeout_s))
+    known = _open_tcp(host, port, place, False, timeout_s)
+    key = f"paceline/port/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if place.rank == 0:
-        listener = _listen(0 if served else port, where)
-        if known is not None:
-            known.set(_find_port_key(), str(listener.getsockname()[1]))
+        listener = _listen(0, where)
+        known.set(key, str(listener.getsockname()[1]))
         _serve(listener, secret)
-    return PrivateStore(lambda: _call_host(host, _read_port(known, port), secret, place, timeout_s))
+    return PrivateStore(lambda: _call_host(host, _read_port(known, key), secret, place, timeout_s))
 
 
-def _find_port_key() -> str:
-    return f"paceline/port/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _read_port(known: dist.Store | None, port: int) -> int:
-    """The port on which rank 0 listens. Anyone may have written it, so the process there must prove that it is rank
-    0."""
-    if known is None:
-        return port
-    text = known.get(_find_port_key()).decode(errors="replace")
-    return int(text) if text.isdigit() and 0 < int(text) < 65536 else port
+def _read_port(known: dist.Store, key: str) -> int:
+    """The port on which rank 0 listens. Anyone may have written it, so what listens there must prove to be rank 0."""
+    text = known.get(key).decode(errors="replace")
+    return int(text) if text.isdigit() and int(text) < 65536 else 0
 
 
 def _bind(name: str, where: str) -> socket.socket:
@@ -375,8 +368,8 @@ def _bind(name: str, where: str) -> socket.socket:
 def _find_holder(name: str) -> int | None:
     """The uid of another user whose process listens at this name, or None."""
     with contextlib.suppress(OSError), store_server.connect(name) as link:
-        found = store_server.peer_user(link)
-        return found[0] if found is not None and found[0] != os.geteuid() else None
+        found = store_server.find_other_user(link)
+        return None if found is None else found[0]
     return None
 
 
@@ -399,10 +392,8 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
     """Serve a store from a separate process: this rank may hang, and the others must still be able to use it."""
     with listener:
         command = [sys.executable, "-I", "-S", store_server.__file__]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()],
-            start_new_session=True,
-        )  # fmt: skip
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "start_new_session": True}
+        process = subprocess.Popen(command, pass_fds=[listener.fileno()], **options)
         assert process.stdin is not None
         about = {"listener": listener.fileno(), "secret": secret.hex()}
         process.stdin.write(json.dumps(about).encode() + b"\n")
@@ -421,8 +412,7 @@ def _end_server(process: "subprocess.Popen[bytes]") -> None:
 def _dial(
     connect: Callable[[float], socket.socket], place: Place, timeout_s: float, where: str, code: str = "timeout"
 ) -> socket.socket:
-    """A connection to rank 0 or the launcher, which may not listen yet. `connect` gets the seconds that are left;
-    `code` is the error code if there is none in time."""
+    """Retry `connect`, which gets the seconds that are left: rank 0 or the launcher may not listen yet."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -440,8 +430,7 @@ def _dial(
 def _call(name: str, place: Place, timeout_s: float, where: str, code: str = "timeout") -> socket.socket:
     """A connection to the store of this name, if its server belongs to this user."""
     link = _dial(lambda _: store_server.connect(name), place, timeout_s, where, code)
-    found = store_server.peer_user(link)
-    if found is not None and found[0] != os.geteuid():
+    if (found := store_server.find_other_user(link)) is not None:
         link.close()
         text = f"{where} is served by a process of another user (uid {found[0]}), not by a rank of this job"
         raise LaunchError(f"connection refused: {text}; choose another MASTER_PORT", code="stranger")
@@ -514,8 +503,8 @@ def _check_owner(path: Path) -> None:
     about = path.stat()
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:
         found = f"{path} belongs to uid {about.st_uid} with mode {about.st_mode & 0o777:o}"
-        text = f"{found}, but only this user may write to it"
-        raise LaunchError(f"{text}; use a path in a folder of your own", code="stranger")
+        hint = "use a path in a folder of your own"
+        raise LaunchError(f"{found}, but only this user may write to it; {hint}", code="stranger")
 
 
 def _leave_file(store: dist.Store, file: Path, world_size: int) -> None:
@@ -604,8 +593,7 @@ def _exchange(
     store: Any, place: Place, topic: str, mine: bytes, timeout_s: float, late: str,
     is_over: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:  # fmt: skip
-    """Every rank's bytes, in rank order, using only the store; empty once it `is_over`. `late` is the end of the error
-    text."""
+    """Every rank's bytes in rank order, by the store alone; empty once it `is_over`. `late` ends the error text."""
     store.set(f"{topic}/{place.rank}", mine)
     keys = [f"{topic}/{rank}" for rank in range(place.world_size)]
     deadline, pause_s = time.monotonic() + timeout_s, 0.005

@@ -81,7 +81,9 @@ class Task:
     """One cell of a run: a function that ranks call and that returns records; `weight` is its share of the work.
 
     `follow` builds its arguments from the records of earlier tasks. `on_death` provides its records if its ranks were
-    killed; if it is None or returns None, the error ends the run.
+    killed; if it is None or returns None, the error ends the run. A function that `saves` receives the first Ctrl-C,
+    SIGTERM or SIGUSR1 as SIGTERM and returns (recorded in `Session.signal`); a second one ends the ranks immediately.
+    With `hang_timeout_s`, a rank that is suspended or hangs for that long also ends them, unless `recovery` continues.
     """
 
     name: str
@@ -91,6 +93,9 @@ class Task:
     weight: float = 1.0
     follow: Callable[[Sequence[Record]], tuple[Any, ...]] | None = None
     on_death: Callable[[LaunchError], list[Record] | None] | None = None
+    saves: bool = False
+    hang_timeout_s: float | None = None
+    recovery: Recovery | None = None
 
 
 @dataclass
@@ -132,19 +137,13 @@ class Session:
     def is_leader(self) -> bool:
         return self.place is None or self.place.rank == 0
 
-    def ask(
-        self, function: Function, args: tuple[Any, ...] = (), ranks: int | None = None, saves: bool = False,
-        hang_timeout_s: float | None = None, recovery: Recovery | None = None,
-    ) -> Any:  # fmt: skip
+    def ask(self, function: Function, args: tuple[Any, ...] = (), ranks: int | None = None, **options: Any) -> Any:
         """Call the function on the ranks and return the value of rank 0 (in a launched world, of this rank).
 
-        Records that it posts are saved if the run is interrupted. A function that `saves` receives the first Ctrl-C,
-        SIGTERM or SIGUSR1 as SIGTERM and returns (recorded in `signal`); a second one ends the ranks immediately. With
-        `hang_timeout_s`, a rank that is suspended or hangs for that long ends them as well, unless `recovery` continues
-        the job.
+        Records that it posts are saved if the run is interrupted. `options` are further fields of `Task`.
         """
         with ProgressDisplay(self.verb, self.progress) as display:
-            return self._call(Task("", function, args, ranks or self.ranks), display, saves, hang_timeout_s, recovery)
+            return self._call(Task("", function, args, ranks or self.ranks, **options), display)
 
     def run(self, tasks: Sequence[Task], describe: Describe | None = None, at_once: int = 1) -> list[Record]:
         """The records of all tasks, in order: loaded if they were saved before, otherwise run and saved now.
@@ -203,10 +202,7 @@ class Session:
                 self.close(at_once=True)
                 raise
 
-    def _call(
-        self, task: Task, display: ProgressDisplay, saves: bool = False, hang_timeout_s: float | None = None,
-        recovery: Recovery | None = None,
-    ) -> Any:  # fmt: skip
+    def _call(self, task: Task, display: ProgressDisplay) -> Any:
         """The value of the task's function: called here, or on rank 0 of this thread's warm ranks."""
 
         def hear(rank: int, message: Progress) -> None:
@@ -222,11 +218,11 @@ class Session:
         if self.place is not None or self.here:
             with listen(lambda message: hear(0, message)):
                 return find_function(task.function)(*task.arguments)
-        pool = self._get_pool(task.ranks, () if recovery is None else recovery.modules)
-        with self._forward_signals(pool) if saves else contextlib.nullcontext():
+        pool = self._get_pool(task.ranks, () if task.recovery is None else task.recovery.modules)
+        with self._forward_signals(pool) if task.saves else contextlib.nullcontext():
             try:
-                options: dict[str, Any] = {"on_message": hear, "hang_timeout_s": hang_timeout_s, "recovery": recovery}
-                return pool.run(task.function, task.arguments, num_ranks=task.ranks, **options)[0]
+                options: dict[str, Any] = {"hang_timeout_s": task.hang_timeout_s, "recovery": task.recovery}
+                return pool.run(task.function, task.arguments, num_ranks=task.ranks, on_message=hear, **options)[0]
             except LaunchError as error:
                 if self.signal:  # the signal arrived before the ranks listened for it
                     raise SystemExit(128 + self.signal) from None
@@ -299,7 +295,8 @@ class Session:
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
         environment = self.observe()
-        environment = environment if details is None else dataclasses.replace(environment, details=details)
+        if details is not None:
+            environment = dataclasses.replace(environment, details=details)
         doubts = [doubt.text for doubt in find_doubts(records, environment)] if self.is_timed else []
         found = (*self.warnings, *self._find_machine_warnings(), *doubts)
         run = Run(self.verb, self.config, environment, tuple(records), found, complete)
@@ -336,10 +333,8 @@ class Session:
         if not (place / STUDY_FILE).exists():
             Study.begin(place, verb, config | {"machine": environment.machine_and_torch}, environment.command_line)
         try:
-            with open_session(
-                verb, config, ranks=self.ranks, resume=place, progress=self.progress, cells=True,
-                same_machine=same_machine, is_part=True,
-            ) as part:  # fmt: skip
+            options: dict[str, Any] = {"ranks": self.ranks, "progress": self.progress, "same_machine": same_machine}
+            with open_session(verb, config, resume=place, cells=True, is_part=True, **options) as part:
                 self._parts.append(part)
                 # A resumed run's parts belong to the command that started it.
                 self.environment = dataclasses.replace(environment, command_line=part.environment.command_line)
@@ -350,13 +345,11 @@ class Session:
 
     def _say_cells(self) -> str:
         count = len(self._posted) if self.study is None else self.study.count()
-        # unknown if a resumed run was interrupted early
-        total = f" of {self._num_cells:.0f}" if self._num_cells else ""
+        total = f" of {self._num_cells:.0f}" if self._num_cells else ""  # unknown early in a resumed run
         return f"{count}{total} cells" if count else ""
 
     def _save_unfinished(self) -> str:
-        """Save the records posted by an unfinished run, or discard an empty study; returns a description of what is
-        saved."""
+        """Save the posted records of an unfinished run, or discard an empty study; returns what is saved."""
         if self.folder is None or not self.is_leader:
             return ""
         if self.is_finished:
@@ -441,10 +434,10 @@ def open_session(
             environment = dataclasses.replace(environment, command_line=study.command_line)
         if folder is not None and is_leader:
             stack.callback(os.close, lock_folder(folder))
-        session = Session(
-            verb, config, ranks, environment, place, folder, study, progress if is_leader else False, here,
-            is_finished=folder is not None and find_file(folder / RUN_FILE) is not None, can_resume=cells or can_resume,
-        )  # fmt: skip
+        session = Session(verb, config, ranks, environment, place, folder, study, here=here)
+        session.progress = progress if is_leader else False
+        session.is_finished = folder is not None and find_file(folder / RUN_FILE) is not None
+        session.can_resume = cells or can_resume
         stack.callback(session.close)
         stack.enter_context(unwind_on_signals())
         try:
@@ -462,8 +455,7 @@ def open_session(
 
 
 def lock_folder(folder: Path, timeout_s: float = 0.1) -> int:
-    """Lock a folder for this process, or raise ConfigError if another one uses it. The lock lasts until the handle is
-    closed or this process ends."""
+    """Lock a folder until the returned handle is closed; ConfigError if another process uses it."""
     handle, until_s = os.open(folder, os.O_RDONLY), time.monotonic() + timeout_s
     while True:
         try:
@@ -505,12 +497,13 @@ class ProgressDisplay:
             import rich.console
             from rich import progress
 
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=20),
-                progress.TaskProgressColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
-                progress.TextColumn("left"), console=rich.console.Console(stderr=True, highlight=False), transient=True,
-                redirect_stdout=False, speed_estimate_period=3600.0,  # stdout is only for the result
-            )  # fmt: skip
+            columns = [progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=20)]
+            columns += [progress.TaskProgressColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
+            columns.append(progress.TextColumn("left"))
+            # stdout is only for the result.
+            options: dict[str, Any] = {"transient": True, "redirect_stdout": False, "speed_estimate_period": 3600.0}
+            console = rich.console.Console(stderr=True, highlight=False)
+            self._bar = progress.Progress(*columns, console=console, **options)
             self._bar.start()
             self._bar.add_task("", total=None)
             self._update("starting ranks")

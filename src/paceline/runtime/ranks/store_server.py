@@ -12,9 +12,9 @@ import hashlib
 import hmac
 import json
 import math
+import multiprocessing.connection
 import os
 import secrets
-import selectors
 import socket
 import struct
 import sys
@@ -22,14 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-SET, GET, ADD, CHECK, WAIT, DELETE, COMPARE_SET, APPEND, COUNT, MULTI_SET = range(10)
-DONE, LATE = 0, 1
+SET, GET, ADD, CHECK, DELETE, COMPARE_SET, APPEND, COUNT = range(8)
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_S = 5.0  # handshake timeout
 MOST_UNKNOWN = 256  # maximum number of unauthenticated connections
 _LENGTH = struct.Struct("<I")
 _MOST_REPORTED = 5
-_LOOK_S = 0.5  # how often to check whether a client that waits for a key is still there
 _PAUSE_S = 0.05
 _PROBES = (1, 1, 4, 5000)  # while the server waits for the last connection to end
 
@@ -57,8 +55,7 @@ def receive(link: socket.socket, num_bytes: int, until_s: float = math.inf) -> b
 
 
 def receive_message(link: socket.socket, until_s: float = math.inf) -> tuple[int, list[bytes]]:
-    """The kind and fields of the next message; OSError, or ValueError, IndexError or struct.error if it is
-    malformed."""
+    """The kind and fields of the next message; ValueError, IndexError or struct.error if it is malformed."""
     content = receive(link, _LENGTH.unpack(receive(link, _LENGTH.size, until_s))[0], until_s)
     at = 1
     fields = []
@@ -76,8 +73,7 @@ def receive_message(link: socket.socket, until_s: float = math.inf) -> tuple[int
 
 
 def check_client(link: socket.socket, secret: bytes) -> str:
-    """The server's half of the handshake: why the client is refused, or ""; OSError if it is gone. Waits for at most
-    HELLO_S."""
+    """The server's half of the handshake: why the client is refused, or ""; OSError if it is gone."""
     until_s = time.monotonic() + HELLO_S
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
@@ -113,12 +109,12 @@ def _prove(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
     return hmac.new(secret, b"\0".join([b"paceline", who, *nonces]), hashlib.sha256).digest()
 
 
-def peer_user(link: socket.socket) -> tuple[int, int] | None:
-    """The user and process at the other end of a Unix socket, according to the kernel; None if it cannot tell."""
+def find_other_user(link: socket.socket) -> tuple[int, int] | None:
+    """The user and process at the other end of a Unix socket, according to the kernel; None if it is this user's."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None  # the socket's folder is closed to other users
     pid, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return user, pid
+    return None if user == os.geteuid() else (user, pid)
 
 
 def address(name: str) -> str:
@@ -150,8 +146,7 @@ def connect(name: str) -> socket.socket:
 
 
 def keep_alive(link: socket.socket, values: tuple[int, int, int, int]) -> None:
-    """Probe a connection to another host while it is silent: idle seconds, interval, number of probes, timeout in
-    ms."""
+    """Probe a silent connection to another host: idle seconds, interval, number of probes, timeout in ms."""
     if link.family != socket.AF_UNIX:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in zip(("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT"), values, strict=True):
@@ -164,9 +159,12 @@ class Gate:
     then runs in that thread if the connection belongs to this job; the link is closed when it returns."""
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, serve: Callable[[socket.socket], None],
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        serve: Callable[[socket.socket], None],
         report: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._listener = listener
         self._secret = secret
         self._serve = serve
@@ -175,9 +173,9 @@ class Gate:
         self._num_refused = 0
         self._is_closing = False
         self._near, self._far = socket.socketpair()  # closing one wakes the thread
-        listener.setblocking(False)
         self._links: dict[socket.socket, threading.Thread] = {}
         self._unknown: dict[socket.socket, str] = {}  # addresses of unauthenticated connections, oldest first
+        listener.setblocking(False)
         self._thread = threading.Thread(target=self._accept_all, name="paceline-gate", daemon=True)
         self._thread.start()
 
@@ -189,10 +187,10 @@ class Gate:
         self._far.close()
         self._listener.close()
         with self._lock:
-            links = list(self._links.items())
-        for link, _ in links:
+            links = dict(self._links)
+        for link in links:
             _hang_up(link)
-        for _, thread in links:
+        for thread in links.values():
             thread.join()
 
     def list_links(self) -> list[socket.socket]:
@@ -201,35 +199,24 @@ class Gate:
             return list(self._links)
 
     def _accept_all(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._far, selectors.EVENT_READ)
-            while not self._is_closing:
-                selector.select()
-                try:
-                    link, where = self._listener.accept()
-                except BlockingIOError:  # it is gone, or the gate closes
-                    continue
-                except OSError:  # too many files are open
-                    time.sleep(_PAUSE_S)
-                else:
-                    try:
-                        self._accept(link, where)
-                    except OSError:  # it is gone
-                        link.close()
+        while not self._is_closing:
+            multiprocessing.connection.wait([self._listener, self._far])
+            try:
+                link, where = self._listener.accept()
+            except BlockingIOError:  # it is gone, or the gate closes
+                continue
+            except OSError:  # too many files are open
+                time.sleep(_PAUSE_S)
+                continue
+            link.setblocking(True)
+            self._accept(link, "" if link.family == socket.AF_UNIX else where[0])
 
-    def _accept(self, link: socket.socket, where: tuple[str, ...]) -> None:
-        link.setblocking(True)
-        host = ""
-        if link.family != socket.AF_UNIX:
-            host = where[0]
-        elif (found := peer_user(link)) is not None and found[0] != os.geteuid():
-            self._refuse(link, f"a process of another user (uid {found[0]}, pid {found[1]})")
-            return
+    def _accept(self, link: socket.socket, host: str) -> None:
+        """Serve a connection in a thread. Too many unauthenticated ones must not keep a rank out."""
         thread = threading.Thread(target=self._run, args=(link, host), name="paceline-link", daemon=True)
-        dropped = None
+        dropped = ""
         with self._lock:
-            if host and len(self._unknown) >= MOST_UNKNOWN:  # the new one may be a rank's
+            if host and len(self._unknown) >= MOST_UNKNOWN:
                 oldest = next(iter(self._unknown))
                 dropped = self._unknown.pop(oldest)
                 _hang_up(oldest)  # its thread closes it
@@ -241,14 +228,17 @@ class Gate:
         except RuntimeError as error:
             self._forget(link)
             self._say(f"cannot serve a connection: {error}")
-        if dropped is not None:
-            self._count_refused(f"{dropped}: too many unauthenticated connections")
+        if dropped:
+            self._refuse(f"{dropped}: too many unauthenticated connections")
 
     def _run(self, link: socket.socket, host: str) -> None:
-        """Serve a connection; one from a `host` has to authenticate first."""
         try:
             with contextlib.suppress(OSError):  # it is gone
-                if not host or self._is_known(link, host):
+                problem = self._check_host(link, host) if host else _check_user(link)
+                if problem:
+                    link.close()
+                    self._refuse(problem)
+                else:
                     self._serve(link)
         finally:
             self._forget(link)
@@ -259,21 +249,15 @@ class Gate:
             self._unknown.pop(link, None)
         link.close()
 
-    def _is_known(self, link: socket.socket, host: str) -> bool:
+    def _check_host(self, link: socket.socket, host: str) -> str:
         try:
             problem = check_client(link, self._secret)
         finally:
             with self._lock:
                 self._unknown.pop(link, None)
-        if problem:
-            self._refuse(link, f"a connection from {host}, which {problem}")
-        return not problem
+        return problem and f"a connection from {host}, which {problem}"
 
-    def _refuse(self, link: socket.socket, who: str) -> None:
-        link.close()
-        self._count_refused(who)
-
-    def _count_refused(self, who: str) -> None:
+    def _refuse(self, who: str) -> None:
         with self._lock:
             self._num_refused += 1
             number = self._num_refused
@@ -286,8 +270,14 @@ class Gate:
             self._report(text)
 
 
+def _check_user(link: socket.socket) -> str:
+    """Who is at the other end of a Unix socket, if it is another user; otherwise ""."""
+    found = find_other_user(link)
+    return "" if found is None else f"a process of another user (uid {found[0]}, pid {found[1]})"
+
+
 def _hang_up(link: socket.socket) -> None:
-    """Close a connection for whoever waits in it."""
+    """Wake whoever waits in a socket."""
     with contextlib.suppress(OSError):  # it is already closed
         link.shutdown(socket.SHUT_RDWR)
 
@@ -299,29 +289,21 @@ def _print(text: str) -> None:
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
-class _Awaited:
-    """A key for which clients wait."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.num_clients = 0
-
-
 class Server:
-    """Serves a listening socket until `stop`; with `secret`, only to clients that prove that they know it."""
+    """Serves a listening socket until `stop`; with `secret`, only to clients that prove that they know it.
+
+    It answers at once: clients that wait for a key ask again.
+    """
 
     def __init__(
         self, listener: socket.socket, secret: bytes = b"", report: Callable[[str], None] | None = None
     ) -> None:
         self._lock = threading.Lock()
         self._values: dict[bytes, bytes] = {}
-        self._awaited: dict[bytes, _Awaited] = {}
-        self._is_stopping = False
         self._gate = Gate(listener, secret, self._serve_link, report)
 
     def linger(self) -> None:
-        """Wait until nobody is connected. Keepalive detects a host that was cut off: it does not close its
-        connections."""
+        """Wait until nobody is connected. A host that was cut off closes nothing; keepalive detects it."""
         probed = set[socket.socket]()
         while links := set(self._gate.list_links()):
             for link in links - probed:
@@ -331,92 +313,44 @@ class Server:
             time.sleep(_PAUSE_S)
 
     def stop(self) -> None:
-        """Close all connections. Clients that wait for a key get an error."""
-        with self._lock:
-            self._is_stopping = True
-            for awaited in self._awaited.values():
-                awaited.event.set()
+        """Close all connections."""
         self._gate.close()
 
     def _serve_link(self, link: socket.socket) -> None:
         """Answer one request after another, in the thread of their connection."""
-        try:
+        with contextlib.suppress(ValueError, IndexError, struct.error):  # malformed
             if link.family != socket.AF_UNIX:
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
                 kind, fields = receive_message(link)
-                link.sendall(pack(*self._answer(link, kind, fields)))
-        except (ValueError, IndexError, struct.error):  # malformed
-            return
+                with self._lock:
+                    answer = self._answer(kind, fields)
+                link.sendall(pack(kind, answer))
 
-    def _answer(self, link: socket.socket, kind: int, fields: list[bytes]) -> tuple[int, list[bytes]]:
-        if kind in (GET, WAIT):
-            return self._answer_later(link, kind, fields[1:], time.monotonic() + float(fields[0]))
-        values, answer = self._values, list[bytes]()
-        with self._lock:
-            if kind in (SET, MULTI_SET):
-                for key, value in zip(fields[::2], fields[1::2], strict=True):
-                    self._put(key, value)
-            elif kind == APPEND:
-                self._put(fields[0], values.get(fields[0], b"") + fields[1])
-            elif kind == ADD:
-                self._put(fields[0], b"%d" % (int(values.get(fields[0], b"0")) + int(fields[1])))
-                answer = [values[fields[0]]]
-            elif kind == CHECK:
-                answer = [b"1" if all(key in values for key in fields) else b""]
-            elif kind == DELETE:
-                answer = [b"" if values.pop(fields[0], None) is None else b"1"]
-            elif kind == COMPARE_SET:
-                key, expected, desired = fields
-                if values.get(key, b"") == expected:
-                    self._put(key, desired)
-                answer = [values.get(key, expected)]
-            elif kind == COUNT:
-                answer = [b"%d" % len(values)]
-            else:
-                raise ValueError(f"request {kind}")
-        return DONE, answer
-
-    def _put(self, key: bytes, value: bytes) -> None:
-        self._values[key] = value
-        if (awaited := self._awaited.pop(key, None)) is not None:
-            awaited.event.set()
-
-    def _answer_later(
-        self, link: socket.socket, kind: int, keys: list[bytes], until_s: float
-    ) -> tuple[int, list[bytes]]:
-        while all(self._await(link, key, until_s) for key in keys):
-            if kind == WAIT:
-                return DONE, []
-            with self._lock:
-                if all(key in self._values for key in keys):  # otherwise one has been deleted
-                    return DONE, [self._values[key] for key in keys]
-        return LATE, []
-
-    def _await(self, link: socket.socket, key: bytes, until_s: float) -> bool:
-        """Wait until a key is there; False if it is late, OSError if the client is gone or the store is closing."""
-        with self._lock:
-            if key in self._values:
-                return True
-            awaited = self._awaited.setdefault(key, _Awaited())
-            awaited.num_clients += 1
-        try:
-            while not self._is_stopping:
-                if awaited.event.wait(max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
-                    break
-                if time.monotonic() >= until_s:
-                    return False
-                with contextlib.suppress(BlockingIOError):
-                    if not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                        raise ConnectionError("closed")
-        finally:
-            with self._lock:
-                awaited.num_clients -= 1
-                if not awaited.num_clients and self._awaited.get(key) is awaited:
-                    del self._awaited[key]
-        if self._is_stopping:
-            raise ConnectionError("the store is closing")
-        return True
+    def _answer(self, kind: int, fields: list[bytes]) -> list[bytes]:
+        values = self._values
+        if kind == GET:
+            return [values[key] for key in fields] if all(key in values for key in fields) else []
+        if kind == CHECK:
+            return [b"1"] if all(key in values for key in fields) else []
+        if kind == DELETE:
+            return [] if values.pop(fields[0], None) is None else [b"1"]
+        if kind == COUNT:
+            return [b"%d" % len(values)]
+        if kind == COMPARE_SET:
+            key, expected, desired = fields
+            if values.get(key, b"") == expected:
+                values[key] = desired
+            return [values.get(key, expected)]
+        if kind == SET:
+            values.update(zip(fields[::2], fields[1::2], strict=True))
+        elif kind == APPEND:
+            values[fields[0]] = values.get(fields[0], b"") + fields[1]
+        elif kind == ADD:
+            values[fields[0]] = b"%d" % (int(values.get(fields[0], b"0")) + int(fields[1]))
+        else:
+            raise ValueError(f"request {kind}")
+        return [values[fields[0]]] if kind == ADD else []
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import multiprocessing.spawn
 import os
 import pickle
 import pkgutil
-import select
 import signal
 import socket
 import sys
@@ -216,14 +215,10 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
         control.send(b"ready" if len(os.listdir("/proc/self/task")) == 1 else b"threads")
     except OSError:  # the launcher is gone, or the kernel lacks the call and the launcher will spawn ranks instead
         os._exit(1)
-    poller = select.poll()
-    poller.register(launcher_fd, select.POLLIN)
-    poller.register(control_fd, select.POLLIN)
     children: dict[int, tuple[int, Connection]] = {}
     while True:
-        for fd, _ in poller.poll():
+        for fd in multiprocessing.connection.wait([launcher_fd, control_fd, *children]):
             if fd in children:
-                poller.unregister(fd)
                 pid, status = children.pop(fd)
                 ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                 with status:
@@ -252,9 +247,7 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
             link.close()
             for descriptor in descriptors[2:]:
                 os.close(descriptor)
-            child_fd = os.pidfd_open(pid)
-            children[child_fd] = pid, status
-            poller.register(child_fd, select.POLLIN)
+            children[os.pidfd_open(pid)] = pid, status
 
 
 def _run_child(link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> None:
@@ -262,9 +255,8 @@ def _run_child(link: Connection, descriptors: list[int], launcher_fd: int, launc
     code = 1
     try:
         _die_with_parent(os.getppid())
-        if multiprocessing.connection.wait([launcher_fd], 0):
-            os._exit(1)
-        code = _run_rank(link, descriptors, launcher_fd, launcher_pid)
+        if not multiprocessing.connection.wait([launcher_fd], 0):
+            code = _run_rank(link, descriptors, launcher_fd, launcher_pid)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -68,8 +68,7 @@ class World(contextlib.AbstractContextManager["World"]):
 
     @pulse.waits
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value in rank order on rank 0, and an empty list elsewhere. Collective: every rank must call
-        this."""
+        """`share`, but only rank 0 gets the values; the others get an empty list. Collective."""
         return messages.gather(value, self.control, torch.device("cpu"))
 
     @pulse.waits
@@ -213,8 +212,7 @@ def join_world(backend: str = "auto", device: str = "auto", threads: int | None 
 
 
 def share_first(place: Place, value: Any) -> Any:
-    """Rank 0's value on every rank, over the open group or else the launcher's store. Collective: every rank must call
-    this."""
+    """Rank 0's value on every rank, over the open group or the launcher's store. Collective."""
     if dist.is_initialized():
         with join_world() as world:
             return world.share(value)[0]
@@ -248,15 +246,19 @@ def abandon() -> None:
 
 
 def has_lost_rank() -> bool:
-    """Whether another rank of this world (or the last one, if none is open) was lost and collectives were aborted. An
-    aborted collective raises nothing: its kernel ends and leaves its memory half written."""
+    """Whether another rank of this world (or the last one, if none is open) was lost and collectives were aborted.
+
+    An aborted collective raises nothing: its kernel ends and leaves its memory half written.
+    """
     return _lost.is_set()
 
 
 def abort_collectives() -> bool:
-    """Abort the collectives that would wait forever for a lost rank, which releases everything that waits for them on
-    the GPU and the host. Their results are invalid (`has_lost_rank`). The GPU stays usable; the groups do not. Returns
-    False if there is no such group yet."""
+    """Abort the collectives that would wait forever for a lost rank; False if there is no such group yet.
+
+    This releases everything that waits for them on the GPU and the host. Their results are invalid (`has_lost_rank`).
+    The GPU stays usable; the groups do not.
+    """
     groups = [group for group in list_groups() if not _notices_loss(group)]
     if groups:
         _lost.set()  # first, because threads that return from a wait check it
@@ -270,8 +272,7 @@ def _notices_loss(group: Any) -> bool:
 
 
 def abort_groups(groups: Iterable[Any]) -> None:
-    """Abort the communicators of these groups in separate threads: while one frees its memory, the kernels of another
-    must not wait for a lost rank."""
+    """Abort these groups in separate threads: while one frees memory, others must not wait for a lost rank."""
     for group in groups:
         threading.Thread(target=_abort_group, args=(group,), daemon=True, name="paceline-abort").start()
 
@@ -294,8 +295,7 @@ def find_departed_ranks() -> dict[int, str]:
 
 
 def _destroy_groups(failed: bool) -> None:
-    """Destroy all groups. After a failure this may wait for collectives that nobody will join, and the error being
-    raised must not wait with it."""
+    """Destroy all groups. After a failure, do not wait long for collectives that nobody will join."""
     if not dist.is_initialized():
         return
     keep_groups(list_groups())
@@ -312,23 +312,17 @@ def _destroy_groups(failed: bool) -> None:
 
 
 def keep_groups(groups: Iterable[Any]) -> None:
-    """Hold references to these groups, which are about to be destroyed, until they are the last ones. A callback on a
-    gloo thread may still reference its group; if that were the last reference, the thread would join itself and the
-    process would abort. Safe to call anywhere, even during garbage collection: it takes no lock."""
-    for part in _list_parts(groups):
-        _arriving.put(part)
-    _start_keeper()
+    """Hold references to these groups, which are about to be destroyed, until they are the last ones.
 
-
-def _list_parts(groups: Iterable[Any]) -> list[Any]:
-    """The distinct groups and their backends."""
-    found: dict[int, Any] = {id(group): group for group in groups}
-    for group in list(found.values()):
-        for device in group._device_types:  # several devices may share a backend
+    A callback on a gloo thread may still reference its group; if that were the last reference, the thread would join
+    itself and the process would abort. Safe to call anywhere, even during garbage collection: it takes no lock.
+    """
+    for group in groups:
+        _arriving.put(group)
+        for device in group._device_types:
             with contextlib.suppress(RuntimeError):
-                backend = group._get_backend(device)
-                found[id(backend)] = backend
-    return list(found.values())
+                _arriving.put(group._get_backend(device))
+    _start_keeper()
 
 
 def _start_keeper() -> None:
@@ -343,7 +337,7 @@ def _start_keeper() -> None:
 def _run_keeper() -> None:
     looks = 0
     while not _is_leaving.wait(_LOOK_S[looks > 100]):
-        looks = 0 if _take_arrived() else looks + 1
+        looks = looks + 1 if _arriving.empty() else 0
         _drop_unreferenced()
         if not _kept:
             break
@@ -352,20 +346,17 @@ def _run_keeper() -> None:
         _start_keeper()
 
 
-def _take_arrived() -> bool:
-    """Take over queued groups; returns whether there were any. Each group is held once, or it would never be the
-    last."""
-    is_any = False
-    while not _arriving.empty():
-        group, is_any = _arriving.get(), True
-        if all(group is not other for other in _kept):
-            _kept.append(group)
-    return is_any
-
-
 def _drop_unreferenced() -> None:
-    """Drop the groups without other references, each on its own thread: the destructor of a gloo group waits for a
-    running collective, which may fail only when other ranks see that another group is gone."""
+    """Take over queued groups, and drop those without other references.
+
+    Each is dropped on its own thread: the destructor of a gloo group waits for a running collective, which may fail
+    only when other ranks see that another group is gone.
+    """
+    while not _arriving.empty():
+        group = _arriving.get()
+        if all(group is not other for other in _kept):  # held twice, neither reference would be the last
+            _kept.append(group)
+        del group
     (alone,) = _count_holders([object()])
     counts = _count_holders(_kept)
     dropped = [[group] for group, held in zip(_kept, counts, strict=True) if held <= alone]
@@ -389,7 +380,6 @@ def _leave() -> None:
     """At interpreter exit: do not end a thread in the middle of a group's destruction."""
     _is_leaving.set()
     if _keeping.acquire(timeout=_DESTROY_S):  # never released, so that no new keeper starts
-        _take_arrived()
         _drop_unreferenced()
     deadline = time.monotonic() + _DESTROY_S
     for thread in _ending:
