@@ -52,8 +52,8 @@ def _no_gpu_no_launcher(monkeypatch):
         (("profile", "trace", "--warmup", "0"), "--warmup 0: at least 1"),
         (("profile", "comm-table", "--network", "nvlnk"), "unknown network 'nvlnk': did you mean nvlink?"),
         (("profile", "comm-table", "--curve", "nowhere"), "nowhere does not exist"),
-        (("profile", "--json", "phases"), "write profile phases --json"),
-        (("profile", "--compare", "a", "b", "phases"), "--compare cannot be combined with phases"),
+        (("profile", "--json", "phases"), "--json before phases has no effect"),
+        (("profile", "--compare", "a", "b", "phases"), "--compare before phases has no effect"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(command, tmp_path, monkeypatch, arguments, words):

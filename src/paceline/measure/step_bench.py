@@ -361,19 +361,17 @@ class TimedMessages:
             self.replica.close()
 
 
-def agree_on_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) -> Sent:
-    """What ranks sent per step, which must be equal on all ranks and as planned; `planned` if nothing was counted."""
+def check_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) -> None:
+    """Raise an error if a rank sent something else than planned in a step."""
     for number, step in enumerate(zip(*by_rank, strict=True), start=1):
         for rank, sent in enumerate(step):
-            expected, source = (step[0], "rank 0 sent") if sent != step[0] else (planned, "the plan has")
-            if sent != expected:
+            if sent != planned:
                 raise MeasurementError(
                     f"{who}: in step {number} rank {rank} sent {sent.num_bytes} bytes of gradients in "
-                    f"{sent.num_messages} messages but {source} {expected.num_bytes} in {expected.num_messages}: "
+                    f"{sent.num_messages} messages but the plan has {planned.num_bytes} in {planned.num_messages}: "
                     "bandwidth cannot be computed; please report this bug",
                     code="mismatch",
                 )
-    return next((sent for steps in by_rank for sent in steps), planned)
 
 
 class Probe:
@@ -556,16 +554,15 @@ class StepBench:
         assert timing is not None, variant.kinds
         if not self._loads_inside and labels.get("data") != "own":
             found["data_wait"] = None
-        agreed = agree_on_sent(
-            [steps[warm:] for steps in sent],  # during warm-up a wrapper may not have its final buckets yet
-            Sent(sum(size > 0 for size in buckets), sum(buckets)),
-            f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
-        )
-        defaults: dict[str, Any] = {"world_size": self.world.world_size, "backend": self.world.backend}
-        defaults |= {
+        planned = Sent(sum(size > 0 for size in buckets), sum(buckets))
+        settled = [steps[warm:] for steps in sent]  # during warm-up a wrapper may not have its final buckets yet
+        check_sent(settled, planned, f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks")
+        defaults: dict[str, Any] = {
+            "world_size": self.world.world_size,
+            "backend": self.world.backend,
             "device": device,
             "bucket_bytes": buckets,
-            **agreed._asdict(),
+            **planned._asdict(),
             "steps_per_turn": self.steps_per_turn,
             "order_seed": self.order_seed,
         }

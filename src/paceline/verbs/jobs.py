@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, refuse, suggest
 from paceline.machine import canonical_backend
-from paceline.options import Option
+from paceline.options import RESUMED, Option, refuse_given
 from paceline.records.store import Run
 from paceline.runtime.ranks.place import is_launched, read_place
 from paceline.runtime.ranks.session import Session, find_place, open_session
@@ -114,9 +114,8 @@ def finish(
 
 def check_resume(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> None:
     """Refuse options that a resumed study would ignore."""
-    asked = [name for name, value in given.items() if value != (defaults or {}).get(name)]
-    why = "with --resume: a study is resumed as it was started; leave it out"
-    refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in asked), code="resume")
+    changed = [name for name, value in given.items() if value != (defaults or {}).get(name)]
+    refuse_given(changed, RESUMED, code="resume")
 
 
 def open_job(
