@@ -89,7 +89,8 @@ class Option:
         needed = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
         if not needed and self.each_s is None:
             return
-        if not isinstance(value, numbers.Real):
+        is_number = isinstance(value, numbers.Real)
+        if not is_number:
             raise ConfigError(f"{flag} {str(value)[:40]!r}: a number is needed")
         is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
         is_high = self.below is not None and value >= self.below

@@ -138,7 +138,7 @@ MESSAGE = 2**30
 @pytest.mark.parametrize(
     ("free_bytes", "ranks", "reason"),
     [
-        (RANK_BYTES + MESSAGE - 1, 1, "a message takes 1024 MiB on each rank"),
+        (RANK_BYTES + MESSAGE - 1, 1, "each rank needs 1024 MiB"),
         (3 * (RANK_BYTES + MESSAGE), 4, "at most 3 ranks of this size"),
         (2**40, 0, "at least 1"),
     ],
@@ -159,7 +159,7 @@ def test_messages_on_gpus_take_no_memory_of_the_host_but_ranks_do(host):
     build(sizes=(MESSAGE,), backends=("nccl",)).check_host(4)
     with pytest.raises(ConfigError, match="5 ranks"):
         build(sizes=(MESSAGE,), backends=("nccl",)).check_host(5)
-    with pytest.raises(ConfigError, match="message"):
+    with pytest.raises(ConfigError, match="each rank needs"):
         build(sizes=(MESSAGE,), backends=("nccl", "gloo")).check_host(4)
 
 

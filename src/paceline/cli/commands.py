@@ -219,7 +219,8 @@ class Command:
             names += fields if "settings" in arguments else [*JOB_OPTIONS.split(), *self.job.split()]
         names += ["strict", "json", "wide"] if self.is_strict else ["json", "wide"]
         removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
-        found = {}
+        found: dict[str, _Parameter] = {}
+        default: Any
         for name in dict.fromkeys(names):
             if name in removed or name.startswith("-"):
                 continue

@@ -113,8 +113,8 @@ def attach(
 
 @dataclass
 class _Rank:
-    """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds), and everything
-    else in `about`. `place` is the position up to which its file has been read."""
+    """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds), everything else in
+    `about`, and `place`, the position up to which its file has been read."""
 
     about: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[int, float, float, float]] = field(default_factory=list)

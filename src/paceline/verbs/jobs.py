@@ -48,14 +48,15 @@ def list_sizes(sizes: Sizes) -> tuple[int, ...]:
 
 def choose_worlds(ranks: Counts | None, default: int) -> tuple[int, ...]:
     """The requested numbers of ranks; in a launched world, its size is the only valid one."""
-    launched = read_place().world_size if is_launched() else None
+    size = read_place().world_size
     if ranks is None:
-        return (default if launched is None else launched,)
+        return (size if is_launched() else default,)
     counts = list_counts(ranks)
-    asked = f"--ranks {','.join(map(str, counts))} in a launched world of {launched}"
-    wrong = launched not in (None, 1) and counts != (launched,)
-    several = len(counts) > 1 and f"{asked}: the command starts these ranks itself; run it without a launcher"
-    refuse((wrong, several or f"{asked}: leave out --ranks, or launch that many"), code="launched")
+    if size > 1 and counts != (size,):
+        several = "the command starts these ranks itself; run it without a launcher"
+        advice = several if len(counts) > 1 else "leave out --ranks, or launch that many"
+        asked = f"--ranks {','.join(map(str, counts))} in a launched world of {size}"
+        raise ConfigError(f"{asked}: {advice}", code="launched")
     return counts
 
 
@@ -76,8 +77,8 @@ def choose_up_to(ranks: Counts | None, default: int) -> tuple[tuple[int, ...], l
     counts, size = list_counts(ranks), read_place().world_size
     fitting = tuple(count for count in counts if size == 1 or count <= size)
     others = ", ".join(str(count) for count in counts if count not in fitting)
-    text = f"--ranks {others} in a launched world of {size}: start more ranks, or leave out --ranks"
-    refuse((not fitting, text), code="launched")
+    advice = "start more ranks, or leave out --ranks"
+    refuse((not fitting, f"--ranks {others} in a launched world of {size}: {advice}"), code="launched")
     return fitting, [f"not measured: {others} ranks, because the launched world has {size}"] if others else []
 
 
@@ -88,9 +89,9 @@ def brings_data(model: str, data: str | None) -> bool:
 
 def refuse_unknown(job: Iterable[str]) -> None:
     """Refuse a name that no setting of a training job has."""
-    for name in sorted(set(job) - set(NAMES)):
-        what = f"{name!r} is not an option of a training job"
-        raise ConfigError(f"{what}: {suggest(name, NAMES)}use one of {', '.join(sorted(NAMES))}")
+    if unknown := sorted(set(job) - set(NAMES)):
+        what = f"{unknown[0]!r} is not an option of a training job"
+        raise ConfigError(f"{what}: {suggest(unknown[0], NAMES)}use one of {', '.join(sorted(NAMES))}")
 
 
 def build_settings(**job: Any) -> TrainSettings:
