@@ -129,7 +129,7 @@ def refuse_given(names: Iterable[str], why: str, code: str = "") -> None:
     refuse((flags, f"{flags} {why}"), code=code)
 
 
-# Counts of verbs whose settings are not kept: the fewest, if not 1, and the least time one takes, if not a microsecond.
+# Counts that are arguments of verbs. Those not listed are at least 1 and take at least a microsecond each.
 _COUNTS = {
     "at_once": Option(least=1, each_s=1e4),
     "seeds": Option(least=1, each_s=10.0),
@@ -140,6 +140,6 @@ _COUNTS = {
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse impossible numbers of repetitions; None was not given."""
+    """Refuse impossible numbers of repetitions; None means not given."""
     for name, count in counts.items():
         _COUNTS.get(name, Option(least=1, each_s=1e-6)).check(name, count)

@@ -82,7 +82,7 @@ def _read_drops(text: str, flag: str) -> tuple[float, ...]:
         raise ConfigError(f"{flag} {text!r} is not understood: use fractions of the run, such as 0.5,0.75") from None
 
 
-# By text in an annotation (the first match counts): the type that the command line parses, and the conversion of it.
+# By text in an annotation (the first match counts): the type that the command line parses, and its conversion.
 _KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
     "tuple[Path, Path]": (tuple[Path, Path], None),
     "Growths": (str, lambda text, _: parse_growths(text)),
@@ -127,7 +127,7 @@ class _Parameter:
 
     @property
     def shown_default(self) -> Any:
-        """The default as the help shows it. It is not passed on: the verb has it."""
+        """The default in the help. It is not passed to the verb, which has its own."""
         if self.kind is bool:
             return None if self.default is None else False
         if "default" in self.help.lower() or self.kind == list[str] or self.default in (None, "", ()):

@@ -37,7 +37,6 @@ _NETWORKS = (
 )
 _STRATEGIES = "Compare strategies: all, or a list: bf16,powersgd:4,diloco:100+int8"
 _COMMAND = "The command, after --: -- python train.py"
-_PROFILES = ("phases", "layers", "trace", "comm-table", "attach")
 
 
 def _allreduce(
@@ -307,7 +306,7 @@ def _watch(*, command: Sequence[str] | None = None, every: int | None = None, ou
     is_run = len(words) == 1 and Path(words[0]).is_dir()
     if is_run:
         refuse((every is not None, "--every with a run: leave it out"))
-        os.nice(5)  # the ranks come first
+        os.nice(5)  # do not slow the ranks
         return watch(words[0], **given)
     return attach(words, every=50 if every is None else every, steps=0, out=out, **given)
 
@@ -427,7 +426,8 @@ def _join_lists(arguments: list[str]) -> list[str]:
     unchanged."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     arguments, command = arguments[:end], arguments[end:]
-    if command and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
+    profiles = {known.name for known in profile.registered_commands}
+    if command and arguments[:1] == ["profile"] and not profiles & set(arguments):
         arguments.insert(1, "attach")
     joined: list[str] = []
     for argument in arguments:

@@ -1,4 +1,4 @@
-"""What benchmarks measure, checked without torch before any rank starts."""
+"""Settings of benchmarks, checked without torch before any rank starts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.workloads.registry import WORKLOADS
 BACKENDS = ("gloo", "nccl", "shm")
 OPS = ("sum", "avg", "min", "max", "prod")
 REDUCING = ("all_reduce", "reduce_scatter")
-# What the backend shm reduces in shared memory; the rest goes to gloo under it.
+# What the backend shm reduces in shared memory; it passes everything else to gloo.
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
 DEFAULT_WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-simple")
 WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
-# What two cores step through in minutes; the others are for GPUs and must be named.
+# Models that two cores measure in minutes; the others are for GPUs and must be named.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
 # Maximum number of bucket settings that a tuned wrapper chooses from: its own caps, five others, a single bucket, and,
 # for torch's wrapper, our plan.
@@ -32,7 +32,7 @@ _TIME = ", or leave it out to fit the time"
 
 @dataclass(frozen=True)
 class Measured:
-    """What a measurement returns, equal on every rank: records, and what only a rank knows of its environment."""
+    """The result of a measurement, equal on every rank: records, and the environment that only ranks know."""
 
     records: tuple[Record, ...]
     details: dict[str, Any]
@@ -40,7 +40,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """What every benchmark of a process group shares. `iters` and `warmup` of None mean: as the time allows."""
+    """Settings shared by all benchmarks of a process group. `iters` and `warmup` None: as many as time allows."""
 
     memory_advice: ClassVar[str] = "use smaller sizes"
 
@@ -64,22 +64,22 @@ class GroupSettings:
         return num_bytes >= self.item_bytes and num_bytes % self.item_bytes == 0
 
     def device_of(self, backend: str) -> str:
-        """`cpu` or `cuda`: where this backend's messages live."""
+        """The device of this backend's messages: `cpu` or `cuda`."""
         return self.device if self.device != "auto" else "cuda" if backend == "nccl" else "cpu"
 
     def check(self) -> None:
-        """Refuse what cannot be measured on any machine; `check_host` looks at this one."""
+        """Refuse requests that no machine can measure; `check_host` checks this one."""
         check_options(self)
         if "nccl" in self.backends and self.device == "cpu":
             raise ConfigError("backend nccl works on GPUs only: leave out --device cpu, or use the backend gloo")
 
     @property
     def bytes_per_rank(self) -> int:
-        """The most memory that one rank holds for its messages."""
+        """The maximum memory of one rank's messages."""
         raise NotImplementedError
 
     def check_host(self, local_ranks: int) -> None:
-        """Refuse what this host's GPUs or memory cannot hold for this number of ranks, before anything is started."""
+        """Refuse requests for which this host lacks GPUs or memory, before any rank starts."""
         on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
         gpus, who = machine.count_gpus() if on_gpu else 0, " and ".join(sorted(on_gpu))
         # GPU memory is checked later, on the ranks, where torch can query it.
@@ -121,7 +121,7 @@ class CollectiveSettings(GroupSettings):
              f"--op {self.op} contradicts --collective {what}, which reduces nothing"),
             (self.op == "avg" and "int" in self.dtype, f"--op avg of {self.dtype} is not defined: use floating point"),
             (self.limit and what != "all_reduce",
-             f"--limit is the bound of an all_reduce: leave it out for --collective {what}"),
+             f"--limit applies only to all_reduce: leave it out for --collective {what}"),
         )  # fmt: skip
         for size in self.sizes:
             found = f"size {format_bytes(size)} ({size} bytes) is"
@@ -132,13 +132,13 @@ class CollectiveSettings(GroupSettings):
             )
 
     def _check_shared(self) -> None:
-        """Refuse what the backend shm does not reduce in shared memory."""
+        """Refuse requests that the backend shm cannot reduce in shared memory."""
         what, backends = self.collective, " and ".join(self.backends)
         others = " and ".join(backend for backend in self.backends if backend != "shm")
         limits = (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS))
         refuse(
             ("shm" not in self.backends,
-             f"--memory shared: backend {backends} has none, only shm does: leave it out, or add shm to --backend"),
+             f"--memory shared: {backends} does not support it: leave it out, or add shm to --backend"),
             (self.memories == ("shared",) and others,
              f"--memory shared leaves nothing to measure on {others}: use --memory ordinary,shared"),
             (what != "all_reduce",
@@ -154,7 +154,7 @@ class CollectiveSettings(GroupSettings):
         return self.collective in ("all_gather", "reduce_scatter")
 
     def memories_of(self, backend: str) -> tuple[str, ...]:
-        """The memories that are measured on this backend."""
+        """The memories to measure on this backend."""
         return self.memories if backend == "shm" else ("ordinary",)
 
     def num_elements(self, num_bytes: int, world_size: int) -> int:

@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.runtime.ranks.moments import between_s, is_past, mark
 from paceline.torch_internals import DataLoaderIterator, is_profiling, register_comm_hook
 
-_MOST_RECORDED = 16  # maximum number of traced ranks; more traces would show the same
+_MOST_RECORDED = 16  # maximum number of traced ranks
 _FINAL_BUCKETS_STEP = 4  # step after which wrappers have their final buckets
 _WRITE_EVERY_S = 0.25
 _STOP_S = 60.0  # how long to wait for the GPU's last steps when stopping the program

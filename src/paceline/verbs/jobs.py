@@ -133,24 +133,28 @@ def open_job(
         refuse((step is not None, f"model {model!r} with a step: a built-in model has its own; pass a module instead"))
         settings = build_settings(model=model, ranks=choose_world(ranks, 2), **job)
         return open_session(verb, settings.to_json(), ranks=settings.ranks, out=out, progress=progress), settings
-    is_module, kind, place = hasattr(model, "named_parameters"), type(model).__name__, find_place()
-    wrapper, where = job.pop("wrapper"), {name: job.pop(name) for name in ("backend", "device", "threads")}
-    is_alone, name = is_module and step is None, kind if is_module else getattr(model, "__name__", "factory")
-    world_size = place.world_size if place is not None else 1
-    refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
+    is_module = hasattr(model, "named_parameters")
+    kind = type(model).__name__
+    name = kind if is_module else getattr(model, "__name__", "factory")
+    if is_module and step is None:
+        raise ConfigError(f"{kind} without a step: pass step(model), one forward and backward", code="no-step")
+    if is_module != (step is not None) or not callable(step or model):
+        advice = "a module and a function step(model), a factory that returns both, or the name of a built-in model"
+        raise ConfigError(f"model is {kind} and step is {type(step).__name__}: pass {advice}")
+    wrapper = job.pop("wrapper")
     Option(choices=("paceline", "torch", "none")).check("wrapper", wrapper)
+    where = {name: job.pop(name) for name in ("backend", "device", "threads")}
+    place = find_place()
+    world_size = place.world_size if place is not None else 1
     counts = (world_size,) if ranks is None else list_counts(ranks)
     here = is_module or ranks is None or world_size > 1
     what = "a module runs in this process" if is_module else f"this process is one of {world_size} ranks"
+    advice = "in a process that is not a rank, pass a factory that returns (model, step)"
     refuse(
-        (is_module != (step is not None) or not callable(step or model),
-         f"model is {kind} and step is {type(step).__name__}: pass a module and a function "
-         "step(model), a factory that returns both, or the name of a built-in model"),
         (job, f"{', '.join(job)}: only for built-in models; your own job decides this itself"),
         (len(counts) != 1, f"ranks={ranks}: one number of ranks is needed"),
-        (here and counts != (world_size,),
-         f"ranks={ranks}: {what}; in a process that is not a rank, pass a factory that returns (model, step)"),
-    )  # fmt: skip
+        (here and counts != (world_size,), f"ranks={ranks}: {what}; {advice}"),
+    )
     where["backend"] = canonical_backend(where["backend"])
     if is_module and where["device"] == "auto":
         where["device"] = next((str(param.device) for param in model.parameters()), "auto")
