@@ -23,6 +23,7 @@ def _no_gpu_no_launcher(monkeypatch):
         ((*ALLREDUCE, "--backend", ","), "--backend"),
         ((*ALLREDUCE, "--backend", "nccl"), "nccl on CUDA needs a GPU and none is visible here"),
         ((*ALLREDUCE, "--ranks", "two"), "--ranks 'two' is not a whole number"),
+        ((*ALLREDUCE, "--ranks", "10000"), "10000 ranks need about"),
         ((*ALLREDUCE, "--sizes", "900TB"), "use smaller sizes"),
         ((*ALLREDUCE, "--sizes", "1MiB", "-b", "1MiB", "-e", "2MiB"), "--sizes with --min-size"),
         ((*ALLREDUCE, "-b", "1MiB"), "needs --min-size (-b) and --max-size (-e)"),
