@@ -1,4 +1,4 @@
-"""Data-parallel training for PyTorch that measures itself, predicts itself and tunes itself.
+"""Data-parallel training for PyTorch that shows where each step's time goes, predicts how it scales, and picks buckets.
 
 The public names. They load on first use: importing Paceline is silent, quick and does not import torch.
 """

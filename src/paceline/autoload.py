@@ -1,4 +1,4 @@
-"""What torch calls when it is imported (entry point `torch.backends`): nothing, unless a variable asks for it.
+"""Called by torch on import (entry point `torch.backends`); does nothing unless one of these variables is set.
 
 PACELINE_WRAPPER=1 replaces torch's wrapper with ours. PACELINE_ATTACH, which `paceline profile -- COMMAND` sets,
 observes the training of this process. PACELINE_MONITOR=1 lets a monitor watch its ranks. An error would fail

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from paceline.errors import ConfigError, refuse, suggest
 from paceline.units import format_duration, shorten
 
 _YEAR_S = 365 * 24 * 3600
+# Why a resumed study refuses other options.
+RESUMED = "with --resume: a study is resumed as it was started; leave it out"
 # Panels of the help, in this order.
 PANELS = JOB, DATA, MODEL, LEARNING, MEASUREMENT, OUTPUT = "Job", "Data", "Model", "Learning", "Measurement", "Output"
 # Flags that are not just the name of the option.
@@ -49,9 +51,9 @@ def find_flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """The help of an option, and the values that it takes: one of `choices`, text that matches `pattern`, or a number
-    within limits. `each_s` is the least time one of them takes, to refuse what would never end; `advice` ends the
-    message about a limit."""
+    """The help of an option, and the values that it accepts: one of `choices`, text that matches `pattern`, or a number
+    within limits. `each_s` is the minimum time of one repetition, to refuse requests that would never end; `advice`
+    ends the message about a limit."""
 
     help: str = ""
     panel: str = JOB
@@ -64,26 +66,23 @@ class Option:
     advice: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value, or one of several, that this option does not take. None means not given."""
+        """Refuse a value, or one of several, that this option does not accept. None means not given."""
         flag = find_flag(name)
         known = f"use one of {', '.join(self.choices)}"
-        several = isinstance(value, list | tuple)
-        values = value if several else () if value is None else (value,)
+        is_empty = isinstance(value, list | tuple) and not value
         refuse(
-            (self.choices and several and not value, f"{flag}: no name is given; {known}"),
-            (self.least is not None and several and not value, f"{flag}: no number is given"),
+            (self.choices and is_empty, f"{flag}: no name is given; {known}"),
+            (self.least is not None and is_empty, f"{flag}: no number is given"),
         )
-        for one in values:
+        if value is None:
+            return
+        for one in value if isinstance(value, list | tuple) else (value,):
+            shown = f"{flag} {str(one)[:40]!r}"
             if self.choices and one not in tuple(self.choices):
-                near = suggest(str(one), self.choices)
-                raise ConfigError(f"{flag} {str(one)[:40]!r} is unknown: {near}{known}")
+                raise ConfigError(f"{shown} is unknown: {suggest(str(one), self.choices)}{known}")
             if self.pattern and not (isinstance(one, str) and re.fullmatch(self.pattern, one)):
-                raise ConfigError(f"{flag} {str(one)[:40]!r} is not understood: use {self.help}")
+                raise ConfigError(f"{shown} is not understood: use {self.help}")
             self._check_number(flag, one)
-            if self.each_s is not None and one > _YEAR_S / self.each_s:
-                most = shorten(int(_YEAR_S / self.each_s))
-                found = f"{flag} {shorten(one)} takes more than a year, even at {format_duration(self.each_s)} each"
-                raise ConfigError(f"{found}: use at most {most}", code="endless")
 
     def _check_number(self, flag: str, value: Any) -> None:
         limits = {"at least": self.least, "above": self.above, "below": self.below}
@@ -100,6 +99,10 @@ class Option:
             (not is_finite, f"{flag} {value}: a finite number is needed{self.advice}"),
             (is_low or is_high, f"{flag} {value}: {needed} is needed{self.advice}"),
         )
+        if self.each_s is not None and value > _YEAR_S / self.each_s:
+            found = f"takes more than a year, even at {format_duration(self.each_s)} each"
+            most = shorten(int(_YEAR_S / self.each_s))
+            raise ConfigError(f"{flag} {shorten(value)} {found}: use at most {most}", code="endless")
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", panel: str = JOB, **limits: Any) -> Any:
@@ -108,22 +111,25 @@ def option(default: Any = dataclasses.MISSING, help: str = "", panel: str = JOB,
 
 
 def check_options(settings: Any, names: Collection[str] = ()) -> None:
-    """Refuse the first field of these settings that has a value which its option does not take."""
+    """Refuse the first field of these settings whose value its option does not accept."""
     for field in dataclasses.fields(settings):
         if "option" in field.metadata and (not names or field.name in names):
             value, flag = getattr(settings, field.name), find_flag(field.name)
-            takes_several = str(field.type).startswith(("tuple", "Growths"))
+            is_list = isinstance(value, list | tuple) and not str(field.type).startswith(("tuple", "Growths"))
             refuse(
                 (value is None and field.default is not None, f"{flag}: a value is needed, not None"),
-                (
-                    isinstance(value, list | tuple) and not takes_several,
-                    f"{flag} {str(value)[:40]}: one value is needed",
-                ),
+                (is_list, f"{flag} {str(value)[:40]}: one value is needed"),
             )
             field.metadata["option"].check(field.name, value)
 
 
-# Counts of verbs whose settings are not kept: the fewest, if not 1, and the least time one takes, if not a microsecond.
+def refuse_given(names: Iterable[str], why: str, code: str = "") -> None:
+    """Refuse options that have no effect here; the message is `--first, --second WHY`."""
+    flags = ", ".join(map(find_flag, names))
+    refuse((flags, f"{flags} {why}"), code=code)
+
+
+# Counts that are arguments of verbs. Those not listed are at least 1 and take at least a microsecond each.
 _COUNTS = {
     "at_once": Option(least=1, each_s=1e4),
     "seeds": Option(least=1, each_s=10.0),
@@ -134,6 +140,6 @@ _COUNTS = {
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse impossible numbers of repetitions; None was not given."""
+    """Refuse impossible numbers of repetitions; None means not given."""
     for name, count in counts.items():
         _COUNTS.get(name, Option(least=1, each_s=1e-6)).check(name, count)

@@ -73,14 +73,14 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
         ({"collective": "all_gather", "sizes": (12,), "ranks": (2, 4)}, "less than one element for each of 4 ranks"),
         ({"collective": "reduce_scatter", "sizes": (12,), "ranks": (4,)}, "which reduce_scatter needs"),
         ({"sizes": (0,)}, "size"),
-        ({"memories": ("shared",)}, "gloo has none, only shm does: leave it out, or add shm to --backend"),
-        ({"memories": BOTH, "backends": ("gloo", "nccl")}, "backend gloo and nccl has none"),
+        ({"memories": ("shared",)}, "gloo does not support it: leave it out, or add shm to --backend"),
+        ({"memories": BOTH, "backends": ("gloo", "nccl")}, "--memory shared: gloo and nccl"),
         ({"memories": ("shared",), "backends": ("gloo", "paceline")}, "on gloo: use --memory ordinary,shared"),
         ({**SHARED, "collective": "broadcast"}, "--memory shared is for all_reduce: broadcast copies"),
         ({**SHARED, "device": "cuda"}, "--memory shared is memory of the host"),
         ({**SHARED, "dtype": "uint8"}, "--dtype uint8 is not reduced in shared memory"),
         ({**SHARED, "op": "prod"}, "--op prod is not reduced in shared memory"),
-        ({"limit": True, "collective": "all_gather"}, "--limit is the bound of an all_reduce"),
+        ({"limit": True, "collective": "all_gather"}, "--limit applies only to all_reduce"),
     ],
 )
 def test_a_benchmark_of_collectives_refuses(host, changes, reason):
@@ -138,7 +138,7 @@ MESSAGE = 2**30
 @pytest.mark.parametrize(
     ("free_bytes", "ranks", "reason"),
     [
-        (RANK_BYTES + MESSAGE - 1, 1, "a message takes 1024 MiB on each rank"),
+        (RANK_BYTES + MESSAGE - 1, 1, "each rank needs 1024 MiB"),
         (3 * (RANK_BYTES + MESSAGE), 4, "at most 3 ranks of this size"),
         (2**40, 0, "at least 1"),
     ],
@@ -159,7 +159,7 @@ def test_messages_on_gpus_take_no_memory_of_the_host_but_ranks_do(host):
     build(sizes=(MESSAGE,), backends=("nccl",)).check_host(4)
     with pytest.raises(ConfigError, match="5 ranks"):
         build(sizes=(MESSAGE,), backends=("nccl",)).check_host(5)
-    with pytest.raises(ConfigError, match="message"):
+    with pytest.raises(ConfigError, match="each rank needs"):
         build(sizes=(MESSAGE,), backends=("nccl", "gloo")).check_host(4)
 
 

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.measure.bench_settings import ChunkSettings
 from paceline.runtime.ranks.session import Session
 from paceline.studies import scale
 from paceline.training.train_settings import Batches, TrainSettings, check_job
-from paceline.verbs import bench, profile
+from paceline.verbs import profile
 from paceline.verbs.train import _build_jobs, train
 
 
@@ -39,12 +38,6 @@ def test_no_batch_size_is_the_default_one(monkeypatch):
     monkeypatch.setattr(profile, "open_session", open_session)
     with pytest.raises(ConfigError, match="32"):
         profile.profile("cnn", kind="phases", ranks=1, batch_size=None)
-
-
-def test_an_argument_that_nothing_reads_is_a_mistake():
-    given = {"ranks": 2, "backend": "gloo", "out": None, "progress": None, "itres": 3}
-    with pytest.raises(AssertionError, match="itres"):
-        bench._measure("bench chunks", "", ChunkSettings, given, {"chunks": (4,), "total_bytes": 4})
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,3 @@ def test_our_plan_is_tried_if_torch_can_express_it_and_does_not_already_use_it()
     split = plan_in_pieces(gradients, order, cap_bytes=MIB // 2)
     assert split.is_split and "Paceline's plan" not in _names(module, split)
     assert len(build_candidates(module, plan_by_cap(gradients, order, 3 * MIB))) <= MAX_CANDIDATES
-
-
-def test_a_removed_wrapper_is_refused_with_its_replacement():
-    with pytest.raises(ConfigError, match="paceline-simple"):
-        WrapperSettings(wrappers=("torch", "paceline-flat")).check()

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import inspect
 import json as encoder
-import os
 import re
 import shutil
 import sys
@@ -20,14 +19,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from paceline.errors import ConfigError, refuse
-from paceline.options import FLAGS, JOB, LEARNING, MEASUREMENT, OUTPUT, PANELS, find_flag
+from paceline.options import FLAGS, JOB, LEARNING, MEASUREMENT, OUTPUT, PANELS, RESUMED, find_flag, refuse_given
 from paceline.training.schedules import parse_growths
 from paceline.units import parse_counts
 
 if TYPE_CHECKING:
     from paceline.report.result import Result
 
-# The settings of a training job that a verb with `**job` takes, most common first. One with `**settings` takes all.
+# The settings of a training job that a verb with `**job` takes, most common first. A verb with `**settings` takes all.
 JOB_OPTIONS = (
     "model data ranks batch_size accumulate precision wrapper backend device threads compile sync_batchnorm plan seed "
     "samples context tokenizer channels hidden dropout optimizer"
@@ -42,7 +41,7 @@ COMMON = {
     "json": "Print one JSON document and nothing else on stdout.",
     "wide": "Print all table columns, however wide.",
 }
-# The panels of arguments of verbs; the others are about the job. Settings have panels themselves.
+# The panels of verb arguments; all others are in the job panel. Settings have their own.
 _PANELS = {
     LEARNING: "epochs lr schedule recipes",
     MEASUREMENT: "at_once budget caps compare confirm evaluations every faults iters limit memory network_ranks "
@@ -50,21 +49,17 @@ _PANELS = {
     OUTPUT: "browser json out page plot resume watch wide",
 }
 
-_MOST_TEXT = 4096  # longest path on Linux
-_MOST_NAME = 255  # longest name in a path
+_MOST_TEXT = 4096  # longest path on Linux; no list or number needs as much
 
 
 def check_typed(value: Any, flag: str) -> None:
-    """Refuse text that is not a valid path, and is longer than any list or number needs to be."""
+    """Refuse text that cannot be a path, a list or a number."""
     for item in value if isinstance(value, list | tuple) else (value,):
-        text = str(item) if isinstance(item, str | Path) else ""
-        shown = f"{flag} {text[:40]!r}..."
+        text = str(item)
         refuse(
-            (len(text) > _MOST_TEXT, f"{shown} has {len(text)} characters: use at most {_MOST_TEXT}"),
-            (isinstance(item, Path) and any(len(os.fsencode(part)) > _MOST_NAME for part in item.parts),
-             f"{shown} has a file name longer than {_MOST_NAME} bytes: check the path"),
-            ("\0" in text, f"{shown} contains a null character: remove it"),
-        )  # fmt: skip
+            (len(text) > _MOST_TEXT, f"{flag} {text[:40]!r}... has {len(text)} characters: use at most {_MOST_TEXT}"),
+            ("\0" in text, f"{flag} {text[:40]!r}... contains a null character: remove it"),
+        )
 
 
 def _read_number(text: str, flag: str) -> int:
@@ -87,7 +82,7 @@ def _read_drops(text: str, flag: str) -> tuple[float, ...]:
         raise ConfigError(f"{flag} {text!r} is not understood: use fractions of the run, such as 0.5,0.75") from None
 
 
-# By text in an annotation (the first match counts): the type that the command line parses, and the conversion of it.
+# By text in an annotation (the first match counts): the type that the command line parses, and its conversion.
 _KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
     "tuple[Path, Path]": (tuple[Path, Path], None),
     "Growths": (str, lambda text, _: parse_growths(text)),
@@ -132,7 +127,7 @@ class _Parameter:
 
     @property
     def shown_default(self) -> Any:
-        """The default as the help shows it. It is not passed on: the verb has it."""
+        """The default in the help. It is not passed to the verb, which has its own."""
         if self.kind is bool:
             return None if self.default is None else False
         if "default" in self.help.lower() or self.kind == list[str] or self.default in (None, "", ()):
@@ -168,21 +163,11 @@ class _Parameter:
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
 
 
-def find_panel(name: str) -> str:
-    """The help panel that lists this argument of a verb."""
-    return next((panel for panel, names in _PANELS.items() if name in names.split()), JOB)
-
-
 def read_help(function: Callable[..., Any]) -> dict[str, str]:
     """The help of arguments, from `Args:` in a docstring."""
     section = (inspect.getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
     _, *found = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in zip(found[::2], found[1::2], strict=True)}
-
-
-def _help_of(field: Any) -> str:
-    """The help of a setting, or nothing if there is none."""
-    return "" if field is None else str(field.metadata["option"].help)
 
 
 def _load(place: str) -> Callable[..., Any]:
@@ -194,8 +179,7 @@ def _load(place: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that calls a verb with the options that the user gave, on top of `always`; for all others the verb uses
-    its own defaults.
+    """A command that calls a verb with `always` and the options that the user gave; the verb has the other defaults.
 
     Its options are the arguments of `adapter` and of the verb, except `without`. A verb with `**job` also takes
     `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. `help`, `flags` and `panels` are for options
@@ -223,53 +207,50 @@ class Command:
         if self.adapter is not None:
             arguments |= inspect.signature(self.adapter).parameters
             typed = read_help(self.adapter) | typed
-        docs: dict[str, str] = {}
+        docs: dict[str, str] = dict(COMMON)
         for function in [*map(_load, reversed(self.like)), verb]:
             docs |= read_help(function)
         fields: dict[str, Any] = {}
+        names = [name for name, argument in arguments.items() if argument.kind is not argument.VAR_KEYWORD]
         if "job" in arguments or "settings" in arguments:
             from paceline.training.train_settings import TrainSettings
 
             fields = {field.name: field for field in dataclasses.fields(TrainSettings)}
+            names += fields if "settings" in arguments else [*JOB_OPTIONS.split(), *self.job.split()]
+        names += ["strict", "json", "wide"] if self.is_strict else ["json", "wide"]
+        removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
         found: dict[str, _Parameter] = {}
-        for name, argument in arguments.items():
-            if argument.kind is not argument.VAR_KEYWORD:
+        default: Any
+        for name in dict.fromkeys(names):
+            if name in removed or name.startswith("-"):
+                continue
+            argument, field = arguments.get(name), fields.get(name)
+            annotation, default = "bool", False
+            panel = next((panel for panel, names in _PANELS.items() if name in names.split()), JOB)
+            help = typed.get(name) or (field and field.metadata["option"].help) or docs.get(name, "")
+            if argument is not None:
+                annotation = argument.annotation
                 default = None if argument.default is argument.empty else argument.default
-                field = fields.get(name)
-                help = typed.get(name) or _help_of(field) or docs.get(name) or COMMON.get(name, "")
                 if default is None and field is not None and name not in typed:  # the verb leaves it to the settings
                     default = field.default
-                found[name] = self._build(name, argument.annotation, default, find_panel(name), help)
-        more = list(fields) if "settings" in arguments else [*JOB_OPTIONS.split(), *self.job.split()] if fields else []
-        for name in more:
-            if name not in found and not name.startswith("-"):
-                field = fields[name]
-                help = typed.get(name) or _help_of(field)
-                found[name] = self._build(name, field.type, field.default, field.metadata["option"].panel, help)
-        for name in [*(["strict"] if self.is_strict else []), "json", "wide"]:
-            found[name] = _Parameter(name, "bool", False, COMMON[name], find_panel(name), find_flag(name))
-        removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
-        kept = {name: parameter for name, parameter in found.items() if name not in removed}
-        return dict(sorted(kept.items(), key=lambda item: PANELS.index(item[1].panel)))
-
-    def _build(self, name: str, annotation: str, default: Any, panel: str, help: str) -> _Parameter:
-        default = self.always.get(name, Path("runs") if name == "out" else default)
-        panel = self.panels.get(name, panel)
-        flag = self.flags.get(name) or find_flag(name)
-        return _Parameter(name, annotation, default, help, panel, f"--no-{flag[2:]}" if default is True else flag)
+            elif field is not None:
+                annotation, default, panel = field.type, field.default, field.metadata["option"].panel
+            default = self.always.get(name, Path("runs") if name == "out" else default)
+            flag = self.flags.get(name) or find_flag(name)
+            flag = f"--no-{flag[2:]}" if default is True else flag
+            found[name] = _Parameter(name, annotation, default, help, self.panels.get(name, panel), flag)
+        return dict(sorted(found.items(), key=lambda item: PANELS.index(item[1].panel)))
 
     def add(self, app: typer.Typer, name: str, help: str) -> None:
         """Add this command; without a `name` it becomes the default command of a group."""
         lazy = type("Lazy", (_Lazy, TyperCommand if name else TyperGroup), {"command": self})
-        added = (
-            app.command(name, cls=lazy, help=help)
-            if name
-            else app.callback(cls=lazy, invoke_without_command=True, help=help)
-        )
-        added(lambda: None)
+        if name:
+            app.command(name, cls=lazy, help=help)(lambda: None)
+        else:
+            app.callback(cls=lazy, invoke_without_command=True, help=help)(lambda: None)
 
     def build(self) -> Any:
-        """The parser's command, of which the options are used."""
+        """The parser's command, which provides the options and the callback."""
         parameters = [inspect.Parameter("context_", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [parameter.build() for parameter in self.parameters.values()]
 
@@ -295,9 +276,8 @@ class Command:
             return
         json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
         if "resume" in given and self.verb.startswith("studies."):
-            jobs = importlib.import_module("paceline.verbs.jobs")  # imported late, because it is slow
-            typed = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
-            jobs.check_resume({find_flag(name).removeprefix("--"): True for name in typed})
+            ignored = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
+            refuse_given(ignored, RESUMED, code="resume")
         if "out" in self.parameters and "resume" not in given:
             given.setdefault("out", values["out"])
         verb = _load(self.verb)

@@ -7,13 +7,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from paceline.cli.commands import COMMON, Command, print_result
+from paceline.cli.commands import Command
 from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
-from paceline.options import MEASUREMENT, OUTPUT, find_flag
+from paceline.options import MEASUREMENT, OUTPUT, refuse_given
 from paceline.units import parse_size, size_range
 
 app = typer.Typer(
@@ -26,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(help="Measure collectives and wrappers on this machine or cluster.", no_args_is_help=True)
-profile = typer.Typer(help="Show where the time of training steps goes.", no_args_is_help=False)
+profile = typer.Typer(no_args_is_help=True)
 scale = typer.Typer(help="Does it scale? Batch sizes, ranks, large batches.", no_args_is_help=True)
 predict = typer.Typer(no_args_is_help=False)
 for group, name in ((bench, "bench"), (profile, "profile"), (predict, "predict"), (scale, "scale")):
@@ -37,7 +37,6 @@ _NETWORKS = (
 )
 _STRATEGIES = "Compare strategies: all, or a list: bf16,powersgd:4,diloco:100+int8"
 _COMMAND = "The command, after --: -- python train.py"
-_PROFILES = ("phases", "layers", "trace", "comm-table", "attach")
 
 
 def _allreduce(
@@ -110,8 +109,10 @@ def _train(*, compare: tuple[Path, Path] | None = None, **given: Any) -> Any:
 
     if compare is None:
         return train(**given)
-    others = ", ".join(find_flag(name) for name in given if name not in ("out", "progress"))
-    refuse((others, f"{others} with --compare, which does not train: leave it out"))
+    refuse_given(
+        [name for name in given if name not in ("out", "progress")],
+        "with --compare, which does not train: leave it out",
+    )
     return compare_runs(compare, given["out"])
 
 
@@ -123,29 +124,22 @@ Command("verbs.train:train", _train).add(
 )
 
 
-@profile.callback(invoke_without_command=True)
-def _profile(
-    context: typer.Context,
-    compare: Annotated[
-        tuple[Path, Path] | None, typer.Option("--compare", help="Compare two runs of one kind of profile.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help=COMMON["json"], rich_help_panel=OUTPUT)] = False,
-    wide: Annotated[bool, typer.Option("--wide", help=COMMON["wide"], rich_help_panel=OUTPUT)] = False,
-) -> None:
-    if (verb := context.invoked_subcommand) is not None:
-        if compare is not None:
-            raise ConfigError(f"--compare cannot be combined with {verb}: leave out {verb}")
-        for flag in [name for name, given in (("--json", json), ("--wide", wide)) if given]:
-            raise ConfigError(f"{flag} before {verb} has no effect: write profile {verb} {flag}")
-        return
+def _compare(*, compare: tuple[Path, Path] | None = None) -> Any:
+    """Compares two profiles.
+
+    Args:
+        compare: Compare two runs of one kind of profile.
+    """
+    from paceline.verbs.profile import compare as compare_profiles
+
     if compare is None:
-        print(context.get_help())
-        raise typer.Exit(2)
-    from paceline.verbs.profile import compare as run
-
-    raise typer.Exit(print_result(run(*compare), json, wide))
+        raise ConfigError("nothing to compare: give --compare and two runs")
+    return compare_profiles(*compare)
 
 
+Command("verbs.profile:compare", _compare, without="first second").add(
+    profile, "", "Show where the time of training steps goes."
+)
 Command(
     "verbs.profile:profile",
     without="kind",
@@ -221,8 +215,8 @@ def _predict(
         (not profile and "strategy" in given,
          f"--strategy with {''.join(sources)}: tables and traces have neither gradient shapes nor codec costs; give "
          "--model-profile, a run of `paceline profile layers`"),
-        (not profile and others, f"{', '.join(map(find_flag, others))} with {''.join(sources)}: give --model-profile"),
     )  # fmt: skip
+    refuse_given([] if profile else others, f"with {''.join(sources)}: give --model-profile")
     if traces:
         return predict_trace(traces, out=out, **given)
     if profile is not None:
@@ -270,8 +264,8 @@ def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **g
     if not command:
         refuse((steps is not None, "--steps is for a command after --, and there is none: leave it out"))
         return tune(**{"model": "cnn", **given})
-    others = ", ".join(find_flag(name) for name in given if name not in _FOR_COMMAND.split())
-    refuse((others, f"{others} with a command after --: your program decides that itself; leave it out"))
+    others = [name for name in given if name not in _FOR_COMMAND.split()]
+    refuse_given(others, "with a command after --: your program decides that itself; leave it out")
     return attach(command, race=True, **given)
 
 
@@ -312,7 +306,7 @@ def _watch(*, command: Sequence[str] | None = None, every: int | None = None, ou
     is_run = len(words) == 1 and Path(words[0]).is_dir()
     if is_run:
         refuse((every is not None, "--every with a run: leave it out"))
-        os.nice(5)  # the ranks come first
+        os.nice(5)  # do not slow the ranks
         return watch(words[0], **given)
     return attach(words, every=50 if every is None else every, steps=0, out=out, **given)
 
@@ -432,7 +426,8 @@ def _join_lists(arguments: list[str]) -> list[str]:
     unchanged."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     arguments, command = arguments[:end], arguments[end:]
-    if command and arguments[:1] == ["profile"] and not set(arguments) & set(_PROFILES):
+    profiles = {known.name for known in profile.registered_commands}
+    if command and arguments[:1] == ["profile"] and not profiles & set(arguments):
         arguments.insert(1, "attach")
     joined: list[str] = []
     for argument in arguments:

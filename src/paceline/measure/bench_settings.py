@@ -1,4 +1,4 @@
-"""What benchmarks measure, checked without torch before any rank starts."""
+"""Settings of benchmarks, checked without torch before any rank starts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from paceline.workloads.registry import WORKLOADS
 BACKENDS = ("gloo", "nccl", "shm")
 OPS = ("sum", "avg", "min", "max", "prod")
 REDUCING = ("all_reduce", "reduce_scatter")
-# What the backend shm reduces in shared memory; the rest goes to gloo under it.
+# What the backend shm reduces in shared memory; it passes everything else to gloo.
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
 DEFAULT_WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-simple")
 WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
-REMOVED_WRAPPERS = ("paceline-flat", "paceline-overlap", "paceline-per_parameter")  # still in stored results
-# What two cores step through in minutes; the others are for GPUs and must be named.
+# Models that two cores measure in minutes; the others are for GPUs and must be named.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
 # Maximum number of bucket settings that a tuned wrapper chooses from: its own caps, five others, a single bucket, and,
 # for torch's wrapper, our plan.
@@ -33,7 +32,7 @@ _TIME = ", or leave it out to fit the time"
 
 @dataclass(frozen=True)
 class Measured:
-    """What a measurement returns, equal on every rank: records, and what only a rank knows of its environment."""
+    """The result of a measurement, equal on every rank: records, and the environment that only ranks know."""
 
     records: tuple[Record, ...]
     details: dict[str, Any]
@@ -41,10 +40,9 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """What every benchmark of a process group shares. `iters` and `warmup` of None mean: as the time allows."""
+    """Settings shared by all benchmarks of a process group. `iters` and `warmup` None: as many as time allows."""
 
-    # How a refusal for memory begins and ends.
-    memory_words: ClassVar[tuple[str, str]] = ("a message takes", "use smaller sizes")
+    memory_advice: ClassVar[str] = "use smaller sizes"
 
     backends: tuple[str, ...] = option(("gloo",), choices=BACKENDS)
     ranks: tuple[int, ...] = (2,)
@@ -66,44 +64,43 @@ class GroupSettings:
         return num_bytes >= self.item_bytes and num_bytes % self.item_bytes == 0
 
     def device_of(self, backend: str) -> str:
-        """`cpu` or `cuda`: where this backend's messages live."""
+        """The device of this backend's messages: `cpu` or `cuda`."""
         return self.device if self.device != "auto" else "cuda" if backend == "nccl" else "cpu"
 
     def check(self) -> None:
-        """Refuse what cannot be measured on any machine; `check_host` looks at this one."""
+        """Refuse requests that no machine can measure; `check_host` checks this one."""
         check_options(self)
         if "nccl" in self.backends and self.device == "cpu":
             raise ConfigError("backend nccl works on GPUs only: leave out --device cpu, or use the backend gloo")
 
     @property
     def bytes_per_rank(self) -> int:
-        """The most memory that one rank holds for its messages."""
+        """The maximum memory of one rank's messages."""
         raise NotImplementedError
 
     def check_host(self, local_ranks: int) -> None:
-        """Refuse what this host's GPUs or memory cannot hold for this number of ranks, before anything is started."""
+        """Refuse requests for which this host lacks GPUs or memory, before any rank starts."""
         on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
         gpus, who = machine.count_gpus() if on_gpu else 0, " and ".join(sorted(on_gpu))
         # GPU memory is checked later, on the ranks, where torch can query it.
         need = 0 if on_gpu == set(self.backends) else self.bytes_per_rank
-        have, (takes, advice) = machine.available_memory_bytes(), self.memory_words
+        have = machine.available_memory_bytes()
         refuse(
             (on_gpu and not gpus, f"{who} on CUDA needs a GPU and none is visible here: use gloo and --device cpu"),
             ("nccl" in on_gpu and not machine.can_serve_nccl(gpus, local_ranks),
              f"backend nccl needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
              f"use --ranks {gpus}, --backend gloo --device cuda, or {machine.SHARE_GPUS}=1 to share GPUs"),
             (need + RANK_BYTES > have,
-             f"{takes} {format_bytes(need)} on each rank and {format_bytes(have)} are free: {advice}"),
+             f"each rank needs {format_bytes(need)} and {format_bytes(have)} are free: {self.memory_advice}"),
         )  # fmt: skip
         check_rank_count(local_ranks, need)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSettings(GroupSettings):
-    """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are nccl-tests' sizes, in bytes.
+    """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are those of nccl-tests, in bytes.
 
-    `memories` says where the vectors lie; only the backend shm has `shared`. With `limit`, what memory could do is
-    measured too.
+    `memories` is the memory of the vectors; only the backend shm has `shared`. `limit` also measures memory bandwidth.
     """
 
     sizes: tuple[int, ...]
@@ -114,31 +111,34 @@ class CollectiveSettings(GroupSettings):
 
     def check(self) -> None:
         super().check()
-        what, item, most = self.collective, self.item_bytes, max(self.ranks)
+        what = self.collective
+        item = self.item_bytes
+        most = max(self.ranks)
         if "shared" in self.memories:
             self._check_shared()
-        sizes = [(size, f"size {format_bytes(size)} ({size} bytes) is") for size in self.sizes]
         refuse(
             (what not in REDUCING and self.op != "sum",
              f"--op {self.op} contradicts --collective {what}, which reduces nothing"),
             (self.op == "avg" and "int" in self.dtype, f"--op avg of {self.dtype} is not defined: use floating point"),
             (self.limit and what != "all_reduce",
-             f"--limit is the bound of an all_reduce: leave it out for --collective {what}"),
-            *((not self.is_whole(size), f"{found} not a whole number of {self.dtype} elements of {item} bytes")
-              for size, found in sizes),
-            *((self.has_shares and size < most * item,
-               f"{found} less than one element for each of {most} ranks, which {what} needs")
-              for size, found in sizes),
+             f"--limit applies only to all_reduce: leave it out for --collective {what}"),
         )  # fmt: skip
+        for size in self.sizes:
+            found = f"size {format_bytes(size)} ({size} bytes) is"
+            is_small = self.has_shares and size < most * item
+            refuse(
+                (not self.is_whole(size), f"{found} not a whole number of {self.dtype} elements of {item} bytes"),
+                (is_small, f"{found} less than one element for each of {most} ranks, which {what} needs"),
+            )
 
     def _check_shared(self) -> None:
-        """Refuse what the backend shm does not reduce in shared memory."""
+        """Refuse requests that the backend shm cannot reduce in shared memory."""
         what, backends = self.collective, " and ".join(self.backends)
         others = " and ".join(backend for backend in self.backends if backend != "shm")
         limits = (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS))
         refuse(
             ("shm" not in self.backends,
-             f"--memory shared: backend {backends} has none, only shm does: leave it out, or add shm to --backend"),
+             f"--memory shared: {backends} does not support it: leave it out, or add shm to --backend"),
             (self.memories == ("shared",) and others,
              f"--memory shared leaves nothing to measure on {others}: use --memory ordinary,shared"),
             (what != "all_reduce",
@@ -154,7 +154,7 @@ class CollectiveSettings(GroupSettings):
         return self.collective in ("all_gather", "reduce_scatter")
 
     def memories_of(self, backend: str) -> tuple[str, ...]:
-        """The memories that are measured on this backend."""
+        """The memories to measure on this backend."""
         return self.memories if backend == "shm" else ("ordinary",)
 
     def num_elements(self, num_bytes: int, world_size: int) -> int:
@@ -180,11 +180,11 @@ class ChunkSettings(GroupSettings):
     def check(self) -> None:
         super().check()
         largest, total = max(self.chunks), self.total_bytes
-        sizes, what = [("total", total), *(("chunk", size) for size in self.chunks)], f"{self.dtype} elements"
-        refuse(
-            *((not self.is_whole(n), f"{name} of {n} bytes is not a whole number of {what}") for name, n in sizes),
-            (largest > total, f"a chunk of {format_bytes(largest)} is larger than the total of {format_bytes(total)}"),
-        )
+        for name, size in [("total", total), *(("chunk", size) for size in self.chunks)]:
+            whole = f"a whole number of {self.dtype} elements"
+            refuse((not self.is_whole(size), f"{name} of {size} bytes is not {whole}"))
+        found = f"a chunk of {format_bytes(largest)} is larger than the total of {format_bytes(total)}"
+        refuse((largest > total, found))
 
     @property
     def bytes_per_rank(self) -> int:
@@ -195,19 +195,12 @@ class ChunkSettings(GroupSettings):
 class WrapperSettings(GroupSettings):
     """`bench wrappers`: each model on each number of ranks, all wrappers in turns. `batch_size` None: the model's."""
 
-    memory_words: ClassVar[tuple[str, str]] = (
-        "the replicas of one model take", "leave out a large --model or some of --wrapper",
-    )  # fmt: skip
+    memory_advice: ClassVar[str] = "leave out a large --model or some of --wrapper"
 
     models: tuple[str, ...] = option(DEFAULT_MODELS, choices=WORKLOADS)
     wrappers: tuple[str, ...] = option(DEFAULT_WRAPPERS, choices=WRAPPERS)
     batch_size: int | None = option(None, least=1, each_s=1e-6, advice=", or leave it out for the model's own")
     dtype: str = option("float32", choices=("float32", "bfloat16"))
-
-    def check(self) -> None:
-        removed = [name for name in self.wrappers if name in REMOVED_WRAPPERS]
-        refuse((removed, f"--wrapper {','.join(removed)}: removed; use paceline-simple, or paceline"))
-        super().check()
 
     def batch_of(self, model: str) -> int:
         """Samples per rank in one step of this model."""

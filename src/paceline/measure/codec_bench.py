@@ -56,19 +56,17 @@ def measure_codecs(
 ) -> list[CodecRecord]:
     """Time each codec, interleaved, on all ranks of a job's bench at the same time: with all gradients in one bucket,
     with a bucket for each, and with more ranks. A large bucket is also split into smaller ones. An outer optimizer is
-    timed for one round over as many parameters; a sharded update also includes its parameters. Collective: call on
-    every rank."""
+    timed for one round over the same number of parameters; a sharded update includes its parameters. Collective: call
+    on every rank."""
     grads = _choose_common(grads, bench)
     if not grads:
         return []
     each, num_bytes = [[named] for named in grads], sum(grad.nbytes for _, grad in grads)
-    few = [grads]
-    if num_bytes > LARGE_BYTES:
-        few = [[]]
-        for named in grads:
-            if few[-1] and sum(grad.nbytes for _, grad in (*few[-1], named)) > LARGE_BYTES:
-                few.append([])
-            few[-1].append(named)
+    few: list[Named] = [[]]
+    for named in grads:
+        if few[-1] and sum(grad.nbytes for _, grad in (*few[-1], named)) > LARGE_BYTES:
+            few.append([])
+        few[-1].append(named)
     first, *more = sorted(set(ranks))
     settings = [(first, few), *([(first, each)] if len(grads) > 1 else []), *((count, few) for count in more)]
     settings += [(first, [grads])] if len(few) > 1 else []

@@ -244,8 +244,8 @@ class Pattern:
         reduced = reduce(pairwise, sources)
         self._blocks = [expand(source) for source in sources]
         self._reduced = expand(reduced.double() / world_size if op == "avg" else reduced)
-        # Averages are rounded, as are floating-point sums over more ranks than the type can represent exactly: by at
-        # most eps / 2 per rank. Allow twice that, but never so much that a vector of zeros would pass.
+        # Averages and floating-point sums beyond the exact range are rounded by at most eps / 2 per rank. Allow twice
+        # that, but never so much that a vector of zeros would pass.
         exact = op in ("min", "max", "prod") or not dtype.is_floating_point
         exact = exact or (op == "sum" and world_size * ceiling <= _EXACT[dtype])
         self._tolerance = 0.0 if exact else min(0.25, world_size * torch.finfo(dtype).eps)
@@ -261,15 +261,11 @@ class Pattern:
         `offset` is the index in the full vector at which this vector starts."""
         block = self._reduced if rank is None else self._blocks[rank]
         start = (repetition + offset) % _PERIOD
+        tolerance = self._tolerance if rank is None else 0.0
         wrong = 0
         for part in vector.split(_BLOCK):
             expected = block[start : start + part.numel()]
-            if torch.equal(part, expected):
-                continue
-            if rank is None and self._tolerance:
-                distance = (part.double() - expected.double()).abs()
-                good = distance <= self._tolerance * expected.double().abs()
-            else:
-                good = part == expected
-            wrong += part.numel() - int(good.sum())  # counts NaN as wrong, because it never compares equal
+            if not torch.equal(part, expected):
+                is_right = torch.isclose(part.double(), expected.double(), rtol=tolerance, atol=0.0)  # False for NaN
+                wrong += part.numel() - int(is_right.sum())
         return wrong

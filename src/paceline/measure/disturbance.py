@@ -1,4 +1,4 @@
-"""Disturbs steps with messages that are sent when gradients are ready, as buckets are, but that no one waits for.
+"""Disturbs steps with messages that are sent when gradients are ready, like buckets, but that the step never awaits.
 
 On several ranks the messages are real. On one rank a thread, or a separate stream on a GPU, moves as many bytes as a
 collective would. `predict.predictor` fits how much computation and messages slow each other down.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -104,33 +103,31 @@ class _Copies(Traffic):
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)
         self._total = np.zeros(_CHUNK, dtype=np.float32)
-        self._pending: queue.Queue[Any] = queue.Queue()
-        self._thread = threading.Thread(target=self._work, name="paceline-traffic", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "paceline-traffic")
+        self._pending: list[Future[None]] = []
 
     def send(self, num_bytes: int, count: int, is_timed: bool = True) -> list[Any]:
         span: list[Any] = [time.perf_counter(), None]
-        self._pending.put(([self._take(num_bytes).numpy() for _ in range(count)], span))
+        parts = [self._take(num_bytes).numpy() for _ in range(count)]
+        self._pending.append(self._thread.submit(self._copy, parts, span))
         return span
 
     def wait(self) -> None:
-        self._pending.join()
+        for future in self._pending:
+            future.result()
+        self._pending.clear()
 
     def close(self) -> None:
-        self._pending.put(None)
-        self._thread.join()
+        self._thread.shutdown()
 
-    def _work(self) -> None:
-        while (item := self._pending.get()) is not None:
-            parts, span = item
-            for part in parts:
-                for start in range(0, len(part), _CHUNK):
-                    piece = part[start : start + _CHUNK]
-                    total = self._total[: len(piece)]
-                    np.add(total, piece, out=total)
-                    np.copyto(piece, total)
-            span[1] = time.perf_counter()
-            self._pending.task_done()
+    def _copy(self, parts: list[Any], span: list[Any]) -> None:
+        for part in parts:
+            for start in range(0, len(part), _CHUNK):
+                piece = part[start : start + _CHUNK]
+                total = self._total[: len(piece)]
+                np.add(total, piece, out=total)
+                np.copyto(piece, total)
+        span[1] = time.perf_counter()
 
 
 class _Kernels(Traffic):
@@ -161,7 +158,7 @@ def build_traffic(world: World, channel: Channel, memory: torch.Tensor) -> Traff
 
 
 class Disturbance(Probe):
-    """Sends messages of one size when certain gradients are ready, as buckets are, but no one waits for them.
+    """Sends messages of one size when certain gradients are ready, like buckets, but the step does not wait for them.
 
     If timing the messages would slow the step (`Traffic.is_free`), they are timed in separate steps of kind `messages`.
     `read_ready_times` returns the seconds of backward after which each gradient was ready, by parameter index, and the

@@ -88,7 +88,7 @@ def _check_host() -> Iterator[CheckRecord]:
 
 
 def _check_load(environment: Environment) -> CheckRecord:
-    """Whether times that are measured now could be trusted; the text is that of the warning about a run."""
+    """Whether times measured now can be trusted, in the words of the warning about a run."""
     busy, quiet = [part for found in describe_load(environment) for part in found], "not known"
     if environment.load_average is not None:
         quiet = f"{environment.load_average:.1f} on {format_number_of(environment.cores, 'core')}"

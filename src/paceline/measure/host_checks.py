@@ -119,13 +119,12 @@ def _check_network(name: str, facts: Facts, wanted: Wanted) -> CheckRecord:
     address, interface, known = facts["address"], facts["interface"], facts["addresses"]
     others = ", ".join(key for key, found in known.items() if found[0] not in ("127.0.0.1", "::1"))
     advice = f"choose another with --interface: {others or 'none has an address'}"
+    title = f"{name}: network"
     if not address:
-        return _report(f"{name}: network", f"no interface {wanted.interface}", advice)
+        return _report(title, f"no interface {wanted.interface}", advice)
     if not interface:
-        return _report(
-            f"{name}: network", f"{address} is not the first address of any interface", advice, status="warn"
-        )
-    return _report(f"{name}: network", f"{interface} ({address})")
+        return _report(title, f"{address} is not the first address of any interface", advice, status="warn")
+    return _report(title, f"{interface} ({address})")
 
 
 def _check_files(name: str, facts: Facts, wanted: Wanted) -> Iterator[CheckRecord]:
@@ -134,10 +133,11 @@ def _check_files(name: str, facts: Facts, wanted: Wanted) -> Iterator[CheckRecor
         yield _report(f"{name}: folder", f"{wanted.folder}: {facts['folder']}", advice)
         return
     for place, free in facts["free_bytes"].items():
-        full, little = free < _FULL_BYTES, free < _LITTLE_BYTES
-        advice = f"{'nothing' if full else 'little'} can be saved there: free some space"
+        is_full = free < _FULL_BYTES
+        advice = f"{'nothing' if is_full else 'little'} can be saved there: free some space"
         found = f"{format_memory(free)} free in {place}"
-        yield _report(f"{name}: disk", found, advice if little else "", status="fail" if full else "warn")
+        advice = advice if free < _LITTLE_BYTES else ""
+        yield _report(f"{name}: disk", found, advice, status="fail" if is_full else "warn")
     for what, path in (("script", wanted.script), ("program", wanted.program)):
         if not facts[what]:
             advice = "copy it there, or run in a folder that the hosts share (--folder)"
@@ -188,16 +188,17 @@ def _listen(host: Agent, facts: Mapping[str, Facts], wanted: Wanted) -> int:
 
 def _reach(sender: Agent, ports: Mapping[Agent, int], facts: Mapping[str, Facts]) -> dict[Agent, LaunchError]:
     """The hosts to which this one cannot connect at these ports, and why."""
-    others = [(agent, (facts[agent.name]["address"], port)) for agent, port in ports.items() if agent is not sender]
-    source, places = facts[sender.name]["address"], [place for _, place in others]
-    said = sender.ask("reach", places=places, source=source, timeout_s=sender.left_s / 2)["errors"] if places else []
-    failed = ((agent, place[1], reason) for (agent, place), reason in zip(others, said, strict=True) if reason)
-    return {agent: _explain_link(sender, agent, port, facts, reason) for agent, port, reason in failed}
+    others = {agent: port for agent, port in ports.items() if agent is not sender}
+    if not others:
+        return {}
+    places = [(facts[agent.name]["address"], port) for agent, port in others.items()]
+    source = facts[sender.name]["address"]
+    errors = sender.ask("reach", places=places, source=source, timeout_s=sender.left_s / 2)["errors"]
+    failed = ((agent, reason) for agent, reason in zip(others, errors, strict=True) if reason)
+    return {agent: _explain_link(sender, agent, others[agent], facts, reason) for agent, reason in failed}
 
 
-def _explain_link(
-    sender: Agent, receiver: Agent, port: int, facts: Mapping[str, Facts], reason: str
-) -> LaunchError:  # fmt: skip
+def _explain_link(sender: Agent, receiver: Agent, port: int, facts: Mapping[str, Facts], reason: str) -> LaunchError:
     there, interface = facts[receiver.name]["address"], facts[sender.name]["interface"]
     text = f"{sender.name} cannot reach {receiver.name} at {there} port {port} over {interface} ({reason.lower()})"
     advice = "open the port in the firewall (--port chooses it), or choose another --interface"

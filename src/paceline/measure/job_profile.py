@@ -9,8 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +20,14 @@ from paceline import machine
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure import step_bench
 from paceline.measure.codec_bench import measure_codecs, take_gradients
-from paceline.measure.disturbance import Disturbance, build_traffic
+from paceline.measure.disturbance import Disturbance, Traffic, build_traffic
 from paceline.measure.engine import Pace, Report, build_samples, follow
 from paceline.measure.step_bench import MeasuredJob, OwnJob, OwnModel, OwnStep, Replica, StepBench, TrainingJob, Variant
 from paceline.parallel.channel import Channel
 from paceline.parallel.graph import find_tensors
 from paceline.parallel.rows import Lookups
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, StepRecord
-from paceline.runtime.ranks.moments import between_s
+from paceline.runtime.ranks.moments import between_s, mark
 from paceline.runtime.ranks.session import Progress
 from paceline.runtime.ranks.worker import post
 from paceline.runtime.ranks.world import World, join_world
@@ -67,10 +66,10 @@ class LayerTimes(NamedTuple):
 class LayerClock:
     """Timestamps of a step: its phases, its gradients as they become ready, and the start and end of each block.
 
-    A timestamp is a clock reading or, on CUDA, an event that is reused in each step. Hooks are on autograd nodes. A
-    hook on a parameter would slow every later step even after its removal, because torch still looks for it; a hook on
-    the node that accumulates the gradient disappears with the graph. A module's full backward hooks put views around
-    every output, which breaks in-place operations; hooks on the nodes of a block's inputs and outputs do not.
+    Hooks are on autograd nodes. A hook on a parameter would slow every later step even after its removal, because torch
+    still looks for it; a hook on the node that accumulates the gradient disappears with the graph. A module's full
+    backward hooks put views around every output, which breaks in-place operations; hooks on the nodes of a block's
+    inputs and outputs do not.
     """
 
     def __init__(
@@ -81,11 +80,9 @@ class LayerClock:
         self._blocks = blocks
         self.device = device
         self._lookups = lookups
-        self._events: list[torch.cuda.Event] = []
 
     def attach(self, hooks: contextlib.ExitStack) -> None:
         """Start a step; the caller closes `hooks` after it."""
-        self._unused = list(self._events)
         self.marks: list[tuple[str, Any]] = []  # phases and their start times
         self._ready: dict[int, Any] = {}
         self._rows: dict[int, tuple[Any, list[torch.Tensor]]] = {}  # when gradients of lookups arrived, and their rows
@@ -102,18 +99,8 @@ class LayerClock:
             hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
             hooks.callback(block.register_forward_hook(after).remove)
 
-    def mark(self) -> Any:
-        """A timestamp of now."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        if not self._unused:
-            self._unused.append(torch.cuda.Event(enable_timing=True))
-            self._events += self._unused
-        self._unused[-1].record()
-        return self._unused.pop()
-
     def enter(self, phase: str) -> None:
-        moment = self.mark()
+        moment = mark(self.device)
         if self._is_backward or phase == "backward":
             self._owners.append((moment, _OUTSIDE))
         self.marks.append((phase, moment))
@@ -124,14 +111,10 @@ class LayerClock:
 
     def read(self) -> LayerTimes:
         """The times of the step, which must have finished on the GPU."""
-        first = self.marks[0][1]
-        took_s: dict[str, float] = {}
-
         # Measure everything from the first timestamp: events round, and a part must not exceed the whole.
-        def at_s(moment: Any) -> float:
-            return between_s(first, moment)
-
+        at_s = functools.partial(between_s, self.marks[0][1])
         spans = [(phase, at_s(begin), at_s(end)) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
+        took_s: dict[str, float] = {}
         for phase, begin_s, end_s in spans:
             took_s[phase] = took_s.get(phase, 0.0) + end_s - begin_s
         # A step may run backward several times; ready times count only the time spent in backward.
@@ -140,7 +123,7 @@ class LayerClock:
         def passed_s(moment: Any) -> float:
             return sum(max(0.0, min(end_s, at_s(moment)) - begin_s) for begin_s, end_s in backwards)
 
-        ready_s = {index: passed_s(moment) for index, moment in self._ready.items()}
+        ready_s = {index: passed_s(at) for index, at in self._ready.items()}
         rest_s = {index: ready_s[index] for index in self._rows if index in ready_s}
         ready_s |= {index: max(ready_s.get(index, 0.0), passed_s(at)) for index, (at, _) in self._rows.items()}
         num_rows = {index: len(torch.unique(torch.cat(rows))) for index, (_, rows) in self._rows.items()}
@@ -158,13 +141,13 @@ class LayerClock:
         return bool(self.marks) and self.marks[-1][0] == "backward"
 
     def _note_ready(self, index: int, *grads: Any) -> None:
-        self._ready[index] = self.mark()  # a gradient may arrive in parts: the last one counts
+        self._ready[index] = mark(self.device)  # a gradient may arrive in parts: the last one counts
 
     def _note_rows(self, index: int, rows: torch.Tensor) -> None:
-        self._rows[index] = self.mark(), [*self._rows.get(index, (None, []))[1], rows]
+        self._rows[index] = mark(self.device), [*self._rows.get(index, (None, []))[1], rows]
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self._open[index] = self.mark(), _find_nodes(*args, *kwargs.values())
+        self._open[index] = mark(self.device), _find_nodes(*args, *kwargs.values())
         # A forward that is recomputed in backward (checkpointing) is part of its block's backward.
         if self._is_backward:
             self._begin_block(index)
@@ -172,7 +155,7 @@ class LayerClock:
     def _end_forward(self, index: int, block: nn.Module, args: Any, output: Any) -> None:
         begin, inputs = self._open.pop(index)
         if not self._is_backward:
-            self._calls.append((index, begin, self.mark()))
+            self._calls.append((index, begin, mark(self.device)))
         # A block that returns its input unchanged has no backward.
         for node in _find_nodes(output):
             if not any(node is other for other in inputs):
@@ -183,12 +166,12 @@ class LayerClock:
 
     def _begin_block(self, index: int, *grads: Any) -> None:
         if self._owners[-1][1] != index:
-            self._owners.append((self.mark(), index))
+            self._owners.append((mark(self.device), index))
 
     def _end_block(self, index: int, waiting: set[int], number: int, *grads: Any) -> None:
         waiting.discard(number)
         if not waiting and self._owners[-1][1] == index:
-            self._owners.append((self.mark(), _OUTSIDE))
+            self._owners.append((mark(self.device), _OUTSIDE))
 
 
 def _find_nodes(*values: Any) -> list[Any]:
@@ -381,7 +364,10 @@ def measure_layers(
         plain.probe = layers = Layers(replica, labels["model"], blocks)
         if job is not None:
             bench.labels = labels | {"wrapper": "torch" if labels.get("wrapper") == "torch" else "paceline"}
-            _add_costs(bench, plain, layers, job, stack)
+            if _has_room(world, replica):
+                _add_costs(bench, replica, layers, job, stack)
+            else:
+                plain.labels["note"] = "too little memory to measure copies and contention"
         bench.run(_PACE, -(-iters // per_turn), -(-warmup // per_turn), report)
         profile = layers.build_record(bench, plain)
         if job is None:
@@ -400,28 +386,40 @@ def _has_room(world: World, replica: Replica) -> bool:
     return device.type != "cuda" or all(world.share(torch.cuda.mem_get_info(device)[0] > 16 * num_bytes))
 
 
-def _add_costs(bench: StepBench, plain: Variant, layers: Layers, job: MeasuredJob, stack: contextlib.ExitStack) -> None:
-    """Add variants with traffic, and variants of the wrapper on a group of this rank alone: with a single bucket, and
-    with a bucket for each gradient. Collective: call on every rank."""
-    world, wrapper = bench.world, bench.labels["wrapper"]
-    assert plain.replica is not None
-    device, num_bytes = plain.replica.device, sum(param.nbytes for param in plain.replica.parameters)
-    if not _has_room(world, plain.replica):
-        plain.labels["note"] = "too little memory to measure copies and contention"
-        return
+def _add_costs(
+    bench: StepBench, replica: Replica, layers: Layers, job: MeasuredJob, stack: contextlib.ExitStack
+) -> None:
     assert dist.group.WORLD is not None
+    device, wrapper = replica.device, bench.labels["wrapper"]
     channel = Channel(dist.group.WORLD, device)
-    most = _TRAFFIC_BYTES[device.type]
-    memory = channel.allocate(max(MIB, min(num_bytes, most)) // 4, torch.float32, device)
-    if (traffic := build_traffic(world, channel, memory)) is not None:
+    num_bytes = min(sum(param.nbytes for param in replica.parameters), _TRAFFIC_BYTES[device.type])
+    traffic = build_traffic(bench.world, channel, channel.allocate(max(MIB, num_bytes) // 4, torch.float32, device))
+    if traffic is not None:
         stack.callback(traffic.close)
-        for size in (size for size in _MESSAGE_BYTES[device.type] if 2 * size <= num_bytes):
-            labels = {"role": "disturbed", "label": f"messages of {format_bytes(size)}", "message_bytes": size}
-            Disturbance(world, traffic, bench.add(Variant(labels, plain.replica)), layers.read_ready_times)
+
+    def build(group: dist.ProcessGroup, cap_bytes: int) -> Replica:
+        return job.build(functools.partial(step_bench.wrap, wrapper=wrapper, group=group, cap_bytes=cap_bytes))
+
+    add_costs(bench, replica, layers, traffic, _MESSAGE_BYTES[device.type], build)
+
+
+def add_costs(
+    bench: StepBench, replica: Replica, layers: Layers, traffic: Traffic | None, sizes: Sequence[int],
+    build: Callable[[dist.ProcessGroup, int], Replica],
+) -> None:  # fmt: skip
+    """Add steps of a bare replica that are disturbed by messages of these sizes, and steps of the wrapper on a group of
+    this rank alone, with a single bucket and with a bucket for each gradient. `build(group, cap_bytes)` returns a
+    replica in the wrapper. Collective: call on every rank."""
+    world = bench.world
+    num_bytes = sum(param.nbytes for param in replica.parameters)
+    for size in sizes:
+        if traffic is None or 2 * size > num_bytes:
+            continue
+        labels = {"role": "disturbed", "label": f"messages of {format_bytes(size)}", "message_bytes": size}
+        Disturbance(world, traffic, bench.add(Variant(labels, replica)), layers.read_ready_times)
     alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
     for label, cap_bytes in (("one bucket", 1 << 50), ("a bucket each", 1)):
-        wrapped = functools.partial(step_bench.wrap, wrapper=wrapper, group=alone, cap_bytes=cap_bytes)
-        bench.add(Variant({"role": "local", "label": label}, job.build(wrapped), ("marked",)))
+        bench.add(Variant({"role": "local", "label": label}, build(alone, cap_bytes), ("marked",)))
 
 
 def _run_phases(world: World, job: MeasuredJob, iters: int | None, warmup: int | None, report: Report) -> StepRecord:

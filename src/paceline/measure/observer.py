@@ -16,7 +16,6 @@ import itertools
 import json
 import multiprocessing.util
 import os
-import socket
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.runtime.ranks.moments import between_s, is_past, mark
 from paceline.torch_internals import DataLoaderIterator, is_profiling, register_comm_hook
 
-_MOST_RECORDED = 16  # maximum number of traced ranks; more traces would show the same
+_MOST_RECORDED = 16  # maximum number of traced ranks
 _FINAL_BUCKETS_STEP = 4  # step after which wrappers have their final buckets
 _WRITE_EVERY_S = 0.25
 _STOP_S = 60.0  # how long to wait for the GPU's last steps when stopping the program
@@ -68,8 +67,8 @@ def attach() -> None:
     Observer(Settings(**json.loads(os.environ["PACELINE_ATTACH"]))).install()
 
 
-class _TakenStep(NamedTuple):
-    """A step that the host has finished, with timestamps of its device; `waits` are spans spent in data loaders."""
+class _LaunchedStep(NamedTuple):
+    """A step that the host has launched, with timestamps of its device; `waits` are spans spent in data loaders."""
 
     number: int
     begin: Any
@@ -88,11 +87,11 @@ class Observer:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._undo: list[Callable[[], Any]] = []
+        self._patches = contextlib.ExitStack()
         self._wrapped: list[weakref.ref[Any]] = []
         self._seen: list[int] = []
         self._last = 0  # id of the optimizer that ends a step
-        self._taken: deque[_TakenStep] = deque()  # steps that the device may not have finished
+        self._launched: deque[_LaunchedStep] = deque()  # steps that the device may not have finished
         self._steps: list[tuple[int, float, float, float]] = []
         self._num_steps = 0
         self._num_exits = 0
@@ -124,7 +123,7 @@ class Observer:
         """Replace a method by `build(original)` until observation ends."""
         original = getattr(kind, name)
         setattr(kind, name, functools.wraps(original)(build(original)))
-        self._undo.append(lambda: setattr(kind, name, original))
+        self._patches.callback(setattr, kind, name, original)
 
     def _note_wrapper(self, original: Any) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
@@ -181,7 +180,8 @@ class Observer:
                 self._finish()
                 return
             self._num_steps = max(1, self._num_steps) + 1
-            self._taken.append(_TakenStep(self._num_steps, self._begin, end, self._waits, now_s - self._end_s))
+            step = _LaunchedStep(self._num_steps, self._begin, end, self._waits, now_s - self._end_s)
+            self._launched.append(step)
             self._advance()
         # Our own work since the end of the step, such as starting a profile, is not part of any step.
         self._begin = mark(self._device)
@@ -193,17 +193,18 @@ class Observer:
         if self._head:
             return
         is_open = dist.is_available() and dist.is_initialized()
-        rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
-        if is_open:
-            rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank() if is_open else int(os.environ.get("RANK") or 0)
         devices = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
         self._device = next((one for one in devices if one.type == "cuda"), (devices or [self._device])[0])
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._head = {
-            "rank": rank, "world_size": world_size, "backend": dist.get_backend() if is_open else "none",
-            "host": socket.gethostname(), "device": self._device.type, "threads": torch.get_num_threads(),
-        }  # fmt: skip
+            "rank": rank,
+            "world_size": dist.get_world_size() if is_open else int(os.environ.get("WORLD_SIZE") or 1),
+            "backend": dist.get_backend() if is_open else "none",
+            "device": self._device.type,
+            "threads": torch.get_num_threads(),
+        }
         self._path /= f"rank-{rank}-{self._pid}.jsonl"
         # Forked processes do not run atexit handlers, and torch.multiprocessing's only run multiprocessing finalizers.
         atexit.register(self._close)
@@ -217,7 +218,7 @@ class Observer:
         if number == _FINAL_BUCKETS_STEP:  # at the end of the program its wrappers may be gone
             self._head["wrappers"] = list(map(_describe, self._list_wrappers()))
         if self._profiler is not None:
-            self._mark()
+            self._open_range()
         elif settings.record and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED:
             self._start_recording()
         if settings.race is not None:
@@ -233,8 +234,8 @@ class Observer:
     def _read_finished(self, wait_s: float = 0.0) -> None:
         """Read the times of the steps that the device has finished, waiting at most `wait_s` for the others."""
         until_s = time.monotonic() + wait_s
-        while self._taken:
-            step = self._taken[0]
+        while self._launched:
+            step = self._launched[0]
             # Check all timestamps: a program may change streams within a step.
             moments = [step.begin, step.end, *itertools.chain(*step.waits)]
             while not all(map(is_past, moments)):
@@ -243,7 +244,7 @@ class Observer:
                 time.sleep(_POLL_S)
             data_s = sum(between_s(*wait) for wait in step.waits)
             self._steps.append((step.number, between_s(step.begin, step.end), data_s, step.host_s))
-            self._taken.popleft()
+            self._launched.popleft()
 
     def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
         """Between two turns, record the buckets of the last one and give the wrappers those of the next."""
@@ -267,7 +268,7 @@ class Observer:
         self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
         self._first = self._num_steps
-        self._mark()
+        self._open_range()
         self._patch(profile, "start", self._yield_profiler)
 
     def _yield_profiler(self, original: Any) -> Callable[..., Any]:
@@ -280,7 +281,7 @@ class Observer:
 
         return call
 
-    def _mark(self) -> None:
+    def _open_range(self) -> None:
         """Open a profiler range for the next step, if it is to be recorded."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
@@ -311,7 +312,7 @@ class Observer:
         if self._tail or os.getpid() != self._pid:
             return
         self._read_finished(wait_s)
-        if self._taken and not wait_s:
+        if self._launched and not wait_s:
             return
         self._tail["num_steps"] = self._num_steps
         if self._profiler is not None:
@@ -331,8 +332,7 @@ class Observer:
             self._end()
 
     def _end(self) -> None:
-        for undo in self._undo:
-            undo()
+        self._patches.close()
         self._write(self._tail)
 
     def _exit(self) -> None:

@@ -6,14 +6,12 @@ records; its calibration never uses the steps of the job itself.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import queue
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -24,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError, refuse
 from paceline.measure.codec_bench import measure_codecs, take_gradients
-from paceline.measure.disturbance import Disturbance, build_traffic
+from paceline.measure.disturbance import build_traffic
 from paceline.measure.engine import Pace, Timed, Timing, agree_on_max, build_samples, follow, time_once
-from paceline.measure.job_profile import Given, Layers, open_job
-from paceline.measure.step_bench import MeasuredJob, StepBench, Variant, list_gradients, wrap
+from paceline.measure.job_profile import Given, Layers, add_costs, open_job
+from paceline.measure.step_bench import MeasuredJob, Replica, StepBench, Variant, list_gradients, wrap
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
 from paceline.plan import Gradient, Plan, plan_like_torch
@@ -109,7 +107,6 @@ class _Variants:
         assert dist.group.WORLD is not None
         self._group = dist.group.WORLD
         self._bench = StepBench(world, job.labels | {"wrapper": settings.wrapper}, steps_per_turn=job.steps_per_turn)
-        self._alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
         self._num_bytes = sum(gradient.num_bytes for gradient in self.gradients)
         self._channel = Channel(self._group, world.device)
         curve = settings.build_curve()
@@ -121,26 +118,19 @@ class _Variants:
         of caps. Also returns the wrapper's default plan for the profiled order."""
         settings = self._settings
         effort = settings.amount
-        plain = self._add("plain", "plain")
-        assert plain.replica is not None
-        plain.kinds = ("marked", "profiled")
-        plain.probe = layers = Layers(plain.replica, self._job.labels["model"], ())
-        traffic = self._networks is None and build_traffic(self._world, self._channel, self._allocate())
-        if traffic:
-            for num_bytes in (size for size in effort.message_bytes if 2 * size <= self._num_bytes):
-                label = f"messages of {format_bytes(num_bytes)}"
-                variant = self._add("disturbed", label, message_bytes=num_bytes)
-                Disturbance(self._world, traffic, variant, layers.read_ready_times)
-        self._add("local", "one bucket", self._alone, 1 << 50)
-        self._add("local", "a bucket each", self._alone, 1)
+        replica = self._build()
+        plain = self._bench.add(Variant({"role": "plain", "label": "plain"}, replica, ("marked", "profiled")))
+        plain.probe = layers = Layers(replica, self._job.labels["model"], ())
+        traffic = build_traffic(self._world, self._channel, self._allocate()) if self._networks is None else None
+        add_costs(self._bench, replica, layers, traffic, effort.message_bytes, self._build)
         # Two buckets, so that a codec runs during backward and while another bucket is in flight.
         for strategy in list_strategies(settings.strategies) if settings.strategies else ():
             if strategy.is_hook and not strategy.is_dense:
-                self._add("coded", strategy.text, self._group, self._num_bytes // 2, None, strategy)
+                self._add("coded", strategy.text, self._num_bytes // 2, None, strategy)
         if settings.confirms:
             sizes = [gradient.num_bytes for gradient in reversed(self.gradients)]
             for cap in settings.caps_bytes or choose_caps(sizes, effort.num_caps):
-                self._add("job", f"cap {format_bytes(cap)}", self._group, cap)
+                self._add("job", f"cap {format_bytes(cap)}", cap)
         buffers = sum(buffer.nbytes for buffer in self._job.module.buffers() if buffer.is_floating_point())
         sweep = _build_sweep(self._world, self._channel, self._allocate(), settings.wrapper, buffers)
         self._run(sweep)
@@ -148,8 +138,8 @@ class _Variants:
         records: list[Record] = [one.record(timing=timing) for one, timing in zip(sweep, timings, strict=True)]
         records += [self._bench.build_record(variant) for variant in self._bench.variants]
         if settings.strategies:
-            grads, ranks = take_gradients(plain.replica), (2, max(2, self._world.world_size))
-            records += measure_codecs(grads, plain.replica.device, self._bench, ranks=ranks)
+            ranks = (2, max(2, self._world.world_size))
+            records += measure_codecs(take_gradients(replica), replica.device, self._bench, ranks=ranks)
         profile = layers.build_record(self._bench, plain)
         self._step_s = profile.timing.median_s
         job, is_ours = build_job_from_profile(profile), settings.wrapper != "torch"
@@ -171,7 +161,7 @@ class _Variants:
         self._bench.clear()
         for c in candidates:
             plan = None if c.label == DEFAULT or c.cap_bytes else c.plan
-            self._add("job", c.label, self._group, c.cap_bytes, plan, c.strategy)
+            self._add("job", c.label, c.cap_bytes, plan, c.strategy)
         effort = self._settings.amount
         bench = self._bench
         # Group very short steps into turns: otherwise switching between plans would dominate their time.
@@ -200,7 +190,7 @@ class _Variants:
         pace = Pace(most_s, min_iters=2, max_iters=_MOST_ROUNDS, warmup=4)
         seed = self._world.share(secrets.randbits(32))[0]
         bench.run(pace, self._settings.iters or _MOST_ROUNDS, is_over=is_over, seed=seed)
-        return [dataclasses.replace(bench.build_record(variant), note=RACED) for variant in bench.variants]
+        return [bench.build_record(variant, note=RACED) for variant in bench.variants]
 
     def close(self) -> None:
         self._bench.clear()
@@ -208,11 +198,21 @@ class _Variants:
             network.close()
 
     def _add(
-        self, role: str, label: str, group: dist.ProcessGroup | None = None, cap_bytes: int = 0,
-        plan: Plan | None = None, strategy: Strategy = DENSE, **labels: Any,
-    ) -> Variant:  # fmt: skip
-        """Add a variant with its own replica: bare or, given a group, wrapped with a cap, a plan or default buckets."""
+        self, role: str, label: str, cap_bytes: int = 0, plan: Plan | None = None, strategy: Strategy = DENSE
+    ) -> Variant:
+        """Add the job, or the job with a codec (`coded`), with a cap, a plan or default buckets."""
         is_job = role == "job"
+        labels: dict[str, Any] = {"role": role, "label": label}
+        if is_job:
+            labels |= {"cap_bytes": cap_bytes, "source": "measured" if self._networks is None else "emulated"}
+        replica = self._build(self._group, cap_bytes, plan, strategy, is_job)
+        return self._bench.add(Variant(labels, replica, ("marked",)))
+
+    def _build(
+        self, group: dist.ProcessGroup | None = None, cap_bytes: int = 0, plan: Plan | None = None,
+        strategy: Strategy = DENSE, is_job: bool = False,
+    ) -> Replica:  # fmt: skip
+        """A replica, bare or in the wrapper on this group."""
 
         def wrap_by(module: nn.Module) -> nn.Module:
             options = {} if strategy.is_dense else {"strategy": strategy}
@@ -221,10 +221,7 @@ class _Variants:
                 self._networks[is_job].attach(wrapped)
             return wrapped
 
-        if is_job:
-            labels = {"cap_bytes": cap_bytes, "source": "measured" if self._networks is None else "emulated"}
-        replica = self._job.build(None if group is None else wrap_by)
-        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
+        return self._job.build(None if group is None else wrap_by)
 
     def _allocate(self) -> torch.Tensor:
         """Memory for all gradients, allocated as the wrapper allocates its buckets."""
@@ -254,7 +251,6 @@ class _Messages(Timed):
         self._channel = channel
         self._parts = parts
         self.device = channel.device
-        self.num_elements = 0
         self.record = record
         self.timing = Timing()
 
@@ -267,9 +263,6 @@ class _Messages(Timed):
         for work in works:
             self._channel.wait(work, "a timed message")
 
-    def check(self, repetition: int) -> int:
-        return 0
-
 
 class _Broadcast(_Messages):
     def call(self) -> None:
@@ -281,20 +274,27 @@ def _build_sweep(world: World, channel: Channel, memory: torch.Tensor, wrapper: 
     messages; and the wrapper's message for `buffers` bytes of buffers in each step."""
     if world.world_size == 1:
         return []
-    where: dict[str, Any] = {"backend": world.backend, "device": world.device.type, "world_size": world.world_size}
-    where["dtype"] = "float32"
-    single, pair = partial(CollectiveRecord, op="sum", **where), partial(ChunksRecord, **where)
-    sizes, size = [memory.nbytes // 4 * 4], _SMALLEST_BYTES
+    where: dict[str, Any] = {
+        "backend": world.backend,
+        "device": world.device.type,
+        "world_size": world.world_size,
+        "dtype": "float32",
+    }
+    single = partial(CollectiveRecord, op="sum", **where)
+    record: Callable[..., Record]
+    sizes = []
+    size = _SMALLEST_BYTES
     while size < memory.nbytes * 0.75:
         sizes.append(size)
         size *= 4 if size < 64 << 10 else 2
     sweep = []
-    for size in sorted(sizes):
+    for size in (*sizes, memory.nbytes // 4 * 4):
         record = partial(single, collective="all_reduce", num_bytes=size)
         sweep.append(_Messages(channel, [memory[: size // 4]], record))
     for size in (size for size in _PAIR_BYTES if 2 * size <= memory.nbytes):
         parts = torch.split(memory[: size // 2], size // 4)
-        sweep.append(_Messages(channel, parts, partial(pair, total_bytes=2 * size, chunk_bytes=size)))
+        record = partial(ChunksRecord, total_bytes=2 * size, chunk_bytes=size, **where)
+        sweep.append(_Messages(channel, parts, record))
     if buffers:
         kind, collective = (_Broadcast, "broadcast") if wrapper == "torch" else (_Messages, "all_reduce")
         record = partial(single, collective=collective, num_bytes=buffers, note="buffers")
@@ -308,8 +308,7 @@ class EmulatedNetwork:
     def __init__(self, curve: CostCurve | None) -> None:
         self._curve = curve
         self._free_s = 0.0
-        self._pending: queue.SimpleQueue[tuple[float, Any, torch.Tensor] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._switch_s = sys.getswitchinterval()
         self._stream: torch.cuda.Stream | None = None
 
@@ -317,8 +316,7 @@ class EmulatedNetwork:
         """Send the model's buckets through this network. Call before its first step."""
         if self._curve is not None and self._thread is None:
             sys.setswitchinterval(_SWITCH_S)
-            self._thread = threading.Thread(target=self._work, name="paceline-emulated-network", daemon=True)
-            self._thread.start()
+            self._thread = ThreadPoolExecutor(1, "paceline-emulated-network")
         assert isinstance(model, DistributedDataParallel)
         # A lambda, because torch checks annotations against types.
         model.register_comm_hook(None, lambda state, bucket: self._send(bucket.buffer()))
@@ -326,8 +324,7 @@ class EmulatedNetwork:
     def close(self) -> None:
         """End the thread. No messages may be in flight."""
         if self._thread is not None:
-            self._pending.put(None)
-            self._thread.join()
+            self._thread.shutdown()
             self._thread = None
             sys.setswitchinterval(self._switch_s)
 
@@ -339,8 +336,9 @@ class EmulatedNetwork:
         elif buffer.is_cuda:
             self._wait_on_gpu(buffer.device, self._curve.estimate_s(buffer.nbytes), partial(future.set_result, buffer))
         else:
+            assert self._thread is not None
             self._free_s = max(time.perf_counter(), self._free_s) + self._curve.estimate_s(buffer.nbytes)
-            self._pending.put((self._free_s, future, buffer))
+            self._thread.submit(_deliver, self._free_s, future, buffer)
         return future
 
     def _wait_on_gpu(self, device: torch.device, seconds: float, finish: Callable[[], None]) -> None:
@@ -360,9 +358,7 @@ class EmulatedNetwork:
             gpu_sleep(max(1, int(seconds * self._cycles_per_s)))
             finish()
 
-    def _work(self) -> None:
-        while (item := self._pending.get()) is not None:
-            done_s, future, buffer = item
-            if (left_s := done_s - time.perf_counter()) > 0:
-                time.sleep(left_s)
-            future.set_result(buffer)
+
+def _deliver(done_s: float, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor) -> None:
+    time.sleep(max(0.0, done_s - time.perf_counter()))
+    future.set_result(buffer)

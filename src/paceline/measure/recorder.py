@@ -44,16 +44,13 @@ def trace_job(
     """Record steps of a job in its wrapper. Returns the traces of all ranks, on rank 0 or with `for_all` on every rank,
     and facts about the job that traces do not contain. Collective: call on every rank."""
     with open_job(given) as (world, job):
-        replica = job.build_own()
-        try:
+        with contextlib.closing(job.build_own()) as replica:
             replica.activate()
-            everyone: list[RankTrace] = world.share(record_trace(world, replica, warmup, active, extras))
-        finally:
-            replica.close()
+            traces: list[RankTrace] = world.share(record_trace(world, replica, warmup, active, extras))
         labels = job.labels
         is_compiled = isinstance(given, TrainSettings) and given.compile
         facts = (labels["batch_size"], labels.get("accumulate", 1), labels["precision"], world.world_size, is_compiled)
-        return everyone if for_all or world.rank == 0 else [], StepFacts(*facts)
+        return traces if for_all or world.rank == 0 else [], StepFacts(*facts)
 
 
 def record_trace(world: World, replica: Replica, warmup: int, active: int, extras: Collection[str] = ()) -> RankTrace:
@@ -159,15 +156,13 @@ class _TracedMemory(_TracedPhases):
             self._allocated_bytes = torch.cuda.memory_allocated(self._device)
         # Keep the nodes alive until the end: a graph built in backward (checkpointing) then uses the same ones.
         nodes = [get_gradient_edge(param).node for param in self._replica.parameters]
-        handles = [node.register_prehook(lambda grads: self._mark("", {"gradients": grads})) for node in nodes]
         register = self._replica.model.register_forward_pre_hook
-        handles.append(register(lambda model, args, kwargs: self._mark("", {"data": (args, kwargs)}), with_kwargs=True))
-        self.enter("data")
-        try:
+        with contextlib.ExitStack() as hooks:
+            for node in nodes:
+                hooks.callback(node.register_prehook(lambda grads: self._mark("", {"gradients": grads})).remove)
+            hooks.callback(register(lambda model, *given: self._mark("", {"data": given}), with_kwargs=True).remove)
+            self.enter("data")
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def enter(self, phase: str) -> None:
         self._mark("data" if phase == "data_wait" else phase, self._list_all())

@@ -346,34 +346,32 @@ class TimedMessages:
         messages cannot be timed.
         """
         model = self.replica.model
-        if isinstance(model, DDP):
-            now = model.count_sent()
-            times = model.report().times
-            sent = Sent(now.num_messages - self._before.num_messages, now.num_bytes - self._before.num_bytes)
-            return 0.0 if times is None else times.busy_s, sent
-        if not self._has_hook:
+        if self._has_hook:
+            sent = Sent(len(self._buckets), sum(bucket.num_bytes for bucket in self._buckets))
+            return StepTimes(self._buckets, backward_s=0.0, over_s=0.0, begin_s=0.0).busy_s, sent
+        if not isinstance(model, DDP):
             return None
-        sent = Sent(len(self._buckets), sum(bucket.num_bytes for bucket in self._buckets))
-        return StepTimes(self._buckets, backward_s=0.0, over_s=0.0, begin_s=0.0).busy_s, sent
+        now = model.count_sent()
+        times = model.report().times
+        sent = Sent(now.num_messages - self._before.num_messages, now.num_bytes - self._before.num_bytes)
+        return 0.0 if times is None else times.busy_s, sent
 
     def close(self) -> None:
         if self._has_hook:
             self.replica.close()
 
 
-def agree_on_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) -> Sent:
-    """What ranks sent per step, which must be equal on all ranks and as planned; `planned` if nothing was counted."""
+def check_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) -> None:
+    """Raise an error if a rank sent something else than planned in a step."""
     for number, step in enumerate(zip(*by_rank, strict=True), start=1):
         for rank, sent in enumerate(step):
-            expected, source = (step[0], "rank 0 sent") if sent != step[0] else (planned, "the plan has")
-            if sent != expected:
+            if sent != planned:
                 raise MeasurementError(
                     f"{who}: in step {number} rank {rank} sent {sent.num_bytes} bytes of gradients in "
-                    f"{sent.num_messages} messages but {source} {expected.num_bytes} in {expected.num_messages}: "
+                    f"{sent.num_messages} messages but the plan has {planned.num_bytes} in {planned.num_messages}: "
                     "bandwidth cannot be computed; please report this bug",
                     code="mismatch",
                 )
-    return next((sent for steps in by_rank for sent in steps), planned)
 
 
 class Probe:
@@ -433,8 +431,12 @@ class StepBench:
         self.control = build_control(world)
         self.variants: list[Variant] = []
         self.num_warmup = 0  # warm-up rounds
-        self.num_warm_steps = 0  # warm-up steps of each kind
         self.order_seed: int | None = None
+
+    @property
+    def num_warm_steps(self) -> int:
+        """Warm-up steps of each kind."""
+        return self.num_warmup * self.steps_per_turn
 
     def __enter__(self) -> StepBench:
         return self
@@ -469,8 +471,9 @@ class StepBench:
         def run_round(repetition: int) -> float:
             begin_s = time.perf_counter()
             running = [variant for variant in self.variants if not variant.is_dropped]
-            turns = [[(variant, kind)] for variant in running for kind in variant.kinds]
-            if self.steps_per_turn > 1:  # all kinds of a variant in a row: switching variants is expensive
+            if self.steps_per_turn == 1:
+                turns = [[(variant, kind)] for variant in running for kind in variant.kinds]
+            else:  # all kinds of a variant in a row: switching variants is expensive
                 turns = [[(v, kind) for kind in v.kinds for _ in range(self.steps_per_turn)] for v in running]
             order = order_turns(len(turns), repetition) if seed is None else draw_turns(len(turns), repetition, seed)
             for place, index in enumerate(order):
@@ -482,7 +485,6 @@ class StepBench:
 
         def note_warmup(number: int) -> None:
             self.num_warmup = number
-            self.num_warm_steps = number * self.steps_per_turn
             end_warmup()
 
         run_rounds(run_round, self.control, pace, iters, warmup, report, note_warmup, is_over)
@@ -504,10 +506,10 @@ class StepBench:
                 timed.begin()
             synchronize(replica.device)
             dist.barrier(group=self.control)
-            begin_s = time.perf_counter()
+            begin_s = loaded_s = time.perf_counter()
             if self._loads_inside:
                 given = replica.load()
-            waited_s = time.perf_counter() - begin_s if self._loads_inside else 0.0
+                loaded_s = time.perf_counter()
             no_sync = getattr(replica.model, "no_sync", contextlib.nullcontext)
             with no_sync() if kind == "no_comm" else contextlib.nullcontext():
                 replica.run(given, phases)
@@ -523,7 +525,7 @@ class StepBench:
             variant.starts_s.append(begin_s)
             variant.bucket_bytes = read_buckets(replica.model)  # read now: a shared module may be unwrapped later
         if kind == "marked":
-            parts_s["data_wait"] = waited_s + parts_s.get("data_wait", 0.0)
+            parts_s["data_wait"] = loaded_s - begin_s + parts_s.get("data_wait", 0.0)
             for name in PHASES:
                 variant.note(name, parts_s.get(name, 0.0))
         elif kind == "no_comm":
@@ -542,34 +544,30 @@ class StepBench:
             mine = variant.times, variant.starts_s, variant.sent, device, buckets
         everyone = [one for one in self.world.share(mine) if one is not None]
         times, starts, sent, (device, *_), (buckets, *_) = zip(*everyone, strict=True)
-
-        def samples(name: str) -> Samples | None:
+        found: dict[str, Samples | None] = {}
+        for name in ("plain", *EXTRA_SAMPLES):
             by_rank = [one.get(name, []) for one in times]
-            if not all(len(row) > warm for row in by_rank):
-                return None
-            return build_samples(by_rank, warm, starts if name == variant.kinds[0] and self.world.shares_clock else ())
-
-        found: dict[str, Any] = {name: samples(name) for name in EXTRA_SAMPLES}
-        timing = samples("plain")
+            has_starts = name == variant.kinds[0] and self.world.shares_clock
+            is_timed = all(len(row) > warm for row in by_rank)
+            found[name] = build_samples(by_rank, warm, starts if has_starts else ()) if is_timed else None
+        timing = found.pop("plain")
         if timing is None:
-            timing, found["marked"] = found["marked"], None
-        assert timing is not None, variant.kinds
+            timing = found.pop("marked")
         if not self._loads_inside and labels.get("data") != "own":
             found["data_wait"] = None
-        agreed = agree_on_sent(
-            [steps[warm:] for steps in sent],  # during warm-up a wrapper may not have its final buckets yet
-            Sent(sum(size > 0 for size in buckets), sum(buckets)),
-            f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
-        )
-        defaults: dict[str, Any] = {"world_size": self.world.world_size, "backend": self.world.backend}
-        defaults |= {
+        planned = Sent(sum(size > 0 for size in buckets), sum(buckets))
+        settled = [steps[warm:] for steps in sent]  # during warm-up a wrapper may not have its final buckets yet
+        check_sent(settled, planned, f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks")
+        defaults: dict[str, Any] = {
+            "world_size": self.world.world_size,
+            "backend": self.world.backend,
             "device": device,
             "bucket_bytes": buckets,
-            **agreed._asdict(),
+            **planned._asdict(),
             "steps_per_turn": self.steps_per_turn,
             "order_seed": self.order_seed,
         }
-        return StepRecord(timing=timing, **found, **(defaults | labels))
+        return StepRecord(**(defaults | found | labels | {"timing": timing}))
 
 
 def draw_turns(count: int, repetition: int, seed: int) -> list[int]:

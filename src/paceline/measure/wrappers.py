@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, refuse
-from paceline.measure.bench_settings import MAX_CANDIDATES, Measured, WrapperSettings
+from paceline.measure.bench_settings import Measured, WrapperSettings
 from paceline.measure.engine import Group, Pace, Report, run_cells
 from paceline.measure.step_bench import Probe, Replica, StepBench, Variant, list_gradients, wrap
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_like_torch
@@ -138,10 +138,15 @@ class _Cell:
         self.batch_size = settings.batch_of(model)
         self.is_in = world.rank < groups[0].world_size
         self.is_low = settings.dtype == "bfloat16"
-        self.labels = {"model": model, "precision": PRECISIONS[settings.dtype], "batch_size": self.batch_size}
+        self.labels = {
+            "model": model,
+            "precision": PRECISIONS[settings.dtype],
+            "batch_size": self.batch_size,
+            "num_parameters": self.workload.num_parameters,
+            "num_bytes": 4 * self.workload.num_elements,
+        }
         # On GPUs Paceline's wrapper waits for the control words of its first ten steps; later it reads them late.
         self.warmup = 12 if groups[0].device.type == "cuda" else 3
-        self.labels |= {"num_parameters": self.workload.num_parameters, "num_bytes": 4 * self.workload.num_elements}
 
     def measure(self, report: Report) -> list[StepRecord]:
         self._check_gpu_memory()
@@ -205,18 +210,15 @@ class _Cell:
             need = self.settings.replica_bytes(self.model, len(on_gpu)) * sharing
             free = min(self.world.share(torch.cuda.mem_get_info(group.device)[0]))
             found = f"{format_bytes(need)}, but {format_bytes(free)} is free on the GPU"
-            advice = self.settings.memory_words[1]
+            advice = self.settings.memory_advice
             refuse((need > free, f"the replicas of {self.model} take about {found}: {advice}"), code="memory")
 
     def _find_wrappings(self, group: Group) -> dict[str, Wrapping]:
-        """The wrapping of each wrapper on this group. Tuned ones are measured first, while memory is still free."""
-        names = self.settings.wrappers
-        wrappings: dict[str, Wrapping] = {}
-        for name in names:
-            if name.endswith("-tuned"):
-                wrappings[name] = self._tune(group, name.removesuffix("-tuned"))
-                _free()
-        return {name: wrappings.get(name) or find_wrapping(name) for name in names}
+        """The wrapping of each wrapper on this group. Tuned ones are measured."""
+        return {
+            name: self._tune(group, name.removesuffix("-tuned")) if name.endswith("-tuned") else find_wrapping(name)
+            for name in self.settings.wrappers
+        }
 
     def _tune(self, group: Group, wrapper: str) -> Wrapping:
         """The fastest of several bucket settings for a wrapper. Its note lists the median of every setting."""
@@ -238,6 +240,7 @@ class _Cell:
                 self._add(bench, group, wrapper, candidate, "plain")
             bench.run(replace(_TUNING_PACE, warmup=self.warmup))
             records = [bench.build_record(variant) for variant in bench.variants]
+        _free()
         medians = [record.timing.median_s for record in records]
         tried = zip((candidate.configuration.rpartition(", ")[2] for candidate in candidates), medians, strict=True)
         text = "; ".join(f"{name} {format_duration(median)}" for name, median in tried)
@@ -304,7 +307,6 @@ def build_candidates(module: nn.Module, ours: Plan | None, wrapper: str = "torch
         text = f"bucket view, static graph, no buffers in forward, {name}" if is_torch else name
         options = {**_TUNED, **options} if is_torch else options
         found.setdefault(known and known.partition, Wrapping(text, partial(wrap, wrapper=wrapper, **options)))
-    assert len(found) <= MAX_CANDIDATES
     return list(found.values())
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.errors import LaunchError, refuse
+from paceline.errors import ConfigError, LaunchError, refuse
 from paceline.options import check_counts
 from paceline.records import Record, Samples, StepRecord, TracedStepRecord
 from paceline.records.steps import RACED
@@ -80,9 +80,10 @@ def attach(
         (words and shutil.which(words[0]) is None, f"{words[0] if words else ''}: no such command on this machine"),
         (0 < steps < _LEAST_STEPS, f"--steps {steps}: at least {_LEAST_STEPS} are needed, including warm-up"),
         (stop and not steps, "--stop with --steps 0: say after how many steps to stop the program"),
-    )  # fmt: skip
-    refuse((read_place().world_size > 1, "this process is one rank of a launched world: put the launcher itself after "
-            "-- (in a Slurm batch script, unset SLURM_PROCID first)"), code="launched")  # fmt: skip
+    )
+    if read_place().world_size > 1:
+        advice = "put the launcher itself after -- (in a Slurm batch script, unset SLURM_PROCID first)"
+        raise ConfigError(f"this process is one rank of a launched world: {advice}", code="launched")
     verb = "tune attach" if race else "watch" if every else "profile attach"
     asked = {"steps": steps, "stop": stop or race, "every": every or 0}
     recorded = {"warmup": min(_BEFORE, steps // 2 or _BEFORE), "record": min(_RECORDED, steps // 4 or _RECORDED)}
@@ -113,8 +114,8 @@ def attach(
 
 @dataclass
 class _Rank:
-    """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds), and everything
-    else in `about`. `place` is the position up to which its file has been read."""
+    """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds), everything else in
+    `about`, and `place`, the position up to which its file has been read."""
 
     about: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[int, float, float, float]] = field(default_factory=list)

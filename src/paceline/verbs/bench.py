@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from paceline.report.sweeps import ChunksResult, CollectiveResult
 
 
-# Arguments that the verbs read themselves, and that are not fields of settings.
-_READ = {"ranks", "backend", "memory", "total", "compare", "out", "progress"}
-
-
 def allreduce(
     ranks: Counts | None = None, sizes: Sizes = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB"),
     backend: Names = "gloo", *, collective: str = "all_reduce", op: str = "sum", dtype: str = "float32",
@@ -121,10 +117,9 @@ def _measure(
     """Build settings from what a verb was `given`, with the values it has parsed in `own`; check them, and measure."""
     ranks, notes = choose_up_to(given["ranks"], 2)
     own |= {"ranks": ranks, "backends": list_names(given["backend"])}
-    same = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
-    unused = set(given) - set(same) - _READ
-    assert not unused, f"{verb} ignores {', '.join(sorted(unused))}"
-    settings = kind(**same | own)
+    settings = kind(
+        **{field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given} | own
+    )
     settings.check()
     most = max(ranks)
     settings.check_host((read_place().local_world_size or 1) if joins_world(most) else most)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from paceline.errors import refuse
 from paceline.measure.health import check_health
 from paceline.measure.host_checks import Wanted, check_links, check_survey, survey_hosts
+from paceline.options import refuse_given
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import Run
@@ -34,25 +34,23 @@ def doctor(
         A `DoctorResult`. Its `failure` names what failed, and is empty if everything is ready to train.
     """
     given = {"interface": interface, "port": port, "folder": folder, "python": python, "env": env}
-    given["check-timeout"] = check_timeout != CHECK_S
-    alone = next((name for name, value in given.items() if value and not hosts), "")
-    refuse((alone, f"--{alone} without --hosts: it is for checks of other hosts; give --hosts, or leave it out"))
+    given["check_timeout"] = check_timeout != CHECK_S
+    ignored = [] if hosts else [name for name, value in given.items() if value]
+    refuse_given(ignored, "without --hosts: it is for checks of other hosts; give --hosts, or leave it out")
     # Without a session, so that doctor still works if none can be opened.
     environment = capture_environment()
-    records: list[Record] = []
-    count = 15  # approximate number of checks
-    names: list[str] = []
-    checks: Iterator[Record] = check_health(environment)
+    names = list(parse_hosts(hosts)) if hosts else []
     if hosts:
-        names = list(parse_hosts(hosts))
-        count = len(names) * (len(names) + 7)
         wanted = Wanted(folder or os.getcwd(), interface=interface, port=port)
         checks = _check_hosts(names, wanted, ssh, python, parse_variables(env), check_timeout)
+    else:
+        checks = check_health(environment)
+    count = len(names) * (len(names) + 7) or 15  # approximate number of checks
+    records: list[Record] = []
     with ProgressDisplay("doctor", progress) as display:
-        for record in checks:
+        for done, record in enumerate(checks, 1):
             records.append(record)
             if isinstance(record, CheckRecord):
-                done = sum(isinstance(one, CheckRecord) for one in records)
                 display.hear("", Progress(min(done, count), count, f"{record.name}: {record.status}"))
     return DoctorResult(Run("doctor", {"hosts": names} if hosts else {}, environment, tuple(records)))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, refuse, suggest
 from paceline.machine import canonical_backend
-from paceline.options import Option
+from paceline.options import RESUMED, Option, refuse_given
 from paceline.records.store import Run
 from paceline.runtime.ranks.place import is_launched, read_place
 from paceline.runtime.ranks.session import Session, find_place, open_session
@@ -48,14 +48,15 @@ def list_sizes(sizes: Sizes) -> tuple[int, ...]:
 
 def choose_worlds(ranks: Counts | None, default: int) -> tuple[int, ...]:
     """The requested numbers of ranks; in a launched world, its size is the only valid one."""
-    launched = read_place().world_size if is_launched() else None
+    size = read_place().world_size
     if ranks is None:
-        return (default if launched is None else launched,)
+        return (size if is_launched() else default,)
     counts = list_counts(ranks)
-    asked = f"--ranks {','.join(map(str, counts))} in a launched world of {launched}"
-    wrong = launched not in (None, 1) and counts != (launched,)
-    several = len(counts) > 1 and f"{asked}: the command starts these ranks itself; run it without a launcher"
-    refuse((wrong, several or f"{asked}: leave out --ranks, or launch that many"), code="launched")
+    if size > 1 and counts != (size,):
+        several = "the command starts these ranks itself; run it without a launcher"
+        advice = several if len(counts) > 1 else "leave out --ranks, or launch that many"
+        asked = f"--ranks {','.join(map(str, counts))} in a launched world of {size}"
+        raise ConfigError(f"{asked}: {advice}", code="launched")
     return counts
 
 
@@ -76,8 +77,8 @@ def choose_up_to(ranks: Counts | None, default: int) -> tuple[tuple[int, ...], l
     counts, size = list_counts(ranks), read_place().world_size
     fitting = tuple(count for count in counts if size == 1 or count <= size)
     others = ", ".join(str(count) for count in counts if count not in fitting)
-    text = f"--ranks {others} in a launched world of {size}: start more ranks, or leave out --ranks"
-    refuse((not fitting, text), code="launched")
+    advice = "start more ranks, or leave out --ranks"
+    refuse((not fitting, f"--ranks {others} in a launched world of {size}: {advice}"), code="launched")
     return fitting, [f"not measured: {others} ranks, because the launched world has {size}"] if others else []
 
 
@@ -88,9 +89,9 @@ def brings_data(model: str, data: str | None) -> bool:
 
 def refuse_unknown(job: Iterable[str]) -> None:
     """Refuse a name that no setting of a training job has."""
-    for name in sorted(set(job) - set(NAMES)):
-        what = f"{name!r} is not an option of a training job"
-        raise ConfigError(f"{what}: {suggest(name, NAMES)}use one of {', '.join(sorted(NAMES))}")
+    if unknown := sorted(set(job) - set(NAMES)):
+        what = f"{unknown[0]!r} is not an option of a training job"
+        raise ConfigError(f"{what}: {suggest(unknown[0], NAMES)}use one of {', '.join(sorted(NAMES))}")
 
 
 def build_settings(**job: Any) -> TrainSettings:
@@ -114,9 +115,8 @@ def finish(
 
 def check_resume(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> None:
     """Refuse options that a resumed study would ignore."""
-    asked = [name for name, value in given.items() if value != (defaults or {}).get(name)]
-    why = "with --resume: a study is resumed as it was started; leave it out"
-    refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in asked), code="resume")
+    changed = [name for name, value in given.items() if value != (defaults or {}).get(name)]
+    refuse_given(changed, RESUMED, code="resume")
 
 
 def open_job(
@@ -133,24 +133,28 @@ def open_job(
         refuse((step is not None, f"model {model!r} with a step: a built-in model has its own; pass a module instead"))
         settings = build_settings(model=model, ranks=choose_world(ranks, 2), **job)
         return open_session(verb, settings.to_json(), ranks=settings.ranks, out=out, progress=progress), settings
-    is_module, kind, place = hasattr(model, "named_parameters"), type(model).__name__, find_place()
-    wrapper, where = job.pop("wrapper"), {name: job.pop(name) for name in ("backend", "device", "threads")}
-    is_alone, name = is_module and step is None, kind if is_module else getattr(model, "__name__", "factory")
-    world_size = place.world_size if place is not None else 1
-    refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
+    is_module = hasattr(model, "named_parameters")
+    kind = type(model).__name__
+    name = kind if is_module else getattr(model, "__name__", "factory")
+    if is_module and step is None:
+        raise ConfigError(f"{kind} without a step: pass step(model), one forward and backward", code="no-step")
+    if is_module != (step is not None) or not callable(step or model):
+        advice = "a module and a function step(model), a factory that returns both, or the name of a built-in model"
+        raise ConfigError(f"model is {kind} and step is {type(step).__name__}: pass {advice}")
+    wrapper = job.pop("wrapper")
     Option(choices=("paceline", "torch", "none")).check("wrapper", wrapper)
+    where = {name: job.pop(name) for name in ("backend", "device", "threads")}
+    place = find_place()
+    world_size = place.world_size if place is not None else 1
     counts = (world_size,) if ranks is None else list_counts(ranks)
     here = is_module or ranks is None or world_size > 1
     what = "a module runs in this process" if is_module else f"this process is one of {world_size} ranks"
+    advice = "in a process that is not a rank, pass a factory that returns (model, step)"
     refuse(
-        (is_module != (step is not None) or not callable(step or model),
-         f"model is {kind} and step is {type(step).__name__}: pass a module and a function "
-         "step(model), a factory that returns both, or the name of a built-in model"),
         (job, f"{', '.join(job)}: only for built-in models; your own job decides this itself"),
         (len(counts) != 1, f"ranks={ranks}: one number of ranks is needed"),
-        (here and counts != (world_size,),
-         f"ranks={ranks}: {what}; in a process that is not a rank, pass a factory that returns (model, step)"),
-    )  # fmt: skip
+        (here and counts != (world_size,), f"ranks={ranks}: {what}; {advice}"),
+    )
     where["backend"] = canonical_backend(where["backend"])
     if is_module and where["device"] == "auto":
         where["device"] = next((str(param.device) for param in model.parameters()), "auto")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline import machine
-from paceline.errors import refuse
-from paceline.options import Option, check_counts
+from paceline.errors import ConfigError, refuse
+from paceline.options import Option, check_counts, refuse_given
 from paceline.records import CollectiveRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run, load_run, naming_damage
@@ -90,9 +90,9 @@ def profile(
         opened, given = open_job(verb, model, step, ranks, job, out, progress)
         jobs = [given]
     with opened as session:
+        session.warnings += list_job_warnings(jobs[0]) if is_named else []
         records = _measure_together(session, jobs[0], iters, warmup) if kind != "phases" else []
         for number, given in enumerate(jobs):
-            session.warnings += list_job_warnings(given) if is_named and not number else []
             arguments = (given, kind, iters, warmup, number, len(jobs), max(sizes, default=0))
             records += session.ask(_ROOM + "measure_profile", arguments, getattr(given, "ranks", None))
         return finish(session, records)
@@ -189,21 +189,22 @@ def comm_table(
     find_networks(network)
     inputs: dict[str, Run] = {}
     for path in curves:
-        inputs[f"--curve {path}"] = run = load_run(path)
-        is_sweep = any(isinstance(record, CollectiveRecord) for record in run.records)
-        what = f"--curve {path} is a run of `{run.verb}`: give one of `paceline bench allreduce`"
-        refuse((not is_sweep, what), code="mismatch")
-        what = f"--curve {path} has no measured all-reduce on {', '.join(map(str, counts))} ranks"
-        refuse((not load_sweeps(path, counts), what))
+        flag = f"--curve {path}"
+        inputs[flag] = run = load_run(path)
+        if not any(isinstance(record, CollectiveRecord) for record in run.records):
+            advice = "give one of `paceline bench allreduce`"
+            raise ConfigError(f"{flag} is a run of `{run.verb}`: {advice}", code="mismatch")
+        if not load_sweeps(path, counts):
+            raise ConfigError(f"{flag} has no measured all-reduce on {', '.join(map(str, counts))} ranks")
     records: list[Any] = []
     if profiles:
         others = {"model": model, "iters": iters, "warmup": warmup, **job}
-        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None)
-        refuse((given, f"{given} with --model-profile: the profile has its own settings; leave it out"))
-        runs = [load_run(path) for path in profiles]
-        config = {"profiles": list(map(str, profiles))}
-        records = [record for run in runs for record in (find_profile(run), *list_carried(run))]
-        inputs |= {str(path): run for path, run in zip(profiles, runs, strict=True)}
+        given = [name for name, value in others.items() if value is not None]
+        refuse_given(given, "with --model-profile: the profile has its own settings; leave it out")
+        runs = {str(path): load_run(path) for path in profiles}
+        config = {"profiles": list(runs)}
+        records = [record for run in runs.values() for record in (find_profile(run), *list_carried(run))]
+        inputs |= runs
     elif isinstance(model, ProfileResult):
         config, inputs = model.config, inputs | {"profile": model.run}
         records = [model.profile, *list_carried(model.run)]
@@ -248,9 +249,9 @@ def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
     """The settings of a built-in job on a single rank; refuses options that would have no effect."""
     place = find_place()
     bare = "layers are timed on the bare model, which sends nothing; leave it out"
-    launched = 1 if place is None else place.world_size
     ranks, wrapper, plan, accumulate = (job.pop(name, None) for name in ("ranks", "wrapper", "plan", "accumulate"))
     counts = list_counts(1 if ranks is None else ranks)
+    launched = 1 if place is None else place.world_size
     refuse(
         (counts != (1,), f"--ranks {','.join(map(str, counts))}: layers are timed on one rank; leave it out"),
         (launched > 1, f"layers are timed on one rank, but {launched} were launched: run it without a launcher"),

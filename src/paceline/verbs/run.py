@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.measure.host_checks import Wanted, check_survey, find_port, survey_hosts
-from paceline.options import Option
+from paceline.options import Option, refuse_given
 from paceline.runtime.faults.monitor import TIMEOUT_VARIABLE
 from paceline.runtime.hosts import slurm as scheduler
 from paceline.runtime.hosts import ssh as remote
@@ -105,10 +105,9 @@ def run(
         Option(least=1).check(key, given[key])
     Option(least=0).check("gpus_per_node", gpus_per_node)
     Option(least=0, below=65536).check("port", port)
-    (way,) = chosen
-    strange = [key for own in _OWN.values() for key in own if key not in _OWN[way] and given[key] != defaults[key]]
-    flags = ", ".join(f"--{key.replace('_', '-')}" for key in dict.fromkeys(strange))
-    refuse((flags, f"{flags} with --{way} has no effect: leave it out"))
+    way = chosen[0]
+    others = dict.fromkeys(key for own in _OWN.values() for key in own if key not in _OWN[way])
+    refuse_given([key for key in others if given[key] != defaults[key]], f"with --{way} has no effect: leave it out")
     # As under plain torchrun, ranks inherit variables that attach to the program or replace its wrapper. Pods do not:
     # they cannot see the folder named there.
     passed = [TIMEOUT_VARIABLE]
@@ -170,10 +169,11 @@ def _run_hosts(
             raise error
     checks = list(check_survey(surveyed, wanted))
     failed = [check for check in checks if check.status == "fail"]
-    more = f" (and {len(failed) - 1} more: paceline doctor --hosts lists all)" if len(failed) > 1 else ""
-    for check in failed:
-        topic = check.name.rpartition(": ")[2].lower()
-        raise LaunchError(f"{check.name}: {check.found}: {check.advice}{more}", code=topic)
+    if failed:
+        first = failed[0]
+        more = f" (and {len(failed) - 1} more: paceline doctor --hosts lists all)" if len(failed) > 1 else ""
+        topic = first.name.rpartition(": ")[2].lower()
+        raise LaunchError(f"{first.name}: {first.found}: {first.advice}{more}", code=topic)
     for check in checks:
         if check.status == "warn":
             show("err", f"paceline: warning: {check.name}: {check.found}: {check.advice}\n")

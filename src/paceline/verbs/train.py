@@ -117,11 +117,12 @@ def train(
 def _is_begun(folder: Path) -> bool:
     """Whether an earlier attempt of this job has started the run. Collective: rank 0 decides before it creates one."""
     found = (folder / CONFIG_FILE).exists()
-    if not is_launched() or read_place().world_size == 1:
+    place = read_place()
+    if place.world_size == 1:
         return found
     from paceline.runtime.ranks.world import share_first
 
-    return bool(share_first(read_place(), found))
+    return bool(share_first(place, found))
 
 
 @naming_damage()
@@ -217,7 +218,8 @@ def _train(
             _interrupt(session.signal or outcome.signal)
         if whole is not None:
             whole.signal = session.signal
-        ended, environment = {"steps": outcome.step, **outcome.facts}, session.observe()
+        ended = {"steps": outcome.step, **outcome.facts}
+        environment = session.observe()
         if folder is not None and session.is_leader:
             update_config(folder, ended, environment if outcome.step != num_before else None)
         notes = [*list_job_warnings(wanted), *outcome.notes]

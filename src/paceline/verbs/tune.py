@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.errors import refuse
+from paceline.errors import ConfigError, refuse
 from paceline.predict.strategy_costs import EVERY, list_strategies
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.ranks.place import is_launched
@@ -60,12 +60,11 @@ def tune(
         strategies=EVERY if strategy == "all" else strategies,
     )  # fmt: skip
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
-    refuse(
-        (not isinstance(model, str) and callable(step) and not is_launched() and network is None,
-         "a module and its step can only be tuned in a launched world: start this program with torchrun, or pass a "
-         "factory that returns (model, step), which is started on local ranks"),
-        code="not-launched",
-    )  # fmt: skip
+    if not isinstance(model, str) and callable(step) and not is_launched() and network is None:
+        advice = (
+            "start this program with torchrun, or pass a factory that returns (model, step), started on local ranks"
+        )
+        raise ConfigError(f"a module and its step can only be tuned in a launched world: {advice}", code="not-launched")
     count = choose_world(ranks, 2 if network is None else 1)
     settings.check(count)
     if isinstance(model, str):
