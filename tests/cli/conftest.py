@@ -1,4 +1,4 @@
-"""The finished studies of `paceline scale` that several modules look at: making them takes longer than looking."""
+"""Finished studies of `paceline scale`, shared by several modules because they take long to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: one line that says what and what to do, exit 2, at once, and nothing half-written."""
+"""Bad input: one line with the problem and the fix, exit code 2 at once, and no partial files."""
 
 from __future__ import annotations
 

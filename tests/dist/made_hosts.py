@@ -1,6 +1,6 @@
-"""Hosts made of namespaces of this machine: each has a name, a network and mounts of its own, and a cable to others.
+"""Hosts made of namespaces of this machine, each with its own name, network and mounts, and a link to the others.
 
-Needs root, `ip` and `unshare`. Nothing of it is seen outside; all of it is removed at the end.
+Needs root, `ip` and `unshare`. Nothing of it is visible outside; all of it is removed at the end.
 """
 
 from __future__ import annotations

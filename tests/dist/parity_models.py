@@ -1,4 +1,4 @@
-"""The models and cases of the parity matrix: small, each with one feature that wrappers get wrong."""
+"""The models and cases of the parity matrix, each with one feature that wrappers tend to get wrong."""
 
 from __future__ import annotations
 

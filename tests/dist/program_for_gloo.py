@@ -1,4 +1,4 @@
-"""A program as people write them for gloo, started by torchrun: `program_for_gloo.py BACKEND`. It knows no Paceline."""
+"""A typical program for gloo under torchrun, without Paceline: `program_for_gloo.py BACKEND`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Programs as users write them, none of which mentions us: attached, they do the same, and the answer is right."""
+"""Users' programs that do not mention Paceline behave the same when attached, and the answer is correct."""
 
 from __future__ import annotations
 

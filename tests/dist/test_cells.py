@@ -1,4 +1,4 @@
-"""Cells run on ranks that stay: output as it comes, one error, interrupts, and collectives that work afterwards."""
+"""Notebook cells on persistent ranks: live output, one error, interrupts, and working collectives afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a large-batch study on real ranks: its data, its updates, its evaluations, and a loss that explodes."""
+"""One run of a large-batch study on real ranks: data, updates, evaluations, and a diverging loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are killed, suspended or hang are named and ended; slow ones are named and go on; pauses are neither."""
+"""Ranks that are killed, suspended or hang are named and ended; slow ones are only named; pauses are neither."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probes of the gradient noise scale in real jobs: true norms, the same for any number of ranks, and no trace left."""
+"""Probes of the gradient noise scale in real jobs: correct norms for any number of ranks, without side effects."""
 
 from __future__ import annotations
 

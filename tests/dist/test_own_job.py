@@ -1,4 +1,4 @@
-"""A user's own model, loss and optimizers: profiled in a plain process, on ranks, and in a group of its own."""
+"""A user's own model, loss and optimizers, profiled in a plain process, on ranks, and in an existing group."""
 
 from __future__ import annotations
 

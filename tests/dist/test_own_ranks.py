@@ -1,4 +1,4 @@
-"""Own data and a step of one's own on real ranks: who sees which sample, resumes, several models, tune and scale."""
+"""A user's own data and step on real ranks: distribution of samples, resumes, several models, tune and scale."""
 
 from __future__ import annotations
 

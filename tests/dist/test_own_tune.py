@@ -1,4 +1,4 @@
-"""`paceline.tune` for a user's own job: a module with two inputs, a loss of its own, and two optimizers."""
+"""`paceline.tune` for a user's own job: a module with two inputs, a custom loss, and two optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real runs with a problem that was planted: the first sentence of their page names it, and none in a healthy run."""
+"""Real runs with an injected problem: the first sentence of the page names it, and names none in a healthy run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is who, in the world and on meshes of one and two dimensions; and seeds."""
+"""Rank numbers in the world and on one- and two-dimensional meshes; and seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that go on after a fault: the same weights where the ranks are as many, and every sample once in an epoch."""
+"""Runs that continue after a fault: the same weights on as many ranks, and every sample once per epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cells of scaling studies on real ranks: who takes part in a turn, what is sent, and that nothing is learnt.
+"""The cells of scaling studies on real ranks: which ranks take part in a turn, what they send, and no updates.
 
 Batch sizes of one rank are here, too: their epochs, and what becomes of one that does not fit into memory.
 """

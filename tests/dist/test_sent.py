@@ -1,4 +1,4 @@
-"""What a rank passes to all-reduce in a step, counted there: for every reducer, and in scaling studies."""
+"""Bytes and messages that a rank passes to all-reduce in a step, for every reducer and in scaling studies."""
 
 from __future__ import annotations
 

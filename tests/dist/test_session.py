@@ -1,4 +1,4 @@
-"""A session on real ranks: tasks in order or at once, saved and resumed, killed ranks, and what an interrupt says."""
+"""A session on real ranks: sequential or concurrent tasks, saving and resuming, killed ranks, and interrupts."""
 
 from __future__ import annotations
 

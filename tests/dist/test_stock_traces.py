@@ -1,4 +1,4 @@
-"""`predict --trace` on traces of torch's own DDP that torch.profiler made alone, on two ranks of gloo."""
+"""`predict --trace` on torch.profiler traces of torch's own DDP, on two gloo ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that do not name Paceline, with our wrapper in the place of torch's: the same losses and checkpoints."""
+"""Programs that do not mention Paceline, with our wrapper instead of torch's: the same losses and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on is the run that was never stopped: same losses, same weights, same samples.
+"""A stopped and resumed run equals an uninterrupted one: same losses, weights and samples.
 
 What the command says and how it ends is tested in `tests/cli/test_train_stops.py`.
 """

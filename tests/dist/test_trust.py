@@ -1,4 +1,4 @@
-"""Another user of this host, with no rights, knows every port and name in /proc: it joins no world and runs no code.
+"""Another user of this host, who sees every port and name in /proc, can neither join a world nor run code.
 
 Only root can become another user, so these tests are skipped for others. The attacker is forked here, where torch is
 imported already, and does what worked against torch's own store: it writes pickles for whoever reads them, takes the

@@ -1,4 +1,4 @@
-"""What `make wheels` makes: a wheel for each kind of processor and a source archive, for hosts without a compiler."""
+"""`make wheels` builds a wheel per architecture and a source archive, for hosts without a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline.init`: ranks meet by environment, TCP or file, and leave cleanly on every way out."""
+"""`paceline.init`: rendezvous by environment, TCP or file, and a clean exit on every path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is raised on all, in seconds, with the same text and code."""
+"""An error on one rank is raised on all of them within seconds, with the same text and code."""
 
 from __future__ import annotations
 

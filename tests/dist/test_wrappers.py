@@ -1,4 +1,4 @@
-"""Wrappers on real ranks: what is counted wrong, and what one measurement returns."""
+"""Wrappers on real ranks: wrong results are counted, and the records of one measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training programs as users write them. None names Paceline, and each returns its losses and the class of its model.
+"""Typical training programs without Paceline; each returns its losses and the class of its model.
 
 All compute in float64, so that another order of additions cannot explain a difference.
 """

@@ -1,4 +1,4 @@
-"""Hosts as text, what ssh's failures mean, what a host runs, and the checks that follow from what hosts say."""
+"""Parsing hosts, ssh failures, the command on a host, and checks of the hosts' answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks send each other: any plain value and record comes back as it was, and no bytes run code."""
+"""Messages between ranks: every plain value and record survives, and no bytes run code."""
 
 import collections
 import dataclasses
