@@ -38,7 +38,7 @@ def run_ip(*arguments: str) -> str:
 
 @dataclass
 class MadeHosts:
-    """`names` are what the hosts call themselves and each other; the addresses are 10.92.0.1 and so on."""
+    """`names` are the host names; the addresses are 10.92.0.1 and so on."""
 
     folder: Path
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class MadeHosts:
         return subprocess.Popen(self.wrap(name, command, setup), **options)
 
     def serve(self, name: str, command: Sequence[str], setup: str = "", **options) -> subprocess.Popen[str]:
-        """Start a service, whose output goes to a file, and which is ended with the hosts."""
+        """Start a service that ends with the hosts, with its output in a file."""
         log = (self.folder / f"{Path(command[0]).name}-{name}.log").open("a")
         with log:
             service = self.start(name, command, setup, stdout=log, stderr=log, stdin=subprocess.DEVNULL, **options)
@@ -76,7 +76,7 @@ class MadeHosts:
         service.wait()
 
     def list_processes(self, but: Sequence[str] = ("sshd", "munged", "slurmctld", "slurmd")) -> list[str]:
-        """What runs on the hosts, without their services."""
+        """The processes on the hosts, without their services."""
         found = []
         for name in self.names:
             for pid in run_ip("netns", "pids", self.space(name)).split():
@@ -95,7 +95,7 @@ class MadeHosts:
 
 @contextlib.contextmanager
 def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[MadeHosts]:
-    """Hosts with one network between them, on an interface named `eth0`; skips the test where they cannot be made."""
+    """Hosts with one network between them, on an interface named `eth0`; skips the test if they cannot be created."""
     for tool in ("ip", "unshare"):
         if shutil.which(tool) is None:
             pytest.skip(f"SEVERAL HOSTS ARE NOT TESTED: there is no `{tool}` here")
@@ -110,7 +110,7 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(f"signal {number}")
 
-    # Whoever ends the tests, by `timeout` or by closing the terminal, ends the hosts, too.
+    # If the tests are ended, by `timeout` or by closing the terminal, so are the hosts.
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         try:
@@ -141,7 +141,7 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
 
 
 def remove_space(space: str) -> None:
-    """End all that runs in a namespace, and remove it; a part that is gone already does no harm."""
+    """End all processes of a namespace, and remove it; missing parts are ignored."""
     with contextlib.suppress(subprocess.SubprocessError):
         for pid in run_ip("netns", "pids", space).split():
             with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ def remove_space(space: str) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the hosts of test runs that were killed, and could not do it themselves."""
+    """Remove the hosts of killed test runs."""
     for space, pid in re.findall(r"^(paceline-tests-(\d+)-\S+)", run_ip("netns", "list"), re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():
             remove_space(space)

@@ -80,7 +80,7 @@ def watch_vectors(wanted: CollectiveSettings) -> list[bool]:
         return given
 
     def look(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if isinstance(group, PacelineGroup) and tensor.numel() > 1:  # one element is ranks that agree on a time
+        if isinstance(group, PacelineGroup) and tensor.numel() > 1:  # with one element, ranks agree on a time
             seen.append(any(begin <= tensor.data_ptr() < end for begin, end in places))
         return reduce(tensor, op, group, async_op)
 
@@ -98,7 +98,7 @@ def test_shared_is_memory_of_the_group_and_ordinary_is_not(on_ranks):
 
 
 def skip_an_element(wanted: CollectiveSettings, how: str) -> Measured:
-    """Rank 1 leaves out the last element of every add, or of every copy."""
+    """Rank 1 skips the last element of every add or copy."""
     from paceline.measure.collectives import MemoryAdd, MemoryCopy
 
     kind = MemoryAdd if how == "add" else MemoryCopy
@@ -137,11 +137,11 @@ def test_by_default_small_messages_get_many_repetitions(on_ranks):
 
 
 def corrupt_one_rank(wanted: CollectiveSettings, how: str) -> Measured:
-    """The all-reduce of rank 1 is damaged in the way named; the engine does not know."""
+    """The all-reduce of rank 1 is corrupted in this way, unknown to the engine."""
     real = dist.all_reduce
 
     def damaged(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if tensor.numel() > 100 and dist.get_rank() == 1:  # the engine's own agreement is one element
+        if tensor.numel() > 100 and dist.get_rank() == 1:  # with one element, ranks agree on a time
             match how:
                 case "one element":
                     work = real(tensor, op, group, async_op)

@@ -51,8 +51,8 @@ class Variant:
     name: str
     options: Callable[[nn.Module], dict[str, Any]]
     is_so: Callable[[Plan], bool] = lambda plan: True
-    is_sharded: bool = False  # a rank has averages of its pieces alone, and the optimizer of the wrapper
-    is_lossy: bool = False  # it computes something else than one process does, but the same on all ranks
+    is_sharded: bool = False  # a rank holds only its shard of the averaged gradients, and uses the wrapper's optimizer
+    is_lossy: bool = False  # it differs from one process, but is the same on all ranks
     period: int = 1  # steps between two syncs of parameters; gradients are not averaged where it is above 1
 
 
@@ -81,7 +81,7 @@ REDUCERS = (
     ),
     Variant("simple", lambda module: {"reducer": "simple"}),
 )
-# Strategies that lose nothing, each as dense as it can be.
+# Lossless settings of each strategy.
 STRATEGIES = (
     Variant("top-k of everything", lambda module: {"strategy": "topk:1", "bucket_cap_mb": 0.15 * KIB}),
     Variant("PowerSGD of full rank", lambda module: {"strategy": "powersgd:1000", "bucket_cap_mb": 0.15 * KIB}),
@@ -106,7 +106,7 @@ VARIANTS = {"reducers": REDUCERS, "strategies": STRATEGIES, "lossy": LOSSY}
 
 
 def build(case: Case, rank: int) -> nn.Module:
-    torch.manual_seed(1000 * rank + 7)  # another one on every rank: what is not broadcast shows
+    torch.manual_seed(1000 * rank + 7)  # different on every rank, so that a missing broadcast shows
     return case.build().to(here())
 
 
@@ -129,7 +129,7 @@ def prepare_gradients(case: Case, model: nn.Module, optimizer: torch.optim.Optim
         optimizer.zero_grad(set_to_none=case.zero == "to none")
     for number, param in enumerate(model.parameters()):
         if case.zero == "replaced" and param.grad is not None:
-            # In another order of elements than the parameter's on every rank but the first.
+            # With different strides than the parameter's on every rank but the first.
             param.grad = param.grad.clone(memory_format=torch.contiguous_format if rank else torch.preserve_format)
         elif case.zero == "some" and number % 2:
             param.grad = None
@@ -207,7 +207,7 @@ def train_alone(case: Case, world_size: int) -> Record:
 
 
 def run_shards(case: Case, model: nn.Module, shards: list[list[Batch]], scaler: torch.amp.GradScaler) -> None:
-    """Each shard alone: gradients weighed as the case says, and running statistics averaged."""
+    """Each shard separately: gradients weighted as in the case, and running statistics averaged."""
     samples = [sum(len(batch.y) for batch in shard) for shard in shards]
     by_samples = case.options.get("average") == "samples"
     before = [buffer.clone() for buffer in model.buffers()]
@@ -234,7 +234,7 @@ def digest(tensor: torch.Tensor | None) -> str:
 
 
 def find_unequal(digests: list[dict[str, str]]) -> list[str]:
-    """What is not the same to the bit on all ranks."""
+    """Values that are not bit-identical on all ranks."""
     return [
         f"{name} differs between rank 0 and rank {rank}"
         for rank, other in enumerate(digests[1:], start=1)
@@ -244,7 +244,7 @@ def find_unequal(digests: list[dict[str, str]]) -> list[str]:
 
 
 def find_far(case: Case, record: Record, wanted: Record) -> list[str]:
-    """What is not within rounding of the reference."""
+    """Values that are not within rounding of the reference."""
     if list(record) != list(wanted):
         return [f"the records differ: {sorted(record.keys() ^ wanted.keys())}"]
     far = []
@@ -271,7 +271,7 @@ def run_cases(names: list[str], backend: str, variants: str = "reducers") -> lis
 
 
 def can_run(reducer: Variant, case: Case) -> bool:
-    """Sharded averages cannot be added to, momentum counts once, and schedules do not weigh gradients by samples."""
+    """You cannot accumulate into sharded averages, momentum counts once, and schedules do not weight by samples."""
     return not (
         (reducer.is_sharded and case.zero not in ("to none", "to zeros"))
         or ("dgc" in reducer.name and case.optimizer is build_momentum)
@@ -298,7 +298,7 @@ def run_case(name: str, world: paceline.World, variants: str) -> list[str]:
         errors, digests = zip(*world.share((error, {key: digest(value) for key, value in record.items()})), strict=True)
         if any(errors):
             found += [f"{label}, rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-            assert all(errors), "\n".join(found)  # where only some ranks fail, the next reducer would be no test
+            assert all(errors), "\n".join(found)  # if only some ranks fail, the next reducer could not be tested
             continue
         wrong = find_unequal(digests)
         if wanted is not None:

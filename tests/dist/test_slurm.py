@@ -172,7 +172,7 @@ def read_weights(folder: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(cluster) -> Path:
-    """A run on two nodes that nobody interrupts."""
+    """An uninterrupted run on two nodes."""
     job = submit(cluster, "--", *TRAIN, "--epochs", "500", "--out", "whole", name="whole")
     wait_for(cluster, job, "COMPLETED", "whole")
     log = read_log(cluster, "whole", job)
@@ -330,7 +330,7 @@ def test_a_killed_slurmd_is_named_and_the_job_is_requeued(cluster):
         slurmd.wait()
         wait_until(lambda: "node n2 does not respond" in said.read_text())
         wait_until(lambda: read_state(cluster, job)["Restarts"] == "1")
-        # Nobody there ends the ranks of that node: they end by themselves once the others are gone.
+        # Nothing ends the ranks of that node; they end by themselves once the others are gone.
         wait_until(lambda: not [line for line in cluster.list_processes() if " -m paceline train" in line])
         ask(cluster, "scancel", job)
         follower.communicate(timeout=100)

@@ -139,8 +139,8 @@ class Noted:
 
 
 def run_crossings() -> None:
-    """Two gloo ranks tell that they can receive before they send; several messages under way, in one group with others
-    of the program; small ones are gloo's own."""
+    """Two gloo ranks announce that they can receive before they send; several messages in flight, in one group with
+    others of the program; small ones are gloo's own."""
     with paceline.init("gloo", announce=None) as world:
         me, peer, group = world.rank, 1 - world.rank, Noted(dist.group.WORLD)
         for elements, is_crossing in ((16, False), (1 << 18, True)):
@@ -201,7 +201,7 @@ def test_bf16_in_shared_memory_is_what_ranks_get_that_send_it(on_ranks):
         # With average="samples", the first step is divided by the true total after the sum.
         by_ranks = one[: len(one) // 2]
         assert all(torch.equal(grad, grad.bfloat16().float()) for grad in by_ranks)
-        # Statistics travel with the control words, which are not rounded.
+        # Statistics are sent with the control words, which are not rounded.
         for mean, its in zip(means, others, strict=True):
             torch.testing.assert_close(mean, its, rtol=1e-5, atol=1e-6)
 

@@ -28,7 +28,7 @@ def run_ip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[str]]:
-    """The names of two namespaces with a cable between them: 10.91.0.1 and 10.91.0.2, on an interface named `cable`."""
+    """The names of two connected namespaces, 10.91.0.1 and 10.91.0.2, on an interface named `cable`."""
     if why_not():
         pytest.skip(f"no shared memory between ranks: {why_not()}")
     if shutil.which("ip") is None:
@@ -49,7 +49,7 @@ def hosts() -> Iterator[list[str]]:
             pytest.skip(f"TWO HOSTS ARE NOT TESTED: network namespaces are not allowed here: {error.stderr.strip()}")
         yield names
     finally:
-        for name in names:  # the cable goes with its ends
+        for name in names:  # the link disappears with its ends
             with contextlib.suppress(subprocess.SubprocessError):
                 run_ip("netns", "delete", name)
 

@@ -160,7 +160,7 @@ def test_ranks_meet_by_file_and_take_it_away_with_them(on_ranks, tmp_path):
     path, mine = tmp_path / "meeting", tmp_path / "meeting.20261116"
     mine.write_text("not of a rendezvous")
     (tmp_path / "meeting.paceline-0").touch()  # of an earlier world
-    for _ in range(3):  # the next times at the same path: nothing was left to stumble over
+    for _ in range(3):  # later worlds at the same path find no leftovers
         assert on_ranks(3, meet, f"file://{path}") == [(0, 3.0, 3), (1, 3.0, 3), (2, 3.0, 3)]
         wait_until(lambda: set(tmp_path.iterdir()) == {mine})  # warm ranks answer before they close their stores
 
@@ -224,7 +224,7 @@ def test_a_file_that_a_crash_left_behind_is_stale(on_ranks, tmp_path):
 
 
 def arrive_late(path: str) -> int:
-    """Rank 1 is there long before rank 0; that is no reason to call anything stale."""
+    """Rank 1 arrives long before rank 0; nothing may be considered stale."""
     if os.environ["RANK"] == "0":
         time.sleep(0.7)
     return meet(f"file://{path}")[0]
@@ -269,7 +269,7 @@ def test_a_process_can_meet_again_at_the_same_place(on_ranks, tmp_path, kind):
 
 
 def fall_back() -> str:
-    """The user's own way to write `auto`: what was refused first must not haunt the second try."""
+    """The user's own fallback: a refused first attempt must not affect the second."""
     try:
         paceline.init("gloo", "cuda:99", announce=None)
     except ConfigError:
@@ -284,7 +284,7 @@ def test_a_second_try_after_a_refusal_works(on_ranks):
 
 def claim_another_place(rank: str, world_size: str) -> str:
     if os.environ["RANK"] == "1":
-        time.sleep(0.3)  # after rank 0 has taken its seat
+        time.sleep(0.3)  # after rank 0 has registered
         os.environ.update(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size)
     try:
         paceline.init("gloo", "cpu", announce=None, rendezvous_timeout_s=4)
@@ -313,7 +313,7 @@ def test_a_rank_that_never_comes_is_named(on_ranks):
 
 
 def refuse_on(rank: int, backends: tuple[str, str]) -> str:
-    """One rank cannot go on, or wants something else; the others must not wait for it."""
+    """One rank cannot continue, or requests something else; the others must not wait for it."""
     me = int(os.environ["RANK"])
     try:
         paceline.init(backends[me], "cpu", threads=0 if me == rank else 1, announce=None)

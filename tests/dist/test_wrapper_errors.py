@@ -203,7 +203,7 @@ def fail_while_words_are_read_late(asks: bool) -> list[tuple[str, str]]:
                 model.zero_grad()
                 loss(model, world.rank, step).backward()
             assert len(model.plan.buckets) > 2
-            for fails in (True, False):  # and ranks go on after it, until the next one
+            for fails in (True, False):  # and ranks continue after it until the next one
                 model.zero_grad()
                 if world.rank == 1 and fails:
                     found.append(error_of(lambda: loss(model, world.rank, fails=True).backward()))
@@ -402,7 +402,7 @@ def test_join_can_stop_all_ranks_at_the_first_end(job):
     assert "rank 1" in first[1]
 
 
-# -- replicas that drift ----------------------------------------------------------------------------------------------
+# -- replicas that diverge --------------------------------------------------------------------------------------------
 
 
 def drift(every: int) -> list[tuple[str, str]]:
@@ -429,11 +429,11 @@ def test_a_replica_that_drifts_is_found_at_the_next_check(job):
         assert "left.bias on rank 1" in text
         assert "step 4" in text
         assert "right" not in text
-    # It is the check that finds it: without one nobody notices.
+    # Only the check detects it.
     assert job(3, drift, 0) == [[("", "")] * len(REDUCERS)] * 3
 
 
-# -- gradients that cannot travel -------------------------------------------------------------------------------------
+# -- gradients that cannot be sent ------------------------------------------------------------------------------------
 
 
 class Sparse(nn.Module):
@@ -468,7 +468,7 @@ def test_sparse_gradients_are_a_clear_error_on_all_ranks(job):
         assert "words.weight" in text, text
 
 
-# -- a peer that has gone ---------------------------------------------------------------------------------------------
+# -- a lost peer ------------------------------------------------------------------------------------------------------
 
 
 def talk_to_the_gone(what: str) -> tuple[str, str]:

@@ -25,7 +25,7 @@ CHANGES = {
     "one rank diverges by one bit": ([0, 1], [0, 1]),
     "one rank has a NaN": ([0, 1], [0, 1]),
     "all have a NaN": ([1, 1], [1, 1]),
-    # Equal on both ranks, and nearly equal in value to the right ones: only the way tells.
+    # Equal on both ranks and close to the correct values; only the updates differ.
     "the sum was not divided": ([0, 0], [1, 1]),
     "one never moved": ([0, 0], [1, 1]),
 }

@@ -40,7 +40,7 @@ def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def combine(op: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What the ranks should find: exact in every type."""
+    """The expected results, exact in every type."""
     parts = torch.stack([numbers(rank, count, torch.float64) for rank in range(SIZE)])
     total = {"SUM": parts.sum(0), "AVG": parts.sum(0) / SIZE, "MIN": parts.amin(0), "MAX": parts.amax(0)}[op]
     return (total if dtype.is_floating_point else total.trunc()).to(dtype)
@@ -114,7 +114,7 @@ def training() -> None:
 
 
 def lose(victim: int) -> None:
-    """A rank is killed while all are busy; each of the others says what it got, and how long that took."""
+    """A rank is killed while all are busy; each of the others reports its error and the time until it."""
     if victim == RANK:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)

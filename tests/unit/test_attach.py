@@ -71,8 +71,10 @@ def read(folder: Path) -> dict:
 
 
 class MadeGpu:
-    """A GPU and a host with separate clocks: the host launches work and continues, and waits only if told to. Its events
-    are those of `paceline.runtime.ranks.moments`."""
+    """A GPU and a host with separate clocks: the host launches work and continues, and waits only if told to.
+
+    Its events are those of `paceline.runtime.ranks.moments`.
+    """
 
     def __init__(self) -> None:
         self.host_s = self.free_s = 0.0
