@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Pairs of traces with one and two micro-batches, in turns, that docs/profiling.md cites; then each pair compared.
+# Alternating traces with one and two micro-batches, and the comparison of each pair, for docs/profiling.md.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/accumulation.sh results/a-name-for-this-machine
-# PYTHON names the interpreter; BACKEND and DEVICE choose another backend than gloo. Takes about two minutes on a
-# machine that is otherwise quiet. What is there is replaced.
+# PYTHON names the interpreter; BACKEND and DEVICE replace gloo on the CPU. Takes about two minutes on an idle machine.
+# Existing runs are replaced.
 set -euo pipefail
 out=${1:?the folder for the results}
 python=${PYTHON:-python3}

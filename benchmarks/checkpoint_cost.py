@@ -1,4 +1,4 @@
-"""What a checkpoint every 10 s costs a run: spells of training with and without one, in turns, on two ranks.
+"""What saving a checkpoint every 10 s costs: training on two ranks, alternating turns with and without a save.
 
 python benchmarks/checkpoint_cost.py [--model resnet18] [--ranks 2] [--spell 10] [--pairs 6]
 """
@@ -24,7 +24,7 @@ from paceline.training.train_settings import TrainSettings
 
 
 def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds per step in spells that began with a save, in spells without, and the seconds that a save held us up."""
+    """Seconds per step in turns with a save, in turns without, and the seconds by which saves delayed steps."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-checkpoint-cost-"))
     with paceline.init(announce=None) as world:
         job = build_job(settings, world)

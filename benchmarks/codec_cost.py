@@ -1,9 +1,9 @@
-"""What the codecs cost on one core: processor time of encoding and decoding for a bucket, on one rank of two.
+"""CPU time of each codec: encoding and decoding one bucket on one rank of two.
 
     python benchmarks/codec_cost.py [--elements 10485760] [--rounds 7] [--torch]
 
-`--torch` leaves out the compiled core. Prints a line per strategy: milliseconds until the first message, after it, and
-in all, each the median of the rounds, with what copying the gradients once takes.
+`--torch` bypasses the compiled core. Prints a line per strategy with the median milliseconds before the first message,
+after it, and in total, next to the time of one copy of the gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH = 2048
 
 
 def time_rounds(text: str, num_elements: int, rounds: int) -> tuple[float, float]:
-    """Milliseconds of the first rank until its first message, and after it."""
+    """Milliseconds of the first rank before and after its first message."""
     strategy = Strategy.parse(text)
     ranks = [codecs.build_codec(strategy, rank, 2) for rank in range(2)]
     shapes = [(WIDTH, WIDTH)] * (num_elements // WIDTH**2) + [(num_elements % WIDTH**2 // WIDTH, WIDTH), (WIDTH,)]

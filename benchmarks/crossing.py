@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Messages of two ranks to each other over a link: gloo's own collectives, ours, and an all-reduce of as many bytes.
+"""Two ranks that send to each other over a link: gloo's collectives, ours, and an all-reduce of as many bytes.
 
     benchmarks/crossing.py [--rate 1gbit] [--rounds 20]
 
-The ranks are on hosts with a link of that rate between them, which are network namespaces of this machine
-(`limited_link.py`; needs root, `ip` and `tc`). All take turns. One rank is a millisecond late, each in every other
-round, as ranks are in a step. Times are medians of the slower rank.
+The ranks are in network namespaces of this machine, joined by a link of that rate (`limited_link.py`; needs root, `ip`
+and `tc`). All variants alternate. In each round one of the ranks is a millisecond late, as in a training step. Times
+are medians of the slower rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def start_own(kind: str, rows: torch.Tensor, given: torch.Tensor, group: Any) ->
 
 
 def measure(rounds: int) -> str:
-    """A line for each size. Collective: call on every rank."""
+    """Print a line for each size. Collective: call on every rank."""
     with paceline.init("gloo", "cpu", announce=None) as world:
         group, lines = dist.group.WORLD, []
         for size in SIZES:

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""What it gains that embeddings send rows: steps in turns of `embeddings="dense"` and `"rows"`, between two hosts.
+"""Gain from sending embedding gradients as rows: `embeddings="dense"` and `"rows"` in alternating steps.
 
     benchmarks/embedding_rows.py [--rate 1gbit] [--model gpt2-mini] [--batch-size 4] [--rounds 40] [--json FILE]
 
-The hosts are network namespaces of this machine, as in `limited_link.py`; needs root, `ip` and `tc`. `--rate none` runs
-both ranks here, on loopback. `--model hf` is a GPT-2 of transformers with the sizes of gpt2-mini. Each way runs with
-its default plan and with the best of several caps, which is measured right before. `alone` is the same step without
-communication: exposed = step - alone. Times are medians; ratios are medians over pairs of one round.
+The two hosts are network namespaces of this machine, as in `limited_link.py`; needs root, `ip` and `tc`. `--rate none`
+runs both ranks here, on loopback. `--model hf` is a transformers GPT-2 with the sizes of gpt2-mini. Each variant runs
+with its default plan and with the best of several caps, measured right before. `alone` is the same step without
+communication: exposed = step - alone. Times are medians; ratios are medians over the pairs of a round.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         length = build(asked.model, asked.tokens)[2]
         models = {(kind, cap): make(kind, cap) for kind in ("dense", "rows") for cap in (None, *asked.caps)}
         draw = torch.Generator().manual_seed(world.rank)
-        # As in text, a few tokens are frequent: the ranks of a Zipf distribution.
+        # As in text, a few tokens are frequent (Zipf distribution).
         weights = 1 / torch.arange(1, vocabulary + 1)
 
         def step(model: DDP, is_synchronised: bool = True) -> float:
@@ -77,7 +77,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
                     took_s = step(models["dense", None] if label == "alone" else models[label], label != "alone")
                     if number >= WARMUP:
                         times[label].append(took_s)
-            # A step is over when the slowest rank is.
+            # A step ends with the slowest rank.
             return {label: [max(row) for row in zip(*world.share(mine), strict=True)] for label, mine in times.items()}
 
         first = run(list(models), max(4, asked.rounds // 5))

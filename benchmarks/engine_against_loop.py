@@ -1,10 +1,10 @@
-"""Does the engine of `bench allreduce` measure what a hand-written loop measures? Prints the exact ratio.
+"""Compare the engine of `bench allreduce` with a hand-written loop, and print the exact ratio.
 
     python benchmarks/engine_against_loop.py [--sizes 4KiB,1MiB,16MiB] [--ranks 2] [--rounds 8] [--threads 1] [--json]
 
-In every round the engine and a plain loop around `dist.all_reduce` measure the same size on the same group, one
-after the other. The loop has no barrier, no check and no fresh data: what anybody would write first. With more than one
-thread per rank the engine disturbs itself, which is why it uses one: its fill and its check wake OpenMP's threads.
+In every round, the engine and a plain loop around `dist.all_reduce` measure the same size on the same group, one after
+the other. The loop has no barrier, no check and no fresh data. With more than one thread per rank, the engine's fill
+and check wake OpenMP's threads and disturb the measurement, so the engine uses one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def time_loop(vector: torch.Tensor, iters: int) -> list[float]:
 
 
 class AllReduce(Timed):
-    """The vector of the loop, filled, reduced and checked by the engine."""
+    """The loop's vector, which the engine fills, reduces and checks."""
 
     def __init__(self, vector: torch.Tensor, world: paceline.World) -> None:
         self.vector, self.rank, self.device, self.num_elements = vector, world.rank, vector.device, vector.numel()
@@ -54,14 +54,14 @@ class AllReduce(Timed):
 
 
 def time_engine(vector: torch.Tensor, iters: int, world: paceline.World) -> list[float]:
-    """The same number of repetitions by the engine, with its barrier, fresh data and check."""
+    """As many repetitions by the engine, with its barrier, fresh data and check."""
     timed = AllReduce(vector, world)
     time_interleaved([timed], world.control, iters, 0)
     return timed.timing.seconds
 
 
 def compare(sizes: tuple[int, ...], rounds: int, iters: int, threads: int = 1) -> list[dict[str, Any]]:
-    """Collective: every rank must call this. Medians over all rounds, each repetition reduced over ranks by max."""
+    """Medians over all rounds of the slowest rank of each repetition. Collective: call on every rank."""
     rows = []
     with paceline.init("gloo", "cpu", threads=threads, announce=None) as world:
         for size in sizes:

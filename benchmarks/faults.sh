@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The bars of docs/faults.md on this machine, a row each; all of them take hours, as root.
+# Measure the tables of docs/faults.md on this machine; all of them take hours, as root.
 #   benchmarks/faults.sh FOLDER [named detection noise recovery sequences goodput saves trust malformed]
 #   benchmarks/faults.sh FOLDER nccl    # 2 and 4 NCCL ranks that share a GPU: about 5 minutes, not part of the others
-# PYTHON names the interpreter. What was interrupted is resumed when this is called again, and what is there is kept.
-# TRIALS and SPAN (seconds of a run) make it shorter, for a try: TRIALS=1 SPAN=20 benchmarks/faults.sh tried noise
+# PYTHON names the interpreter. A second call resumes what was interrupted and keeps what is finished.
+# TRIALS and SPAN (seconds of a run) make a trial run shorter: TRIALS=1 SPAN=20 benchmarks/faults.sh tried noise
 set -uo pipefail
 out=${1:?the folder for the results}
 shift
@@ -52,7 +52,7 @@ tests() { # NAME ARGUMENTS...: tests, one after the other; each with its result 
 
 row() {
   case $1 in
-    named) # every fault under every system
+    named) # every fault in every system
       faults named --faults all --systems train,script,torch --trials "${TRIALS:-2}" ;;
     detection)
       faults detection --faults kill,stop,gil,loop,link-down --systems train,script --trials "${TRIALS:-20}" ;;

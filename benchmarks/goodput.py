@@ -1,20 +1,20 @@
-"""How much of the time of a job counts while ranks are killed at random, compared with what was predicted.
+"""Measure the goodput of a job whose ranks are killed at random, and compare it with the prediction.
 
 python benchmarks/goodput.py [--on-fault restart] [--mtbf 20,40,80] [--seconds 200] [--rounds 1] [--out FILE]
 
-Every round has a run without faults and one for each mean time between faults, the other way round in the next. Before
-the first, a few kills at fixed times measure a recovery; no other number of these runs goes into the prediction.
-Useful time is what the steps that count took themselves, with what comes between two steps in a run without faults and
-saves; it is divided by the time from the first step to the last. So a machine that is slower in one run than in another
-changes nothing. What that would hide is said with the result: how much slower steps are after a recovery than before
-the fault. With `--on-fault resume` the command itself is started again, by `paceline train --resume`; with a policy
-that is done only where it has ended, for one fault came too soon after another.
+Every round has a run without faults and one for each mean time between faults, in reverse order in the next round.
+Kills at fixed times measure a recovery first; the prediction uses no other number of these runs.
 
-Moments of faults are exponential, drawn from equal shares of the distribution in random order: a few of them have the
-mean that was asked for, where independent draws would need hours. The rounds of a rate continue one sequence of faults,
-as if they were one long run. A fault is a kill of one rank. With `spare` and `shrink` it is a rank of the current
-world, not a spare or a process that is only being started; between two worlds the fault waits. It leaves a replica, so
-the prediction is for faults that nearly all do. FILE is written after each run, with what was found so far.
+Useful time is the time of the steps that count, plus the gaps between steps as in a run without faults and saves,
+divided by the time from the first step to the last. So it does not matter whether the machine is slower in one run than
+in another. The result also states how much slower steps are after a recovery than before the fault. With
+`--on-fault resume`, `paceline train --resume` restarts the command; with a policy, only if the command has ended
+because one fault followed another too soon.
+
+Times between faults are exponential, drawn from equal shares of the distribution in random order, so a few of them
+already have the requested mean. The rounds of a rate continue one sequence of faults. A fault is a kill of one rank;
+with `spare` and `shrink`, a rank of the current world, and between two worlds the fault waits. It leaves a replica, so
+the prediction assumes that nearly all faults do. FILE is written after each run.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _AFTER = 300  # steps after a recovery, and before a fault, that are compared
 
 @dataclass
 class Outcome:
-    """`first_s`, `last_s`: when the first and the last step were done, by `time.monotonic`. `num_resumed`: how often
-    the command had ended, and was started again to resume."""
+    """`first_s` and `last_s` are when the first and the last step ended (`time.monotonic`); `num_resumed` counts
+    restarts of the command."""
 
     folder: Path = Path()
     first_s: float = 0.0
@@ -75,7 +75,7 @@ class Outcome:
         return self.last_step - self.first_step
 
     def read_steps(self) -> None:
-        """How long the steps took that count."""
+        """Seconds of the steps that count."""
         rows = load_metrics(self.folder / METRICS_FILE)
         faults = load_config(self.folder).get("faults", ())
         steps_s = [row["step_s"] for row in rows]
@@ -88,8 +88,8 @@ class Outcome:
 
 
 def find_ranks(pid: int, in_world: bool = False) -> list[int]:
-    """The processes below a launcher that are ranks, or may become one, and are alive, in order. `in_world`: only the
-    ranks of its current world, which have a page that its monitor reads."""
+    """The living rank processes and spares below a launcher, in order. `in_world`: only the ranks of its current world,
+    which have a status page."""
     found = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
@@ -102,7 +102,7 @@ def find_ranks(pid: int, in_world: bool = False) -> list[int]:
 
 
 def read_pages(pid: int) -> set[int]:
-    """The processes whose pages a launcher has."""
+    """The processes whose status pages a launcher reads."""
     found = set()
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
@@ -113,7 +113,7 @@ def read_pages(pid: int) -> set[int]:
 
 
 def check_faults(outcome: Outcome, policy: str) -> str:
-    """A warning, where the run has recorded another number of faults than there were kills."""
+    """A warning if the run has recorded a different number of faults than kills."""
     faults = json.loads((outcome.folder / "config.json").read_text()).get("faults", ())
     if policy == "resume" or len(faults) == len(outcome.kills_s):
         return ""
@@ -121,7 +121,7 @@ def check_faults(outcome: Outcome, policy: str) -> str:
 
 
 def read_step(path: Path) -> int:
-    """The step of the last row; 0 where there is none."""
+    """The step of the last row, or 0."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 50_000))
@@ -142,8 +142,8 @@ def build_command(asked: argparse.Namespace, steps: int, save_every: str, out: P
 def run_job(
     asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iterator[float], out: Path, calm: bool
 ) -> Outcome:
-    """Train this number of steps; after each gap of seconds, from the first step or the kill before, kill a rank.
-    `calm`: from the recovery before."""
+    """Train this number of steps, and kill a rank after each gap of seconds since the first step or the previous kill
+    (`calm`: since the previous recovery)."""
     outcome, source, begin_s = Outcome(), random.Random(asked.seed), time.monotonic()
     has_spares = asked.on_fault in ("spare", "shrink")
     command = build_command(asked, steps, save_every, out)
@@ -159,7 +159,7 @@ def run_job(
             has_ended = process.poll() is not None
             if files:
                 found = files[0].stat()
-                # A new row; rows that will be repeated are cut off when a run resumes.
+                # A new row; a resumed run truncates rows that it will repeat.
                 if found.st_size not in (0, seen):
                     grows, seen = found.st_size > seen, found.st_size
                     step = read_step(files[0])
@@ -196,7 +196,7 @@ def run_job(
 
 
 def draw_gaps(mean_s: float, num: int, source: random.Random) -> Iterator[float]:
-    """Exponential times of this mean, of which each `num` have it nearly exactly."""
+    """Exponential times whose mean over each `num` of them is nearly exact."""
     while True:
         shares = [(place + source.random()) / num for place in range(num)]
         source.shuffle(shares)
@@ -204,7 +204,7 @@ def draw_gaps(mean_s: float, num: int, source: random.Random) -> Iterator[float]
 
 
 def predict(asked: argparse.Namespace, healthy: Path, mtbf_s: float, recovery_s: Sequence[float]) -> dict[str, Any]:
-    """What `paceline predict goodput` says of this job."""
+    """The prediction of `paceline predict goodput` for this job."""
     flag = "--restart-seconds" if asked.on_fault in ("restart", "resume") else f"--{asked.on_fault}-seconds"
     words = [*_PACELINE, "predict", "goodput", str(healthy), "--mtbf", f"{mtbf_s:.3f}s", "--json"]
     words += ["--save-every", asked.save_every, "--horizon", f"{asked.seconds * asked.rounds:.0f}s"]
@@ -220,7 +220,7 @@ def compare(
     asked: argparse.Namespace, alone: Sequence[Outcome], measured: Mapping[float, Sequence[Outcome]], saved: Outcome,
     calibration: Outcome,
 ) -> dict[str, Any]:  # fmt: skip
-    """What was measured so far, and what was predicted for it."""
+    """The measurements so far, with their predictions."""
     step_s = sum(one.wall_s for one in alone) / sum(one.num_steps for one in alone)
     around = sum(one.wall_s for one in alone) / sum(one.busy_s for one in alone)
     rows = []
@@ -295,7 +295,7 @@ def main() -> None:
 
         short = run("how long a step takes", 500, "1000s", iter(()))
         saved = run("saves", max(500, round(40 * short.num_steps / short.wall_s)), asked.save_every, iter(()))
-        # From the longer run: where momentum becomes denormal, steps get slower after a thousand.
+        # From the longer run: steps get slower after a thousand, when momentum becomes denormal.
         steps = max(500, round(asked.seconds * saved.num_steps / saved.wall_s))
         gap_s = 0.8 * asked.seconds / (asked.kills + 1)
         calibration = run("recovery", steps, asked.save_every, iter([gap_s] * asked.kills), calm=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What training and profiling reach on a GPU: the runs under results/ that docs/training.md and docs/profiling.md cite.
+# Training and profiling on a GPU: the runs under results/ that docs/training.md and docs/profiling.md cite.
 #   benchmarks/gpu_training.sh OUT [FOLDER_OF_CIFAR10]
 # PYTHON names the interpreter. Takes about ten minutes on one H200.
 set -euo pipefail
@@ -20,7 +20,7 @@ run() { # NAME VERB ARGUMENTS...: one run, its folder renamed to NAME; what is t
   rmdir "$out/new"
 }
 
-# A classifier of sentence pairs as it is first written, and with what the advice says.
+# A sentence-pair classifier before and after following the advice.
 smol=(--model hf:HuggingFaceTB/SmolLM2-360M-Instruct --data synthetic:pairs --context 128 --optimizer adamw --ranks 1 --device cuda)
 run smollm2-before profile trace "${smol[@]}" --batch-size 8 --precision fp32 --steps 5 --plot
 run smollm2-bf16 profile trace "${smol[@]}" --batch-size 8 --precision bf16 --steps 5

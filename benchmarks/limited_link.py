@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""A `paceline` command between two hosts that are network namespaces of this machine, joined by a link of a given rate.
+"""Run a `paceline` command on two network namespaces of this machine, joined by a link of a given rate.
 
     benchmarks/limited_link.py [--rate 1gbit] OUT [-- tune --model gpt2-mini ...]
 
-Needs root, `ip` and `tc`; the namespaces and the link are made here and removed at the end, whatever happens. Loopback
-and other interfaces are not touched.
+Needs root, `ip` and `tc`. The namespaces and the link are always removed at the end; loopback and other interfaces stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT_S = 900
 
 
 def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: str = f"{HOST_ADDRESS}.1") -> int:
-    """One rank in each namespace (without a name: here). Rank 0 prints, and both end when one fails."""
+    """Start one rank in each namespace (without a name: on this host). Rank 0 prints; both end when one fails."""
     ranks = []
     for rank, name in enumerate(names):
         place = {
@@ -55,7 +55,7 @@ def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: 
 
 
 def run_again(rate: str) -> NoReturn:
-    """Run this program once more, with `--is-rank`, on both hosts; `none` is on this one, and needs no root."""
+    """Rerun this program with `--is-rank` on both hosts; `none` runs both ranks here and needs no root."""
     command = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], "--is-rank"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces must go, whoever ends this
     if rate == "none":

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The measurements under results/ of several NCCL ranks that share one GPU. NCCL takes each rank for a host of its own and
-# uses its socket transport over loopback: like hosts with one GPU each on a network of about 25 Gb/s, not like NVLink.
+# The runs under results/ of several NCCL ranks that share one GPU. NCCL treats each rank as a separate host and uses
+# sockets over loopback: like hosts with one GPU each on a network of about 25 Gb/s, not like NVLink.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/nccl.sh FOLDER [allreduce accumulation scaling wrappers tuning]
-# PYTHON names the interpreter. CUDA MPS is started if nobody has. allreduce, accumulation and scaling take about five
-# minutes, wrappers ten, tuning ten. Runs that are there already are kept; BACKEND=gloo tries the commands on a CPU.
+# PYTHON names the interpreter. CUDA MPS is started if needed. allreduce, accumulation and scaling take about five
+# minutes, wrappers ten, tuning ten. Existing runs are kept; BACKEND=gloo tries the commands on a CPU.
 set -euo pipefail
 out=${1:?the folder for the results}
 shift

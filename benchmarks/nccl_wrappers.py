@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Compare wrappers on NCCL ranks that share one GPU, in alternation: ours and torch's, by default and tuned.
+"""Compare wrappers on NCCL ranks that share one GPU, alternating: ours and torch's, default and tuned.
 
     PACELINE_SHARE_GPUS=1 benchmarks/nccl_wrappers.py OUT [--models mlp,resnet18,...] [--ranks 2,4,8] [--iters N]
 
-Start CUDA MPS first, so that the ranks compute at the same time. OUT gets one run per model and number of ranks.
-The models are those of `paceline bench wrappers`, with GPU batch sizes, and `transformer`: 64.6 MiB in 6 layers of
-width 384, with a head that is not tied to the embedding. gpt2-large is compared by default only, for the candidates of
-a tuned wrapper do not fit on one GPU with those of the other ranks. All cells take about ten minutes on an H200.
+Start CUDA MPS first, so that the ranks compute concurrently. OUT gets one run per model and number of ranks. The models
+are those of `paceline bench wrappers`, with GPU batch sizes, and `transformer`: 64.6 MiB in 6 layers of width 384, with
+an untied head. gpt2-large is compared only with default wrappers, because the candidates of a tuned wrapper do not fit
+on one GPU with those of the other ranks. All cells take about ten minutes on an H200.
 """
 
 from __future__ import annotations

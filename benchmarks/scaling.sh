@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The scaling studies under results/ that docs/scaling.md cites, for the machine that this runs on.
+# The scaling studies under results/ that docs/scaling.md cites, for this machine.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/scaling.sh results/a-name-for-this-machine [FOLDER_OF_CIFAR10]
-# PYTHON names the interpreter. Takes about ten minutes on CPUs; with CIFAR-10, for a GPU, 25 more. A study that was
-# interrupted is resumed when this is called again.
+# PYTHON names the interpreter. Takes about ten minutes on CPUs; with CIFAR-10, for a GPU, 25 more. A second call
+# resumes an interrupted study.
 set -euo pipefail
 out=${1:?the folder for the results}
 cifar=${2:-}
@@ -11,7 +11,7 @@ mkdir -p "$out"
 
 . "$(dirname "$0")/study.sh"
 
-# A CNN of 4.7 M parameters on as many cores as there are, up to 8, one thread each.
+# A CNN of 4.7 M parameters on all cores, up to 8, one thread each.
 cnn=(--device cpu --threads 1 --channels 16,32 --hidden 1024)
 counts=(--ranks 1,2 --iters 80)
 [ "$(nproc)" -ge 8 ] && counts=(--ranks 1,2,4,8 --global-batch-size 128 --iters 40)
@@ -27,8 +27,8 @@ if [ -n "$cifar" ]; then
     --batch-size 32,128,512,1024 --global-batch-size 512 --iters 30
   resnet=(--model resnet18 --data "cifar10:$cifar" --device cuda --precision bf16)
   scale scale-batch batch "${resnet[@]}" --batch-size 32,128,512,2048,8192,32768,50000
-  # Several at a time: one alone at batch 128 waits for its CPU. nvidia-cuda-mps-control -d makes them share the GPU well.
-  # With a folder of the original pixels this is the study results/h200-16-cores/scale-large-batch-original-pixels.
+  # Several at a time, because one at batch 128 waits for its CPU; nvidia-cuda-mps-control -d helps to share the GPU.
+  # With the original pixels, this is the study results/h200-16-cores/scale-large-batch-original-pixels.
   scale scale-large-batch large-batch "${resnet[@]}" --base-batch-size 128 --global-batch-size 8192 --batch-size 512 \
     --recipes none,linear,linear+warmup,lars+warmup,grow,grow+smoothing --epochs 60 --updates 0 --at-once 6 --lr 0.1 \
     --weight-decay 0.0005

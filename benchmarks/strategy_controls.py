@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Two wrong ideas, trained as they are often written, to be compared with `paceline scale strategies`.
+"""Train two common mistakes, for comparison with `paceline scale strategies`.
 
     benchmarks/strategy_controls.py --data cifar10:FOLDER --model resnet18 --device cuda --precision bf16 \
         --epochs 30 --batch-size 512 --lr 0.4 --weight-decay 0.0005 --lr-warmup 490 --seeds 5
 
-- places: each rank keeps its largest gradients, and an all-reduce adds up values that belong to different places.
-- gradients: the gradients of every 8th step are averaged, and replicas are never brought together again.
+- places: each rank keeps its largest gradients, and an all-reduce adds up values at different indices.
+- gradients: the gradients of every 8th step are averaged, and the replicas never.
 
-Prints the test accuracy of each seed and their mean. Four workers in one process.
+Prints the test accuracy of each seed and their mean. Four workers run in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORKERS, DENSITY, EVERY = 4, 0.01, 8
 
 
 class OtherPlaces(Codec):
-    """The largest values of each rank, added up as if they belonged to the same places."""
+    """Adds up the largest values of each rank as if they had the same indices."""
 
     def average(self, names: Sequence[str], grads: Sequence[torch.Tensor], step: int) -> Exchange:
         for grad in grads:
@@ -43,7 +43,7 @@ class OtherPlaces(Codec):
 
 
 class SomeGradients(Codec):
-    """Gradients of every few steps are averaged; parameters never."""
+    """Averages the gradients of every few steps, and never the parameters."""
 
     def average(self, names: Sequence[str], grads: Sequence[torch.Tensor], step: int) -> Exchange:
         if step % EVERY == 0:

@@ -1,4 +1,4 @@
-# To be sourced: `scale` runs one study of `paceline scale`, resumes it where it was interrupted, or leaves it as it is.
+# To be sourced: `scale` runs one study of `paceline scale`, resumes an interrupted one, and keeps a finished one.
 # $out is the folder of the results, $python the interpreter.
 
 scale() { # NAME VERB ARGUMENTS...: one study in the folder NAME

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Steps with a strategy and plain steps, in turns: what the strategy costs.
+"""The cost of a strategy: steps with it and plain steps, alternating.
 
     benchmarks/two_ways.py STRATEGY [--model gpt2-mini] [--ranks 2] [--steps 60] [--backend shm] [--rate 1gbit]
 
-`--rate` puts the two ranks on hosts with a link of that rate between them, which are network namespaces of this machine
-(`limited_link.py`; needs root, `ip` and `tc`).
-Times are medians of the slowest rank; ratios are medians over pairs of one round, with their intervals.
+`--rate` puts the two ranks into network namespaces of this machine, joined by a link of that rate (`limited_link.py`;
+needs root, `ip` and `tc`).
+Times are medians of the slowest rank; ratios are medians over the pairs of a round, with their intervals.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build(strategy: str, net: torch.nn.Module) -> tuple[paceline.DDP, Any]:
 
 
 def measure(settings: TrainSettings, strategy: str, num_steps: int) -> str:
-    """The answer in words. Collective: call on every rank."""
+    """The result as text. Collective: call on every rank."""
     ways = ("dense", strategy)
     with paceline.init(settings.backend, "cpu", announce=None) as world:
         (data, _), _ = load_sets(settings, world)
@@ -63,7 +63,7 @@ def measure(settings: TrainSettings, strategy: str, num_steps: int) -> str:
                 end_s = time.perf_counter()
                 if number >= WARMUP:
                     mine[way].append((middle_s - begin_s, end_s - middle_s, end_s - begin_s))
-        # A step takes as long as on the slowest rank.
+        # A step ends with the slowest rank.
         shared, times = world.share(mine), dict[str, list[list[float]]]()
         for way in ways:
             rounds = zip(*(found[way] for found in shared), strict=True)

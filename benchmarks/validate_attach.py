@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""What does attaching to a program cost, and how right is `paceline tune -- COMMAND` over a link of 1 Gb/s?
+"""Measure the overhead of attaching, and the accuracy of `paceline tune -- COMMAND` over a link of 1 Gb/s.
 
     benchmarks/validate_attach.py overhead [--rounds 6] [--seconds 300]
     benchmarks/validate_attach.py link [--rate 1gbit] [--steps 48] [--rounds 3] [--judges 2] [--only wide,flat]
 
-`overhead`: runs of tests/scripts/plain_loop.py in turns, plain and attached; the time of its steps is that between two
-lines that it prints itself. The steps that are recorded are not among them. Runs differ by more than the bar, so in one
-more run of `--seconds`, of the same training, a few steps each take turns with and without what attaching puts around
-them: thousands of pairs. And steps in which those calls are timed themselves: the smallest noise, without what they
-cost others.
-`link`: the same program on two network namespaces, one rank on each. It is tuned first; then it runs twice with a range
-of bucket sizes in turns, which the prediction has not seen. The error of the predicted steps: from its own buckets in
-the same run, and from the step of the first run, which has what the machine changed in between. The regret, how much
-longer than the best of them the chosen one takes: each is compared with its own buckets, in the same round of the same
-run. A case that mostly waits for its data should be flat. Needs root, `ip` and `tc`.
+`overhead`: alternating runs of tests/scripts/plain_loop.py, plain and attached. Step times come from two lines that the
+script prints, and exclude recorded steps. Runs differ by more than the goal, so one more run of `--seconds` alternates
+between a few steps with and without the calls of attaching: thousands of pairs. Finally, the calls themselves are
+timed, which has the least noise but excludes their effect on other code.
+
+`link`: the same program on two network namespaces with one rank each. It is tuned, and then runs twice with alternating
+bucket sizes that the prediction has not seen. The error of the predicted steps is relative to its own buckets in the
+same run, and to the step of the first run, which includes the drift of the machine. The regret is how much longer the
+chosen bucket size takes than the best one, each relative to its own buckets in the same round. A case that mostly waits
+for data should be flat. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CAPS = "256KiB,1MiB,4MiB,10MiB,25MiB"
 
 
 def time_steps(variables: dict[str, str]) -> float:
-    """Seconds of a step of the program, by the lines that it prints at steps 60 and 180."""
+    """Seconds per step, from the lines that the program prints at steps 60 and 180."""
     command = [*TORCHRUN, str(SCRIPT), "--steps", "181", "--width", "256", "--depth", "6"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
     moments = {}
@@ -93,14 +93,14 @@ def measure_overhead(rounds: int, seconds: float) -> None:
 
 
 def show_ratio(what: str, times: dict[str, list[float]]) -> None:
-    """The median of paired ratios, as in every race, with its 95 % interval."""
+    """The median of paired ratios with its 95 % interval, as in a plan comparison."""
     ratio, plain_s = estimate_ratio(times["attached"], times["plain"], 0.025), statistics.median(times["plain"])
     said = f"{ratio.value:.4f} times as long, 95 %: {ratio.low:.4f} to {ratio.high:.4f}"
     print(f"{what}: {len(times['plain'])} pairs, {format_ms(plain_s)} ms a step; attached {said}")
 
 
 class Cycled(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """As many samples as are asked for, of a thousand."""
+    """An endless dataset that repeats a thousand samples."""
 
     def __init__(self) -> None:
         self.inputs, self.targets = torch.randn(1000, 256), torch.randint(0, 10, (1000,))
@@ -113,8 +113,8 @@ class Cycled(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def take_turns(seconds: float) -> None:
-    """One rank: pairs of turns of steps as in plain_loop.py, with and without what attaching puts around them. Which of
-    a pair is first is drawn, alike on all ranks. Then steps in which those calls are timed themselves."""
+    """One rank: pairs of turns as in plain_loop.py, with and without the calls of attaching, in an order that is drawn
+    alike on all ranks; then steps in which those calls are timed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
@@ -151,7 +151,7 @@ def take_turns(seconds: float) -> None:
 
 
 class Attached:
-    """What of torch attaching changes, as it is now."""
+    """The current values of everything in torch that attaching changes."""
 
     def __init__(self) -> None:
         self._hooks = [dict(each) for each in HOOKS]
@@ -165,7 +165,7 @@ class Attached:
 
 
 def time_calls(folder: str, train: Callable[[int], float]) -> list[float]:
-    """Seconds of each of 300 steps inside of what attaching calls: hooks, and a loader less what it calls itself."""
+    """Seconds of each of 300 steps inside the calls of attaching: hooks, and the loader without the calls it wraps."""
     clock, spent = time.perf_counter, [0.0]
 
     def timed(function: Callable[..., Any], sign: int) -> Callable[..., Any]:
@@ -193,7 +193,7 @@ def time_calls(folder: str, train: Callable[[int], float]) -> list[float]:
 
 
 def run_on_hosts(names: list[str], arguments: list[str]) -> int:
-    """One rank of the program in each namespace, as a launcher starts them."""
+    """Start one rank of the program in each namespace, like a launcher."""
     ranks = []
     for rank, name in enumerate(names):
         place = {
@@ -209,7 +209,7 @@ def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str])
     check_rights()
     tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
     chosen: dict[str, list[tuple[int, ...]]] = {name: [] for name in only}  # their buckets
-    # By buckets: their turns, and those of its own buckets in the same rounds.
+    # By bucket size: its turns, and those of the program's own buckets in the same rounds.
     turns: dict[str, dict[tuple[int, ...], tuple[list[float], list[float]]]] = {name: {} for name in only}
     errors: dict[str, list[float]] = {name: [] for name in only}
     late: dict[str, list[float]] = {name: [] for name in only}  # from the step of the first run
@@ -221,7 +221,7 @@ def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str])
             for warning in found.warnings:
                 print(f"  warning: {warning}")
             tuned[name].append(found)
-            # The chosen cap races again, with those that the prediction has not seen.
+            # Compare the chosen cap again, with caps that the prediction has not seen.
             own = round((found.cap_mib or 0) * MIB)  # 0: the program's own buckets
             caps = list(dict.fromkeys([*parse_sizes(CAPS), *filter(None, [own])]))
             for _ in range(judges):

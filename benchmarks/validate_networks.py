@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""How wrong are networks that were not measured here? Against published tables, each held out by its source.
+"""Accuracy of predictions for networks that were not measured here, against published tables, held out by source.
 
     python benchmarks/validate_networks.py [allreduce_public.csv] [--runs results/*/allreduce*]
 
-The CSV has the columns source, backend, world_size, nodes, hardware, interconnect, bytes, time_s. What stands for a row
-is decided by its interconnect alone (`STANDS_FOR`); rows whose interconnect nobody can name are counted apart. A row is
-disturbed, and not judged, if a larger message of its sweep took less than half of its time: a cold start.
+The CSV has the columns source, backend, world_size, nodes, hardware, interconnect, bytes, time_s. The interconnect
+alone decides which network stands for a row (`STANDS_FOR`); rows with an unknown interconnect are counted separately. A
+row is dropped as a cold start if a larger message of its sweep took less than half of its time.
 
-1. Named networks: each table is predicted without its own source. Where no other source has measured that network, its
-   data sheet is used, corrected by what the other sources show. In-sample numbers stand next to it.
+1. Named networks: each table is predicted without its own source. If no other source has measured that network, its
+   data sheet is used, corrected by what the other sources show. In-sample numbers are printed next to it.
 2. Data sheets alone, in the same way: for networks that nobody published.
-3. Other numbers of ranks: each count of a sweep is predicted from the counts below it.
+3. Other numbers of ranks: each count of a sweep is predicted from the smaller counts.
 
-Every coverage is of the 90 % interval, and has its width next to it.
+Every coverage refers to the 90 % interval and is printed with its width.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from paceline.units import MIB
 
 CLASSES = {"below 1 MiB": (0, MIB), "1 to 32 MiB": (MIB, 32 * MIB + 1), "above 32 MiB": (32 * MIB + 1, 1 << 60)}
 INSIDE_90 = 1.645  # standard deviations to each side
-# By the words of the column interconnect: the published network, and the data sheets (between nodes, inside a node).
+# By text in the column interconnect: the published network, and the data sheets (between nodes, inside a node).
 STANDS_FOR = {
     "Slingshot": ("mi250x-slingshot", ("100GB/s,2us", "100GB/s,2us")),
     "multi-node RDMA": ("h100-rdma", None),  # the links are not stated, so that it has no data sheet
@@ -42,9 +42,9 @@ STANDS_FOR = {
     "NVLink": ("h100-nvlink", ("nvlink4", "nvlink4")),
     "PCIe": ("pcie3-host", ("pcie3", "pcie3")),
 }
-# What else measured the same kind of network: used where the source of a row is held out.
+# Other measurements of the same kind of network, used if the source of a row is held out.
 SAME_KIND = {"mi250x-slingshot": fabrics.GH200, "h100-rdma": fabrics.H100_HALF}
-# The data sheets of the tables that Paceline holds.
+# The data sheets of the tables bundled with Paceline.
 PUBLISHED = {"a100-nvlink": fabrics.A100, "h100-nvlink": fabrics.H100, "h200-roce": fabrics.H200_ROCE,
              "pcie4-4090": fabrics.PCIE4}  # fmt: skip
 SHEETS = (
@@ -59,7 +59,7 @@ SHEETS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One published table: its points, and the names of what stands for it."""
+    """One published table: its points, and the names of the networks that stand for it."""
 
     source: str
     ranks: int
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Judged:
-    """One point: what was measured and predicted, and the standard deviation of the prediction."""
+    """One point: measured, predicted, and the standard deviation of the prediction."""
 
     source: str
     num_bytes: int
@@ -97,7 +97,7 @@ def drop_disturbed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float
 
 
 def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
-    """The sweeps of a CSV, and how many rows nothing stands for, or are disturbed."""
+    """The sweeps of a CSV, and the numbers of rows without a network and of cold starts."""
     sweeps: dict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
     with path.open() as file:
         for row in csv.DictReader(file):
@@ -117,7 +117,7 @@ def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
 
 
 def list_bundled() -> list[Case]:
-    """The tables that Paceline holds, with their data sheets; from 4 KiB, as no bucket is smaller."""
+    """The bundled tables with their data sheets, from 4 KiB, because no bucket is smaller."""
     names = {sweep: name for name, sweeps in PUBLISHED.items() for sweep in sweeps}
     return [
         Case(s.source, s.ranks, s.nodes, tuple((x, t) for x, t in drop_disturbed(s.points) if x >= 4096),
@@ -137,7 +137,7 @@ def estimate(case: Case, correction: Correction) -> list[float]:
 
 
 def fit_correction(cases: Sequence[Case]) -> Correction:
-    """The correction with the least mean square of log errors, each table counting the same."""
+    """The correction with the least mean square of log errors, with equal weight for each table."""
     used = [case for case in cases if case.sheets and case.points]
 
     def loss(correction: Correction) -> float:
@@ -180,13 +180,13 @@ def judge_sheets(cases: Sequence[Case], corrections: Callable[[str], Correction]
 
 
 def is_of(source: str, sweep_source: str) -> bool:
-    """Whether a source of the CSV, such as `ROCm/rccl issue #1490`, is that of a table that Paceline holds."""
+    """Whether a source of the CSV, such as `ROCm/rccl issue #1490`, is that of a bundled table."""
     first = source.split()[0]
     return source == sweep_source or ("/" in first and first in sweep_source)
 
 
 def without(network: Network, source: str) -> Network | None:
-    """A published network without one source; None where nothing is left."""
+    """A published network without one source, or None if nothing is left."""
     mine = (*network.sweeps, *SAME_KIND.get(network.name, ()))
     left = tuple(sweep for sweep in mine if not is_of(source, sweep.source))
     several = {math.ceil(sweep.ranks / sweep.nodes) for sweep in left if sweep.nodes > 1}
@@ -233,7 +233,7 @@ def split(points: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
 
 
 def calibrate(points: Sequence[Judged]) -> list[str]:
-    """The standard deviations with which 90 % of held-out points would be covered, by class."""
+    """The standard deviations that would cover 90 % of the held-out points, by class."""
     lines = []
     for name, found in split(points)[1:4]:
         sizes = sorted(abs(p.log_error) for p in found)
@@ -295,7 +295,7 @@ def build_fabric(sweep: Sweep, counts: Sequence[int], **options: int) -> network
     return networks.build_measured_fabric(records, None, memory=sweep.memory, **options)
 
 
-# What came before: families that know neither nodes nor cores, with other latencies and passes.
+# The previous model: families without nodes and cores, with other latencies and passes.
 curves.FAMILIES["gloo before"] = lambda x, p: ((p - 1) * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x)
 curves.FAMILIES["shm before"] = lambda x, p: (p, 2 * p * x)
 
@@ -308,7 +308,7 @@ def build_before(sweep: Sweep, counts: Sequence[int]) -> networks.MeasuredFabric
 
 
 def judge_ranks(sweeps: Sequence[Sweep], was_before: bool = False) -> list[tuple[str, Judged]]:
-    """Each number of ranks from all below it, and where that is: inside a node, on the first nodes, or beyond."""
+    """Predict each number of ranks from the smaller ones: inside a node, on the first nodes, or beyond."""
     judged = []
     for sweep in sweeps:
         counts = sorted(n for n in sweep.times if len(sweep.times[n]) > 1)

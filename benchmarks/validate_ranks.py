@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Does half of the ranks predict all of them? Every cell of studies of `paceline scale ranks`, held out.
+"""Predict all ranks of stored `paceline scale ranks` studies from half of them, for every cell.
 
     benchmarks/validate_ranks.py RUN... [--out FILE]
 
-For each wrapper, backend, cell and number of ranks of which half was measured, too: the step predicted from up to half,
-without and with steps in which all of the ranks compute and none sends a message. A study that has no such steps lends
-those of its wrappers with communication off. Nothing is measured here, and nothing is ever seen of the steps with
-messages, or of the sweeps, that are held out.
+For each wrapper, backend, cell and number of ranks of which half was also measured, the step is predicted from up to
+half, with and without steps in which all ranks compute and none sends a message. In studies without such steps, the
+wrappers' steps with communication off replace them. Nothing is measured here, and the held-out steps with messages and
+sweeps are never used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE = 0.10
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One cell: its step predicted without, and with, steps of as many ranks that send nothing."""
+    """One cell: its step, predicted without and with steps of as many ranks that send nothing."""
 
     study: str
     without: Prediction
@@ -39,7 +39,7 @@ class HeldOut:
 
 
 def lend_together(records: list[Record]) -> list[Record]:
-    """Steps of the bare model on several ranks, where a study has none: those of its wrappers without messages."""
+    """Steps that replace missing bare-model steps on several ranks: those of the wrappers without messages."""
     steps = [r for r in records if isinstance(r, StepRecord) and r.mode and r.world_size > 1]
     if any(record.role == "together" for record in steps):
         return []

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""How wrong are predictions of strategies, and is the fastest one found? Judged by steps that they have not seen.
+"""Accuracy of predicted strategies on steps that the predictions have not seen, and of the fastest one.
 
     benchmarks/validate_strategies.py OUT [--only NAME] [--keep] [--quick]
 
-Each cell is a `paceline tune --strategy ...` in a process of its own: two ranks that share memory, or one rank in each
-of two network namespaces that a link of 100 Mb/s, 1 or 10 Gb/s joins (root, `ip` and `tc`). Every strategy that sends
-in each step races, in turns with the others; what is predicted for it is written before. Strategies with a period, and
-sharded ones, are trained in the same place, with the buckets that are predicted best for them, as is the dense one:
-compared are their mean steps over it. `--keep` measures only what is missing in OUT. Three to fifteen minutes for each
-cell, the slower its link.
+Each cell is a `paceline tune --strategy ...` in a separate process: two ranks that share memory, or one rank in each of
+two network namespaces joined by a link of 100 Mb/s, 1 or 10 Gb/s (root, `ip` and `tc`). Every strategy that sends in
+each step is compared in alternating steps; its prediction is written before. Schedules and sharded strategies are
+trained in the same place with the buckets that are predicted best for them, and so is the dense strategy; their mean
+steps are compared with its mean step. `--keep` measures only what is missing in OUT. A cell takes three to fifteen
+minutes, more for slower links.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MODELS = {
     "gpt2-mini": "--model gpt2-mini --batch-size 4",
 }
 EVERY_STEP = "bf16,int8,int4,topk:0.01,powersgd:4"
-# Steps of a run: whole periods, after the first.
+# Steps of a run: whole periods after the first.
 TRAINED = {"dense": 40, "localsgd:8": 64, "diloco:50": 150, "diloco:50+int8": 150, "zero1": 40}
-# How many times as fast as bf16 with tuned buckets they must be.
+# Required speed-up over bf16 with tuned buckets.
 GAINS = {
     ("mlp-1gbit", "int8"): 1.5, ("mlp-1gbit", "powersgd:4"): 2.5, ("mlp-100mbit", "powersgd:4"): 10,
     ("mlp-100mbit", "topk:0.01"): 7, ("mlp-100mbit", "diloco:50+int8"): 12, ("gpt2-mini-100mbit", "int8"): 1.5,
@@ -48,7 +48,7 @@ WINS = 1.01  # a strategy is right if it takes no longer than this, compared wit
 
 @dataclass(frozen=True)
 class Case:
-    """One job in one place; `rate` is that of the link, empty for memory that two ranks of this host share."""
+    """One job on one link of this `rate`, or in shared memory if it is empty."""
 
     model: str
     rate: str
@@ -69,7 +69,7 @@ CASES = [
 
 
 def run(case: Case, arguments: list[str], folder: Path) -> bool:
-    """One command in its own process, and its run in this folder; False if it failed."""
+    """Run one command in a separate process, with its run in this folder; False if it failed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
@@ -118,7 +118,7 @@ def load_tuned(folder: Path) -> TuneResult:
 
 
 def find_step_s(folder: Path, strategy: str) -> float | None:
-    """The mean step of a trained job over whole periods, without its first ten steps."""
+    """The mean step of a training run over whole periods, without its first ten steps."""
     if not folder.exists():
         return None
     steps = [row["step_s"] for row in load_result(folder).rows if "step_s" in row][10 : 10 + TRAINED[strategy]]
@@ -127,7 +127,7 @@ def find_step_s(folder: Path, strategy: str) -> float | None:
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy in one cell: its step over that of the default (dense), as predicted and as measured."""
+    """A strategy in one cell: its step relative to the default (dense), predicted and measured."""
 
     cell: str
     strategy: str
@@ -152,7 +152,7 @@ def judge(case: Case, out: Path) -> list[Row]:
         name = raced.strategy.text
         label = name if raced.label != "default" else "default"
         rows.append(Row(case.name, label, raced.step_s, raced.measured_s, sent[name], raced.is_covered))
-    # A trained job does more in a step than one that is measured: what it takes is compared with its dense one.
+    # A training step does more than a measured one, so it is compared with a dense training step.
     dense_s, base = find_step_s(out / case.name / "dense", "dense"), rows[0]
     for name in TRAINED:
         trained_s = find_step_s(out / case.name / name, name)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""How right is `paceline predict --trace`? One bucket size of a stock DDP job is traced, others predicted, then run.
+"""Accuracy of `paceline predict --trace`: trace one bucket size of a stock DDP job, predict others, run them.
 
     benchmarks/validate_traces.py [OUT] [--only NAME] [--rounds N]
 
-Torch's own DistributedDataParallel on two ranks, on gloo, one thread each, and torch.profiler: nothing of Paceline runs
-in a step. The trace is written and predicted from before another bucket size takes its first timed step. Then all take
-turns in random order. A profiled step is slower than one without the profiler, so the error of the ratio to the traced
-bucket size is given, too. Takes about four minutes on two quiet cores.
+The job is torch's own DistributedDataParallel on two gloo ranks with one thread each; no Paceline code runs in a step.
+The prediction is written before another bucket size takes its first timed step; then all alternate in random order. A
+profiled step is slower than one without the profiler, so the error of the ratio to the traced bucket size is also
+printed. Takes about four minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build_mlp() -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def build_wide() -> tuple[torch.nn.Module, torch.Tensor]:
-    """Large layers that are ready first, small ones at the end, as in most networks for images."""
+    """Large layers are ready first and small ones at the end, as in most image networks."""
     widths = (256, 256, 512, 512, 1024, 2048, 2048)
     layers = itertools.chain.from_iterable(
         (torch.nn.Linear(a, b), torch.nn.ReLU()) for a, b in itertools.pairwise(widths)
@@ -62,7 +62,7 @@ def build_convolutions() -> tuple[torch.nn.Module, torch.Tensor]:
     return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256, 1024)), torch.randn(8, 3, 32, 32)
 
 
-# The module, the bucket size in MiB that is traced, and those that are predicted.
+# The module, the traced bucket size in MiB, and the predicted ones.
 CASES: dict[str, tuple[Any, float, tuple[float, ...]]] = {
     "mlp": (build_mlp, 5.0, (1.0, 2.5, 10.0, 25.0)),
     "mlp, traced at 25": (build_mlp, 25.0, (1.0, 2.5, 5.0, 10.0)),
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Any, float, tuple[float, ...]]] = {
 
 
 def run_case(name: str, folder: str, rounds: int) -> dict[str, Any] | None:
-    """On every rank; rank 0 returns what was predicted and measured."""
+    """Trace, predict and measure. Collective; rank 0 returns the predictions and measurements."""
     build, traced_cap, other_caps = CASES[name]
     with paceline.init("gloo", announce=None) as world:
         torch.set_num_threads(1)

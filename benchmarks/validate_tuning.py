@@ -1,21 +1,21 @@
 #!/usr/bin/env python
-"""How wrong are the predictions of `paceline tune`? Scored on steps that they have not seen, as tables and as bars.
+"""Accuracy of the predictions of `paceline tune`, on steps that they have not seen, as tables and goals.
 
     benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu|nccl] [--only NAME] [--keep]
 
-Each case is a `paceline tune` in a process of its own, with predictions that were written before the race began:
+Each case is a `paceline tune` in a separate process, with predictions that were written before the comparison began:
 
 - real: two ranks of this host.
 - link: one rank in each of two network namespaces, joined by a link of 1, 2.5 or 10 Gb/s (root, `ip` and `tc`).
-- emulated: one rank on a network that is modelled. The emulation waits by the curve that predicts: it is a test of the
-  simulator, not of the predictions.
+- emulated: one rank on an emulated network. The emulation waits according to the curve that predicts, so it tests the
+  simulator, not the predictions.
 - gpu: gpt2-large on one GPU, on such a network.
 - nccl: two, four and eight NCCL ranks that share a GPU; set PACELINE_SHARE_GPUS=1 and start CUDA MPS before.
 
-Real cases and links are measured twice, at least ten minutes apart; what one pass predicted is judged by the steps of
-the other. A few are measured once more while another process computes on one core. All tables are made from the runs in
-OUT, by default the folder `tuning` of this host under results/. `--keep` measures only what is missing there. Real
-cases and links take about 35 minutes on two quiet cores, emulated ones another six.
+Real cases and links are measured twice, at least ten minutes apart, and the predictions of one pass are scored on the
+steps of the other. A few are measured again next to a process that computes on one core. All tables are made from the
+runs in OUT, by default the folder `tuning` of this host under results/. `--keep` measures only what is missing there.
+Real cases and links take about 35 minutes on two quiet cores, emulated ones another six.
 """
 
 from __future__ import annotations
@@ -68,12 +68,11 @@ APART_S = 600.0
 WIDE = 0.05  # a sweep with this spread has something to predict
 KINDS = ("real", "link", "emulated", "gpu", "nccl")
 ON_NCCL = {"gpt2-mini": 16, "resnet18": 64, "gpt2": 4}  # samples per rank
-# Folders of OUT: two passes at least ten minutes apart, one on a loaded machine, and what is emulated.
+# Folders of OUT: two passes at least ten minutes apart, one on a loaded machine, and the emulated cases.
 FIRST, SECOND, LOADED, EMULATED = "pass-1", "pass-2", "loaded", "emulated"
 
 
-# Two measured steps differ clearly if the interval of their paired ratios excludes 1, with this error probability on
-# each side.
+# Two measured steps differ if the interval of their paired ratios (this error probability per side) excludes 1.
 _CLEAR = 0.005
 
 
@@ -121,7 +120,7 @@ IN_LOAD = ("mlp-gloo", "gpt2-mini-gloo", "gpt2-mini-shm")
 
 
 def find_missing(kind: str) -> str:
-    """What this machine lacks for cases of this kind."""
+    """What this machine lacks to run cases of this kind."""
     if kind == "link" and (os.geteuid() or not shutil.which("ip") or not shutil.which("tc")):
         return "root, `ip` and `tc` are needed"
     if kind == "nccl" and os.environ.get("PACELINE_SHARE_GPUS") != "1":
@@ -133,7 +132,7 @@ def find_missing(kind: str) -> str:
 
 
 def measure(case: Case, folder: Path, more: Sequence[str]) -> bool:
-    """One tuning in a process of its own; False if it failed."""
+    """Run one tuning in a separate process; False if it failed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
     tune = ["tune", *case.arguments.split(), *more]
@@ -159,7 +158,7 @@ def measure(case: Case, folder: Path, more: Sequence[str]) -> bool:
 
 
 def measure_all(out: Path, cases: Sequence[Case], keep: bool, more: Sequence[str], apart_s: float) -> list[str]:
-    """Pass by pass, so that much time lies between two runs of a case; the names of what failed."""
+    """Measure pass by pass, so that two runs of a case are far apart; returns the names of failed cases."""
     failed = []
 
     def run(name: str, chosen: Iterable[Case]) -> None:
@@ -186,12 +185,12 @@ def measure_all(out: Path, cases: Sequence[Case], keep: bool, more: Sequence[str
     return failed
 
 
-# -- judging ----------------------------------------------------------------------------------------------------------
+# -- scoring ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One tuning as it was stored. `predicted_at_s` is when its predictions were written."""
+    """One stored tuning. `predicted_at_s` is when its predictions were written."""
 
     case: Case
     place: str
@@ -204,7 +203,7 @@ class Measured:
 
     @property
     def spread(self) -> float:
-        """Between the bucket sizes of the sweep."""
+        """The spread between the bucket sizes of the sweep."""
         times_s = [point.measured_s for point in self.result.tuning.measured]
         return max(times_s) / min(times_s) - 1
 
@@ -214,7 +213,7 @@ class Measured:
 
 
 def load_measured(case: Case, folder: Path) -> Measured:
-    """A run; refused if its predictions are not those that were written before its race."""
+    """Load a run; refused if its predictions are not those written before its comparison."""
     result, file = load_result(folder), load_json(folder / PREDICTIONS, "")
     assert isinstance(result, TuneResult), folder
     if file["sha256"] != hash_predictions(result.config["predictions"]):
@@ -223,8 +222,8 @@ def load_measured(case: Case, folder: Path) -> Measured:
 
 
 def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Prediction], list[Prediction]]:
-    """What one run predicted against the steps of another, or of the same: bucket sizes of the sweep, whose predictions
-    follow from the calibration of the first alone; and plans of the race, whose predictions it wrote before that."""
+    """The predictions of one run against the steps of another, or of the same: for bucket sizes of the sweep, from the
+    calibration of the first alone; for plans, as written before the comparison."""
     sizes = {point.cap_bytes: point for point in predicting.tuning.points}
     sweep = [
         replace(known, measured=point.measured)
@@ -242,8 +241,8 @@ def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Predictio
 
 
 def repeat(first: TuneResult, again: TuneResult) -> list[Prediction]:
-    """Bucket sizes of a run as if their steps were the prediction for another run: how much the machine itself changed,
-    which no prediction can know."""
+    """The steps of one run as the prediction for another: how much the machine itself changed, which no prediction can
+    know."""
     steps = {point.cap_bytes: point.best_s for point in first.tuning.measured}
     return [
         Prediction(step_s=known_s, low_s=known_s, high_s=known_s, measured=point.measured)
@@ -253,7 +252,7 @@ def repeat(first: TuneResult, again: TuneResult) -> list[Prediction]:
 
 
 def pair_passes(runs: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
-    """The run that predicts and the one that is measured, both ways, of cases that were measured in both passes."""
+    """Pairs (predicting run, measured run) of cases that were measured in both passes, in both directions."""
     by_case = {(run.place, run.case.name): run for run in runs}
     firsts = [run for run in runs if run.place == FIRST and (SECOND, run.case.name) in by_case]
     pairs = [(run, by_case[SECOND, run.case.name]) for run in firsts]
@@ -299,7 +298,7 @@ def percent(value: float | None) -> str:
 
 
 def build_table(name: str, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> Table:
-    """Of cells as people read them; the first columns are words, the others numbers."""
+    """A Markdown table; the first columns are text, the others numbers."""
     columns = [
         Column(text, lambda row, place=place: row[place], "text" if place < words else str)
         for place, text in enumerate(head)
@@ -311,7 +310,7 @@ SCORES = ("points", "MAPE", "largest error", "in the 90 %", "half-width")
 
 
 def list_scores(points: Sequence[Prediction]) -> list[str]:
-    """Coverage always stands next to the width of the intervals."""
+    """Coverage, always with the width of the intervals."""
     if not points:
         return [""] * len(SCORES)
     scores = score_predictions(points)
@@ -320,7 +319,7 @@ def list_scores(points: Sequence[Prediction]) -> list[str]:
 
 
 def build_cases(name: str, title: str, runs: Sequence[Measured]) -> Table:
-    """Every run on its own: other bucket sizes are all that is held out."""
+    """Scores within each run: only bucket sizes are held out."""
     rows = []
     for run in runs:
         race, verdict, gain = run.result.tuning.race, run.result.verdict, ""
@@ -340,8 +339,7 @@ def list_differences(found: Differences) -> list[str]:
 
 
 def find_differences(runs: Sequence[Measured]) -> tuple[list[Measured], dict[str, Differences]]:
-    """The runs with a spread of at least 5 %, and how right the differences in them were predicted, by what was held
-    out, over all of them."""
+    """The runs with a spread of at least 5 %, and the accuracy of their predicted differences, by what was held out."""
     wide = [run for run in runs if run.is_wide]
     names = {run.name for run in wide}
     crossed = [judge(here.result, there.result)[0] for here, there in pair_passes(runs) if there.name in names]
@@ -368,7 +366,7 @@ def build_differences(runs: Sequence[Measured]) -> Table:
 
 
 def find_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> dict[str, list[Prediction]]:
-    """Points by what was held out from their predictions."""
+    """Scores by what was held out from the predictions."""
     pairs, quiet = pair_passes(runs), {run.case.name: run for run in runs if run.place == FIRST}
     held: dict[str, list[Prediction]] = {}
     for kind in dict.fromkeys(run.case.kind for run in runs):
@@ -395,7 +393,7 @@ def build_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> Tabl
 
 
 def build_bars(runs: Sequence[Measured], gpu: Sequence[Measured]) -> Table:
-    """What was asked for and what was found."""
+    """The goals and the results."""
     rows: list[list[str]] = []
 
     def add(what: str, held_out: str, goal: str, found: str, is_met: bool) -> None:
@@ -426,7 +424,7 @@ def build_bars(runs: Sequence[Measured], gpu: Sequence[Measured]) -> Table:
     return build_table("bars", "bars", ["what", "held out", "goal", "found", ""], rows, words=5)
 
 
-# What a change of the model makes of a job and its costs.
+# How each ablation changes a job and its costs.
 Change = Callable[[Job, MachineCosts], tuple[Job, MachineCosts]]
 
 
@@ -438,12 +436,12 @@ def _line(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
 
 
 def _even(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
-    """Gradients ready in proportion to their bytes, as where no layer was timed."""
+    """Ready times in proportion to bytes, as if no layer had been timed."""
     return replace(job, ready_s=tuple(job.backward_s * part / job.num_bytes for part in job.totals[1:])), costs
 
 
 def _assume(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
-    """Half a core for a message, as `predict` and `scale` take it between ranks of a host."""
+    """Half a core for a message, as `predict` and `scale` assume between ranks of a host."""
     return job, replace(costs, contention=Contention.assume(job.device, is_on_host=True))
 
 
@@ -461,7 +459,7 @@ ABLATIONS: dict[str, Change] = {
 
 
 def build_ablation(runs: Sequence[Measured]) -> Table:
-    """The mean error over all bucket sizes with parts of the model left out one by one."""
+    """The mean error over all bucket sizes, with one part of the model left out at a time."""
     kinds = list(dict.fromkeys(run.case.kind for run in runs))
     rows = []
     for name, change in ABLATIONS.items():
@@ -479,7 +477,7 @@ def build_ablation(runs: Sequence[Measured]) -> Table:
 
 
 def build_tables(runs: Sequence[Measured]) -> list[Table]:
-    """All tables, from runs of any places."""
+    """All tables."""
     twice = [run for run in runs if run.place in (FIRST, SECOND)]
     loaded = [run for run in runs if run.place == LOADED]
     alone = [run for run in runs if run.place == EMULATED]

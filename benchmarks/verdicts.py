@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Are the verdicts of `paceline tune` right? Races between plans whose difference is known, and whole tunings.
+"""Accuracy of the verdicts of `paceline tune`: comparisons of plans with a known difference, and whole tunings.
 
     benchmarks/verdicts.py [--trials N] [--found N] [--tunings N] [--budget S]
 
-Two ranks on gloo take steps of a small MLP. In an A/A trial both plans are the same, so that every winner is a false
-one. In a trial with a known effect each step of the default waits for 5 % of its own time: the other plan should win.
-A whole tuning (`tune --model mlp --quick --backend gloo`) is right if a long race of all plans of all tunings, in a
-process of its own that drops none and does not stop early, agrees by its medians: a plan to use is faster than the
-default and within 1 % of the best of its own race; a default is within 1 % of that; flat is all of its race within 1 %.
-Prints one line for each kind.
+Two gloo ranks take steps of a small MLP. In an A/A trial both plans are the same, so every winner is false. In a trial
+with a known effect, each step of the default waits for 5 % of its own time, so the other plan should win. A whole
+tuning (`tune --model mlp --quick --backend gloo`) is correct if a long comparison of the plans of all tunings, in a
+separate process that drops none and does not stop early, agrees by its medians: a plan to use is faster than the
+default and within 1 % of the best of its own comparison; a default is within 1 % of that; flat means all of them are
+within 1 %. Prints one line for each kind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Trial = tuple[float, str, int, float, float, bool]
 
 
 class Trials(_Variants):
-    """Races of the default plan against itself, in which the default takes longer by a known share."""
+    """Comparisons of the default plan with itself, in which the default takes longer by a known share."""
 
     effect = 0.0
 
@@ -62,13 +62,13 @@ class Trials(_Variants):
 
 
 def build_candidate(name: str, plan: Plan) -> Prediction:
-    """A plan that nothing is predicted for."""
+    """A plan without a prediction."""
     return Prediction(step_s=0.0, low_s=0.0, high_s=0.0, label=name, plan=plan)
 
 
 def run_trials(effects: list[float], budget_s: float) -> list[Trial]:
-    """For each trial its effect, verdict, rounds, seconds, the ratio that was found, and whether it was shown to differ
-    from 1; on every rank alike."""
+    """For each trial its effect, verdict, rounds, seconds, measured ratio, and whether that was shown to differ from 1;
+    the same on every rank."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     found = []
     with open_job(settings, is_bare=True) as (world, job):
@@ -122,7 +122,7 @@ def run_ranks(effects: list[float], budget_s: float) -> list[Trial]:
 
 
 def race_long(plans: dict[str, Plan], budget_s: float) -> dict[tuple[int, ...], float]:
-    """By buckets, the median ratio of each plan to the default, of a race that goes on until the time is over."""
+    """By buckets, the median ratio of each plan to the default, from a comparison that uses all of its time."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     with open_job(settings, is_bare=True) as (world, job):
         trials = Trials(TuneSettings(race_s=budget_s), job, world)

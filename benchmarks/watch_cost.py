@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""What does a page cost? Its size and how soon it can be used; a live one: how late it is, and what it takes of a step.
+"""The cost of a page: its size and time to load; for a live page, its delay and its overhead in a step.
 
     benchmarks/watch_cost.py [page] [live] [--seconds 240]
 
-`page`: a made-up run of 10,000 steps on 8 ranks, whose times have no pattern to compress, in headless Chromium.
-`live`: `paceline train` on two ranks with `paceline watch`, and Chromium looks at the page.
-How late a step is: from the moment at which it is in the file of the run, which ranks write every quarter of a second,
-until it is in the text of the page. What watching costs: the watcher is stopped (SIGSTOP) every other two seconds, and
-steps with it are compared with those of the pauses around them; in this part nothing but the stream of events is read.
-Two cores that are not idle make both worse.
+`page`: a synthetic run of 10,000 steps on 8 ranks, with incompressible times, in headless Chromium.
+`live`: `paceline train` on two ranks with `paceline watch`, and Chromium shows the page. The delay of a step is the
+time from its row in the run's file, which ranks write every quarter of a second, to its text on the page. For the
+overhead, the watcher is suspended (SIGSTOP) every other two seconds, and steps with it are compared with those in the
+pauses around them; in this part only the event stream is read. Two cores that are not idle make both worse.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def read_last(file: Path) -> int:
 
 
 def measure_lateness(file: Path, address: str, seconds: float) -> list[float]:
-    """How long each of some steps is in the file before the page says so."""
+    """Seconds from the row of a step in the file to its text on the page, for some steps."""
     late = []
     with Browser() as browser:
         browser.open(address)
@@ -130,7 +129,7 @@ def measure_cost(file: Path, watcher: subprocess.Popen[str], seconds: float) -> 
     times = {row["step"]: row["step_s"] for row in load_metrics(file)}
     turns = []
     for (first, is_off), (last, _) in itertools.pairwise(ends):
-        # Rows reach the file a quarter of a second after their step: those at the ends may be of the other kind.
+        # Rows reach the file a quarter of a second after their step, so those at the ends may be of the other kind.
         width = (last - first) // 5
         steps = sorted(times[step] for step in range(first + width, last - width))
         if len(steps) > LEAST:

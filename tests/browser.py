@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, spoken to over its debugging pipe: no driver, no network."""
+"""A headless Chromium for tests, controlled over its debugging pipe, without a driver or a network."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _FLAGS = (
 
 
 class Browser:
-    """One tab. `events` are those of the page until now: console messages, exceptions and requests."""
+    """One tab. `events` are the page's console messages, exceptions and requests so far."""
 
     def __init__(self) -> None:
         (read, self._write), (self._read, write) = os.pipe(), os.pipe()
 
         def place() -> None:
-            os.dup2(os.dup(read), 3), os.dup2(os.dup(write), 4)  # where Chromium reads and writes
+            os.dup2(os.dup(read), 3), os.dup2(os.dup(write), 4)  # Chromium reads and writes these descriptors
 
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
@@ -104,7 +104,7 @@ class Browser:
         self.wait_for(ready)
 
     def find_complaints(self) -> list[str]:
-        """Errors and warnings of the console, and exceptions."""
+        """Console errors, console warnings and exceptions."""
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
         return [json.dumps(event["params"])[:500] for event in self.events if event.get("method") in kinds]
 

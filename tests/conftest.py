@@ -1,4 +1,4 @@
-"""What the tests share: warm ranks, the command line, and a watch on what a test leaves behind."""
+"""Shared by the tests: warm ranks, the command line, and a check for leaks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from paceline.runtime.ranks.launch import RankPool
 from paceline.transport import why_not
 from paceline.verbs.train import JOB_MODULES
 
-# `nohup make test &` starts this process with signals ignored, and what it starts would inherit that. A handler of
-# Python's is not inherited: the tests and their processes get signals as from a terminal.
+# `nohup make test &` starts this process with signals ignored, and its children would inherit that. They do not inherit
+# Python handlers, so the tests and their processes get signals as from a terminal.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for _number in (signal.SIGHUP, signal.SIGQUIT):
@@ -37,20 +37,20 @@ for _number in (signal.SIGHUP, signal.SIGQUIT):
 # Tests do not depend on a terminal; pytest-xdist sets the width of one.
 os.environ.pop("COLUMNS", None)
 
-# Enough ranks for a 2 x 2 mesh; a test takes as many of them as it needs.
+# Enough ranks for a 2 x 2 mesh.
 MAX_RANKS = 4
 ASKED_BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "")
 assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACKEND}: gloo or shm"
-# What several ranks on the CPU of this host get that ask for none.
+# The default backend of several CPU ranks of this host.
 BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
 
-# A deadline for each example would fail tests on a machine that is busy with something else.
+# A deadline per example would fail tests on a busy machine.
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
 hypothesis.settings.register_profile("thorough", deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`make test` tries few examples of a property, and always the same; `make test-all` draws many."""
+    """`make test` tries a few fixed examples of each property; `make test-all` draws many at random."""
     hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "thorough")
 
 
@@ -83,7 +83,7 @@ def warm_pool() -> Iterator[RankPool]:
 def on_ranks(warm_pool: RankPool) -> Callable[..., list[Any]]:
     """`on_ranks(num_ranks, fn, *args)`: run a function of the test's module on warm ranks, in time.
 
-    With PACELINE_TEST_BACKEND=gloo, or shm, worlds on the CPU that name no backend are opened on that one.
+    With PACELINE_TEST_BACKEND=gloo, or shm, CPU worlds use that backend unless they name one.
     """
 
     def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -95,10 +95,10 @@ def on_ranks(warm_pool: RankPool) -> Callable[..., list[Any]]:
 
 
 def run_as_if_fresh(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a rank that computes by the kernels of a fresh process.
+    """Call a function in a rank that uses the kernels of a fresh process.
 
-    On a CPU without bf16, torch turns oneDNN off for good at the first bf16 product; the next test would compute other
-    bits than a rank that did not run that one. Accelerate keeps the world that it first saw.
+    On a CPU without bf16, torch disables oneDNN permanently at the first bf16 product, so later tests would compute
+    different bits. Accelerate keeps the first world that it saw.
     """
     import torch
 
@@ -151,7 +151,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture(scope="session", autouse=True)
 def _sketched() -> Iterator[None]:
-    """Figures are built and not rendered: that takes longer than all else of a run that is small.
+    """Figures are built but not rendered, because rendering takes longer than the rest of a small run.
 
     Tests of figures use `render_png` and `render_svg`; tests of files use `rendered`.
     """
@@ -163,7 +163,7 @@ def _sketched() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def rendered() -> Iterator[None]:
-    """Saved figures are rendered after all, in a whole module."""
+    """Saved figures are rendered in this module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "render_png", render_png)
         patch.setattr(plots, "render_svg", render_svg)
@@ -172,7 +172,7 @@ def rendered() -> Iterator[None]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a process in a session of its own, in tmp_path; what still runs at the end of the test is ended."""
+    """Start a process in its own session, in tmp_path; it is killed if it still runs at the end of the test."""
     processes: list[subprocess.Popen[str]] = []
 
     def run(*arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -196,27 +196,27 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """The processes below this one that are alive."""
+    """The living descendants of this process."""
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
     found = []
     for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it went while it was asked
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             found += [child] if child.is_running() and child.status() != psutil.STATUS_ZOMBIE else []
     return found
 
 
 def list_below(pid: int, recursive: bool = True) -> set[int]:
-    """The ids of the processes below this one; they may be gone already. In a hundredth of psutil's time, where the
-    kernel has lists of children: every test asks."""
+    """The ids of the descendants of this process; they may have ended. Every test calls this, so it uses the kernel's
+    lists of children if there are any, which takes a hundredth of psutil's time."""
     if not Path(f"/proc/{pid}/task/{pid}/children").exists():
         return {child.pid for child in psutil.Process(pid).children(recursive)}
     found, ask = set[int](), [pid]
     while ask:
         for path in glob.iglob(f"/proc/{ask.pop()}/task/*/children"):
-            with contextlib.suppress(OSError):  # it went while it was asked
+            with contextlib.suppress(OSError):  # it has just ended
                 below = [int(one) for one in Path(path).read_bytes().split()]
                 ask += below if recursive else []
                 found.update(below)
@@ -240,7 +240,7 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 100.0) -> Any:
 
 
 def _read_environment() -> dict[str, str]:
-    # The KMP ones are set by libraries that transformers imports, where they are installed.
+    # Libraries that transformers imports set the KMP variables.
     return {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST" and not k.startswith("KMP_")}
 
 
@@ -252,14 +252,14 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     pools = [request.getfixturevalue(name) for name in ("warm_pool", "nccl_pool") if name in request.fixturenames]
     environment = _read_environment()
     threads = set(threading.enumerate())
-    # Only what runs in warm ranks can leave something below them. They have many threads, which takes time.
+    # Searching below warm ranks is slow, because they have many threads; only tests that use them need it.
     children = list_below(os.getpid(), recursive=bool(pools))
     yield
     assert _read_environment() == environment
     assert not dist.is_initialized()
     left = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert not left, f"threads left behind: {left}"
-    allowed = children | {rank.process.pid for pool in pools for rank in pool._ranks}  # also those without a job
+    allowed = children | {rank.process.pid for pool in pools for rank in pool._ranks}  # including idle ones
 
     def find_new() -> set[int]:
         return list_below(os.getpid(), recursive=bool(pools)) - allowed
@@ -269,10 +269,10 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         new = new.union(*map(list_below, new)) - allowed
         lines = list[tuple[int, str]]()
         for child in descendants(os.getpid()):
-            with contextlib.suppress(psutil.NoSuchProcess):  # of which a zombie is one kind
+            with contextlib.suppress(psutil.NoSuchProcess):  # includes ZombieProcess
                 if child.pid in new:
                     lines.append((child.ppid(), " ".join(child.cmdline())))
-        # These serve this process as long as it lives; what the server of forks has forked looks like it.
+        # These live as long as this process; children of the fork server have the same command line.
         return [
             line
             for parent, line in lines
@@ -282,6 +282,6 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if not find_new():
         return
     deadline = time.monotonic() + 60
-    while strangers() and time.monotonic() < deadline:  # a process that was just ended takes a moment to go
+    while strangers() and time.monotonic() < deadline:  # a killed process takes a moment to disappear
         time.sleep(0.05)
     assert not strangers(), "processes left behind"

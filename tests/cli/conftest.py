@@ -1,4 +1,4 @@
-"""The finished studies of `paceline scale` that several modules look at: making them takes longer than looking."""
+"""Finished studies of `paceline scale`, shared by several modules because they take long to run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def studies(tmp_path_factory) -> dict[str, dict]:
-    """The JSON of each verb, which is all that it printed. What needs one rank does without another process."""
+    """The JSON of each verb, which must be its only output. One-rank jobs need no further process."""
     from tests.cli.test_scale import BATCH, LARGE, RANKS
     from tests.cli.test_train import type_alone, type_command
 

@@ -1,4 +1,4 @@
-"""`paceline profile -- COMMAND`, `tune -- COMMAND`, `watch -- COMMAND`: what can be typed, and one real program."""
+"""`paceline profile -- COMMAND`, `tune -- COMMAND`, `watch -- COMMAND`: their arguments, and one real program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: one line that says what and what to do, exit 2, at once, and nothing half-written."""
+"""Bad input: one line with the problem and the fix, exit code 2 at once, and no partial files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _no_gpu_no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-# One command for each way in which an option can be wrong; the settings' own tests have all values.
+# One command for each kind of invalid option; the tests of the settings cover all values.
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

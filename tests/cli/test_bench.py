@@ -50,7 +50,7 @@ def test_json_is_one_document_and_the_run_folder_holds_everything(command, tmp_p
     assert [(row["world_size"], row["num_bytes"], row["nwrong"]) for row in rows] == [
         (2, 4096, 0), (2, 2**20, 0), (3, 4096, 0), (3, 2**20, 0),
     ]  # fmt: skip
-    # A line needs times that grow, which noise can deny at these sizes; what a line is, the unit tests say.
+    # A fit needs growing times, which noise can prevent at these sizes; the unit tests check fits.
     assert {fit["world_size"] for fit in document["fits"]} <= {2, 3}
 
     folder = Path(document["run"])
@@ -95,7 +95,7 @@ def test_a_person_gets_a_table_the_fit_and_the_folder_in_the_width_of_the_termin
 
 @pytest.fixture(scope="module")
 def memories(rendered, tmp_path_factory):
-    """Both memories and the limit, in one run that several tests look at."""
+    """One run with both kinds of memory and the limit, shared by several tests."""
     asked = (*SMALL, "--backend", "gloo,paceline", "--memory", "both", "--limit")
     answer = type_command(*asked, "--json", "--out", str(tmp_path_factory.mktemp("memories")))
     assert answer.code == 0, answer.err

@@ -1,4 +1,4 @@
-"""`paceline doctor`: says what it found, says what is broken, and its exit code can be trusted."""
+"""`paceline doctor`: its findings, its advice, and a reliable exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs, and says what its own words promise."""
+"""Every example runs and prints what its docstring promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models and data as a user names them: a model of one's own, files of every set, every kind of synthetic data."""
+"""Models and data by name: a user's own model, files of every dataset, every kind of synthetic data."""
 
 from __future__ import annotations
 

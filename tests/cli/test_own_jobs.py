@@ -1,4 +1,4 @@
-"""Own data and a step of one's own as a user types them: every verb, exact resumes, and errors with the user's line."""
+"""A user's own data and step on the command line: every verb, exact resumes, and errors with the user's line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages in a headless Chromium: drawn without a complaint or a request, on a phone and a desk, and names stay names.
+"""Pages in a headless Chromium: no errors or requests, on a phone and a desktop, and escaped names.
 
 Without Chromium these are skipped. PACELINE_AXE, the path of axe-core's `axe.min.js`, adds a check of accessibility.
 """

@@ -1,4 +1,4 @@
-"""`paceline predict` on tables of layers: a plateau, what moves it, and one line for what is missing."""
+"""`paceline predict` on layer tables: a plateau, what moves it, and one line for missing input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline predict goodput`: from the folders of runs, from typed costs, and one line for what is missing."""
+"""`paceline predict goodput`: from run folders, from given costs, and one line for missing input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline predict --model-profile`: files of a laptop, answers about a cluster, and one line for what is wrong."""
+"""`paceline predict --model-profile`: a laptop's files, predictions for a cluster, and one line for wrong input."""
 
 from __future__ import annotations
 

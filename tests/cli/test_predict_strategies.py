@@ -1,4 +1,4 @@
-"""`paceline predict --strategy` as a user types it: the bytes and the step of each, and one line for what is wrong."""
+"""`paceline predict --strategy` end to end: bytes and step of each strategy, and one line for wrong input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline run`: on two hosts that are this one, reached by a program in the place of ssh; bad set-ups; dry runs."""
+"""`paceline run` on two names for this host, with a fake ssh; bad setups; dry runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline scale` as a user types it, on jobs so small that what is found means nothing: that it is found counts.
+"""`paceline scale` end to end, on jobs too small for the results to mean anything.
 
 Studies that are interrupted and resumed are in `test_scale_resume`.
 """

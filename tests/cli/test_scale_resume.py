@@ -1,4 +1,4 @@
-"""A study that is interrupted and resumed, or has several runs at once, is the study that was never disturbed."""
+"""A study that is interrupted and resumed, or has concurrent runs, equals an undisturbed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline train` as a user types it: from one rank to several, its folder, its output, and going on with a run."""
+"""`paceline train` end to end: one rank and several, its folder, its output, and resuming."""
 
 from __future__ import annotations
 

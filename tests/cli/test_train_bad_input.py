@@ -1,4 +1,4 @@
-"""Bad input of `train` and `profile`: one line that says what and what to do, exit 2, and no run folder."""
+"""Bad input of `train` and `profile`: one line with the problem and the fix, exit code 2, and no run folder."""
 
 from __future__ import annotations
 

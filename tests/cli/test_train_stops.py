@@ -1,4 +1,4 @@
-"""`paceline train` when it is killed, stopped, damaged or asked for what cannot be: nothing is lost and all is said.
+"""`paceline train` that is killed, stopped, damaged or misconfigured: nothing is lost, and the reason is printed.
 
 The real command, mostly in a process of its own; what ranks do is tested in `tests/dist/test_training_resume.py`.
 """

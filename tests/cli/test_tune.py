@@ -1,4 +1,4 @@
-"""`paceline tune` as a user types it, on a model so small that what it finds means nothing: that it is found counts."""
+"""`paceline tune` end to end, on a model too small for the results to mean anything."""
 
 from __future__ import annotations
 

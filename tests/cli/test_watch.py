@@ -1,4 +1,4 @@
-"""`paceline train --watch` with real ranks: its steps arrive, and a run that is killed is said to be."""
+"""`paceline train --watch` with real ranks: steps arrive, and a killed run is reported as killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests with real ranks share."""
+"""Shared by the tests with real ranks."""
 
 from __future__ import annotations
 

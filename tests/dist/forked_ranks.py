@@ -81,7 +81,7 @@ def serve() -> None:
             os.write(1, (json.dumps(answer) + "\n").encode())
             os._exit(0)
         os.waitpid(pid, 0)
-        os.write(1, b"gone\n")  # no test ends before its processes do
+        os.write(1, b"gone\n")  # processes end before their test does
 
 
 class Ranks:
@@ -172,7 +172,7 @@ def _be_rank(
 def list_descriptors() -> dict[str, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             found[name] = os.readlink(f"/proc/self/fd/{name}")
     return found
 

@@ -1,6 +1,6 @@
 """Simulated hosts in namespaces of this machine, each with its own name, network and mounts, connected by a cable.
 
-Needs root, `ip` and `unshare`. Nothing of it is seen outside; all of it is removed at the end.
+Needs root, `ip` and `unshare`. Nothing of it is visible outside; all of it is removed at the end.
 """
 
 from __future__ import annotations

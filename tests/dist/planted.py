@@ -10,7 +10,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 
 def plant_data() -> None:
-    """Every batch takes 60 ms more to load, in whichever process loads it."""
+    """Every batch takes 60 ms longer to load, in any process."""
     original = _MapDatasetFetcher.fetch
 
     def fetch(self, index):

@@ -1,4 +1,4 @@
-"""One training job, with a problem that the variable PLANTED names, or none.
+"""A training job with the problem that the variable PLANTED names, if any.
 
 For `paceline train --model planted_job.py:build --data planted_job.py:load`, and with torch's wrapper as a program:
 `torchrun --nproc-per-node 2 planted_job.py`.

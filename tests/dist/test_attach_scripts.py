@@ -1,4 +1,4 @@
-"""Programs as users write them, none of which mentions us: attached, they do the same, and the answer is right."""
+"""Users' programs that do not mention Paceline behave the same when attached, and the answer is correct."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACCELERATE = [
     sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
     "--mixed_precision", "no", "--dynamo_backend", "no",
 ]  # fmt: skip
-# The launcher of each, more arguments, and the package that it needs.
+# For each: the launcher, further arguments, and the required package.
 PROGRAMS = {
     "plain_loop": (TORCHRUN, [], ""),
     "mixed_precision": ([sys.executable], [], ""),
@@ -90,7 +90,7 @@ def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_
         file = tmp_path / f"{wrapper}.pt"
         command = build_command(name, "--steps", "40", "--double", "--save", str(file))
         result = paceline.attach(command, steps=32, progress=False)
-        assert result.failure == "" and result.steps.wrapper == wrapper  # else the same would be compared with itself
+        assert result.failure == "" and result.steps.wrapper == wrapper  # otherwise it would be compared with itself
         text = "".join(capfd.readouterr())
         losses = [float(part) for part in re.findall(r"(?:loss |'loss': ')([-+.e\d]+)", text)]
         found.append((losses, flatten(torch.load(file))))
@@ -131,7 +131,7 @@ def test_a_bottleneck_that_is_planted_from_outside_is_named_and_not_without_it(k
         plant = [str(Path(__file__).with_name("planted.py")), planted, str(SCRIPTS / f"{name}.py")]
         result = paceline.attach([*TORCHRUN, *plant, "--steps", "200"], steps=48, stop=True, progress=False)
         found.append(result.bottleneck)
-    # Two cores that also load data may wait for it a little without it, too.
+    # On two cores that also load data, a short wait is normal.
     assert found[0].kind == kind and (found[1].kind != kind or 3 * found[1].gain_s < found[0].gain_s)
 
 

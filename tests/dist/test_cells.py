@@ -1,4 +1,4 @@
-"""Cells run on ranks that stay: output as it comes, one error, interrupts, and collectives that work afterwards."""
+"""Notebook cells on persistent ranks: live output, one error, interrupts, and working collectives afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUM = "x = torch.ones(2) * (rank + 1)\ndist.all_reduce(x)\nx.tolist()"
 
 
 class Notebook:
-    """Ranks, and what they showed."""
+    """Ranks and their output."""
 
     def __init__(self, backend: str, num_ranks: int = 2) -> None:
         self.text, self.shown, self.notices = "", [], []
@@ -43,7 +43,7 @@ class Notebook:
             self.text_before = self.text
 
     def run(self, source: str, ranks: list[int] | None = None) -> str:
-        """What the cell wrote."""
+        """The output of the cell."""
         self.text = ""
         self.shown.clear()
         self.notices.clear()
@@ -202,7 +202,7 @@ def test_collectives_that_some_ranks_started_alone_are_noticed_though_no_rank_wa
 
 
 def interrupt_when(notebook: Notebook, text: str) -> threading.Thread:
-    """Ctrl-C, once the cell has written this; to this process alone, as it may be in a notebook."""
+    """Ctrl-C once the cell has written this, to this process alone, as in a notebook."""
 
     def act() -> None:
         wait_until(lambda: text in notebook.text)

@@ -80,7 +80,7 @@ def watch_vectors(wanted: CollectiveSettings) -> list[bool]:
         return given
 
     def look(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if isinstance(group, PacelineGroup) and tensor.numel() > 1:  # one element is ranks that agree on a time
+        if isinstance(group, PacelineGroup) and tensor.numel() > 1:  # with one element, ranks agree on a time
             seen.append(any(begin <= tensor.data_ptr() < end for begin, end in places))
         return reduce(tensor, op, group, async_op)
 
@@ -141,7 +141,7 @@ def corrupt_one_rank(wanted: CollectiveSettings, how: str) -> Measured:
     real = dist.all_reduce
 
     def damaged(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if tensor.numel() > 100 and dist.get_rank() == 1:  # the engine's own agreement is one element
+        if tensor.numel() > 100 and dist.get_rank() == 1:  # with one element, ranks agree on a time
             match how:
                 case "one element":
                     work = real(tensor, op, group, async_op)

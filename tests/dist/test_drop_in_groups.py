@@ -1,4 +1,4 @@
-"""The rest of torch's surface: groups and meshes, ignored parameters, seed 001's loop, and what a wrapper reports."""
+"""The rest of torch's interface: groups and meshes, ignored parameters, the loop of document 001, and reports."""
 
 from __future__ import annotations
 

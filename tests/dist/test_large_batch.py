@@ -1,4 +1,4 @@
-"""One run of a large-batch study on real ranks: its data, its updates, its evaluations, and a loss that explodes."""
+"""One run of a large-batch study on real ranks: data, updates, evaluations, and a diverging loss."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def train_all(names: list[str], lr: float | None) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def trained(warm_pool) -> dict[str, Any]:
-    """What two ranks saw of every cell."""
+    """Each cell as seen by two ranks."""
     ranks = warm_pool.run(train_all, (list(CELLS), None), num_ranks=2, timeout_s=90)
     return dict(zip(CELLS, zip(*ranks, strict=True), strict=True))
 
 
 def test_seeds_are_runs_of_one_task(trained):
-    """Made data is the same whatever the seed; first weights, and so what is learnt, are not."""
+    """Synthetic data does not depend on the seed; initial weights, and so the training, do."""
     data = [rank[1] for of_cell in trained.values() for rank in of_cell]
     assert all(found == data[0] for found in data)
     weights = {(CELLS[name].settings.seed, rank[2]) for name, of_cell in trained.items() for rank in of_cell}

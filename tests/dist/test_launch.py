@@ -1,4 +1,4 @@
-"""Ranks start, answer, fail with a name, and never outlive their parent."""
+"""Ranks start, answer, fail with an error that names them, and never outlive their parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two levels, on four ranks that pretend to be on two hosts: equal to one level where it must be, without losses."""
+"""Two levels on four ranks of two simulated hosts: equal to one level where required, without losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are killed, suspended or hang are named and ended; slow ones are named and go on; pauses are neither."""
+"""Ranks that are killed, suspended or hang are named and ended; slow ones are only named; pauses are neither."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, warnings
     text = str(caught.value).splitlines()[0]
     assert text.startswith("rank 1 of 2 ") and words in text and f"in step 20, in {place}" in text, text
     assert (caught.value.rank, caught.value.code) == (1, code)
-    assert ("Paceline ended it" in text) is (fault != "kill"), text  # whoever is ended by us is told so
+    assert ("Paceline ended it" in text) is (fault != "kill"), text  # ranks that the monitor kills are told why
     said = [one for one in warnings.texts if "rank 1" in one.partition(";")[0]]
-    assert len(said) == (fault in ("gil", "loop", "deadlock"))  # what is proven needs no warning
+    assert len(said) == (fault in ("gil", "loop", "deadlock"))  # a certain fault needs no warning
     for one in said:
         assert one.startswith("warning: rank 1 of 2 ") and words in one and "fault_job.py" in one, one
         assert "fault_job.py" in text and "rank 0 waits for bucket" in text and "the hang timeout" in text, text
@@ -131,7 +131,7 @@ def test_a_rank_that_is_slow_once_is_named_and_goes_on(warm_pool, tmp_path, warn
 
 
 def test_the_launcher_monitors_where_the_environment_asks_for_it(warm_pool, tmp_path, monkeypatch, capfd):
-    """A monitor of the ranks' own would kill one, and the launcher would not know who did."""
+    """A monitor started by the ranks would kill one without the launcher knowing."""
     monkeypatch.setenv("PACELINE_MONITOR", "1")
     monkeypatch.setenv("PACELINE_HANG_TIMEOUT", "1s")
     with pytest.raises(LaunchError, match=r"rank 1 of 2 .*computing") as caught:
@@ -260,7 +260,7 @@ dist.destroy_process_group()
 
 @contextlib.contextmanager
 def open_slow(folder: Path, *options: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program that knows nothing of the monitor. Its forward is slow once, until there is a file `named`."""
+    """Start a program without the monitor. Its forward is slow once, until there is a file `named`."""
     (folder / "train.py").write_text(SLOW)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
     variables = os.environ | {"PACELINE_MONITOR": "1", "OMP_NUM_THREADS": "1"} | variables
@@ -407,7 +407,7 @@ def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
             with contextlib.suppress(OSError):
                 stranger.sendall(said)
                 stranger.shutdown(socket.SHUT_WR)
-                while stranger.recv(1024):  # a nonce, and then the end
+                while stranger.recv(1024):  # a nonce, then the connection closes
                     pass
             wait_until(lambda: not hub._gate.list_links())
             assert hub.look() is None and not hub._peers

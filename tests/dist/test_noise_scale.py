@@ -1,4 +1,4 @@
-"""Probes of the gradient noise scale in real jobs: true norms, the same for any number of ranks, and no trace left."""
+"""Probes of the gradient noise scale in real jobs: correct norms for any number of ranks, without side effects."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
 
     with open_job(settings) as job:
         job.learner.model.train()
-        list(job.learner.module.modules())[-1].eval()  # a mode of its own, which is put back
+        list(job.learner.module.modules())[-1].eval()  # its own mode, which is restored
         windows = cycle_windows(job)
         state: list[Any] = []
 
@@ -246,7 +246,7 @@ def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
         for step in range(3):
             window = next(windows)
             take_step(job.learner, window.batches, window.num_samples, 0.1, NoPhases())
-            for param in job.learner.parameters[:2]:  # gradients that somebody keeps
+            for param in job.learner.parameters[:2]:  # gradients that the program keeps
                 param.grad = torch.full_like(param, step)
             probe_if_asked(step + 1)
             job.learner.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A user's own model, loss and optimizers: profiled in a plain process, on ranks, and in a group of its own."""
+"""A user's own model, loss and optimizers, profiled in a plain process, on ranks, and in an existing group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEW = {"iters": 2, "warmup": 1}
 
 
 class Pair(nn.Module):
-    """Two inputs, of which one is embedded; a parameter that belongs to no layer."""
+    """Two inputs, one of them embedded; a parameter outside all layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Pair(nn.Module):
 
 
 def build() -> tuple[nn.Module, Any]:
-    """Equal models on all ranks, other data on each, a loss of its own, and two optimizers."""
+    """Equal models on all ranks, different data, a custom loss, and two optimizers."""
     torch.manual_seed(3)
     model = Pair()
     optimizers = [
@@ -215,6 +215,6 @@ def profile_in_a_group_of_ones_own() -> list[Any]:
 
 
 def test_a_program_that_opened_its_own_group(on_ranks) -> None:
-    """As torchrun starts it: warm ranks have its variables. Other tests start torchrun itself."""
+    """As under torchrun, whose variables warm ranks have. Other tests start torchrun itself."""
     first, second = on_ranks(2, profile_in_a_group_of_ones_own)
     assert first == second and first[:4] == [[0, 1], 2.0, "torch", True]

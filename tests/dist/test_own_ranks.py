@@ -1,4 +1,4 @@
-"""Own data and a step of one's own on real ranks: who sees which sample, resumes, several models, tune and scale."""
+"""A user's own data and step on real ranks: distribution of samples, resumes, several models, tune and scale."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def file(tmp_path):
 
 
 def train(settings: TrainSettings, folder: Path, resume: bool = False, seen: str = "") -> Any:
-    """Train in a rank; an error is returned, since a rank that fails would be started anew."""
+    """Train in a rank; errors are returned, because a failed rank would be restarted."""
     with pytest.MonkeyPatch.context() as patch:
         if seen:
             patch.setenv("SEEN_IN", seen)
@@ -207,7 +207,7 @@ def test_ranks_do_not_see_the_same_samples(on_ranks, file, tmp_path, data, steps
     rows = load_metrics(runs / "metrics.jsonl")
     assert [row["epoch"] for row in rows] == [0] * steps + [1] * steps
     assert sum(row["samples"] for row in rows) == 2 * used
-    # Resumed inside the first epoch, it is the same run.
+    # Resumed inside the first epoch, the run is identical.
     before = safetensors.torch.load_file(runs / "weights.safetensors")
     for path in (runs / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > 3:
@@ -223,7 +223,7 @@ def test_ranks_do_not_see_the_same_samples(on_ranks, file, tmp_path, data, steps
 
 
 def test_parts_that_say_unequal_lengths_end_together(on_ranks, file, tmp_path):
-    """Of 13 and 10 samples, in batches of 3, both ranks have 4 batches, of which the last has one sample."""
+    """With 13 and 10 samples in batches of 3, both ranks have 4 batches; the last has one sample."""
     folder = tmp_path / "run"
     folder.mkdir()
     settings = ask(file, "build", "load_sized", epochs=2)
@@ -275,7 +275,7 @@ def test_a_job_of_ones_own_is_scaled_and_tuned(on_ranks, file):
         alone = 3 if cell.mode == "weak" else 6
         assert sizes == {("job", 1, alone), ("local", 1, alone), ("together", 2, 3), ("job", 2, 3)}
         assert {record.data for record in records} == {f"{file}:build_all"}
-    # Replicas that learned without communication drift apart, which is no fault here.
+    # Replicas that train without communication diverge, as expected here.
     (record,) = on_ranks(2, measure_profile, ask(file, "build_all", threads=1), "phases", 40, 1)[0]
     assert record.model == f"{file}:build_all" and len(record.timing.seconds) == 40
     settings = TuneSettings(effort="quick", confirms=False, iters=2)

@@ -1,4 +1,4 @@
-"""`paceline.tune` for a user's own job: a module with two inputs, a loss of its own, and two optimizers."""
+"""`paceline.tune` for a user's own job: a module with two inputs, a custom loss, and two optimizers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_its_folder_answers_again_and_predicts(tuned):
 
 
 def tune_in_a_program() -> dict:
-    """What a program does that torchrun started, and that opened its own group as programs for torch's wrapper do."""
+    """A program under torchrun that opens its own group, like programs for torch's wrapper."""
     dist.init_process_group("gloo")
     try:
         model, step = build()
@@ -178,7 +178,7 @@ def test_strategies_race_with_exact_plans(tmp_path):
     elements = sum(parameter.num_elements for parameter in result.only(LayerProfileRecord)[0].parameters)
     assert codecs[0].num_bytes == 4 * elements
     assert {(), (50, 16)} <= {parameter.shape for parameter in result.only(LayerProfileRecord)[0].parameters}
-    # Nobody chose them: the plan is one of the exact candidates.
+    # Not requested, so the plan is one of the exact candidates.
     assert result.tuning.answer.strategy.is_exact and "paceline scale strategies" in result.answer
     predicted = {row["strategy"]: row for row in result.to_json()["strategies"]}
     assert predicted["bf16"]["sent_bytes"] == 2 * elements and predicted["diloco:10"]["measured_s"] is None

@@ -1,4 +1,4 @@
-"""Real runs with a problem that was planted: the first sentence of their page names it, and none in a healthy run."""
+"""Real runs with an injected problem: the first sentence of the page names it, and names none in a healthy run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAYS = {
 
 
 def find_first_sentence(result: paceline.Result) -> str:
-    """What people read first on its page, after the name of the run."""
+    """The first sentence of its page, after the name of the run."""
     _, verdict, *_ = (word for word in Reader(render_page([result])).words if word.strip())
     assert verdict == split_verdict(result.headline)[0]
     return verdict
@@ -45,7 +45,7 @@ def train_on_rank(kind: str, job: str) -> str:
         del os.environ["PLANTED"]
 
 
-@pytest.mark.slow  # on a busy machine something else may be the bottleneck; `tests/unit/test_page.py` has made-up times
+@pytest.mark.slow  # a busy machine may have another bottleneck; `tests/unit/test_page.py` uses synthetic times
 @pytest.mark.parametrize("kind", ["data", "late rank"])
 def test_what_was_planted_is_the_first_sentence(on_ranks, kind, tmp_path):
     job = shutil.copy(JOB, tmp_path)  # a file is imported once
@@ -55,7 +55,7 @@ def test_what_was_planted_is_the_first_sentence(on_ranks, kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nine_of_ten_runs_and_healthy_ones_are_named_right(tmp_path, monkeypatch):
-    """Each problem once in a run of ours, and once in a program with torch's wrapper that was attached to."""
+    """Each problem once in a `paceline train` run, and once in an attached program with torch's wrapper."""
     found = {}
     for kind in SAYS:
         monkeypatch.setenv("PLANTED", kind)

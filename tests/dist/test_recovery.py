@@ -1,4 +1,4 @@
-"""Runs that go on after a fault: the same weights where the ranks are as many, and every sample once in an epoch."""
+"""Runs that continue after a fault: the same weights on as many ranks, and every sample once per epoch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
             if (step, rank, where) == (now[0], int(os.environ["RANK"]), place) and not mark.exists() and is_next:
                 mark.write_text(world)
                 if fault == "stop" and os.environ["WORLD_SIZE"] == "1":
-                    fault = "kill"  # all ranks are stopped: the job is suspended, and that is no fault
+                    fault = "kill"  # all ranks are stopped: the job is suspended, which is not a fault
                 await_spare() if fault == "wait" else inject(fault)
 
     def await_spare() -> None:
@@ -114,7 +114,7 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
 
 
 def train_deaf(settings: TrainSettings, folder: Path, resume: bool, rows: bool, faults: list[Done]) -> Any:
-    """`train_noted` where messages are as those of NCCL: one to a lost rank waits until it is aborted, and raises
+    """`train_noted` with messages like NCCL's: one to a lost rank waits until it is aborted, and raises
     nothing. Its memory is left as it was."""
     from paceline.parallel.channel import Channel
     from paceline.runtime.ranks import world
@@ -375,6 +375,6 @@ def test_random_faults_with_shrink_and_grow_use_every_sample_once(tmp_path, seed
     found = run(tmp_path / "run", "shrink", faults, ranks=ranks, backend=backend)
     recovered = [fault for fault in found if fault.policy == "shrink" and fault.recovered_s is not None]
     assert all(fault.steps_lost in (0, None) for fault in recovered)  # None: before the first step of a world
-    if len(found) == 1 and found[0].ranks_after:  # nobody else is lost: all others knew in time
+    if len(found) == 1 and found[0].ranks_after:  # no other rank is lost: all learned of the fault in time
         assert found[0].ranks_after >= found[0].ranks - 1
     check_samples(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The cells of scaling studies on real ranks: who takes part in a turn, what is sent, and that nothing is learnt.
+"""The cells of scaling studies on real ranks: which ranks take part in a turn, what they send, and no updates.
 
 Batch sizes of one rank are here, too: their epochs, and what becomes of one that does not fit into memory.
 """
@@ -33,7 +33,7 @@ STUDY = ScaleSettings(
 
 @dataclass
 class Taken:
-    """A step on this rank: of which turn, the how-manieth of it, from when to when, and the gradients it applied."""
+    """A step on this rank: its turn, its number in the turn, its start and end, and the applied gradients."""
 
     setup: Setup
     world_size: int
@@ -143,7 +143,7 @@ def test_buckets_hold_all_gradients_and_one_rank_sends_nothing(measured):
     records, _, _, num_bytes = measured[1][0]
     assert num_bytes > 0
     for record in records:
-        sent = 0 if record.wrapper == "none" else num_bytes  # or would be sent, were there another rank
+        sent = 0 if record.wrapper == "none" else num_bytes  # or would be sent if there were another rank
         assert (record.num_bytes, sum(record.bucket_bytes)) == (sent, sent)
         assert record.num_messages == len(record.bucket_bytes)
 
@@ -157,7 +157,7 @@ def test_ranks_outside_of_a_turn_take_no_step_and_wait(measured):
         assert found == {
             turn: rounds * (1 if "none" in turn[0].wrapper or turn[1] == 1 else 3) * (rank < turn[1]) for turn in turns
         }
-    # The clock is one for all processes of a host: steps of different turns never overlap, whichever ranks take them.
+    # All processes of a host share a clock: steps of different turns never overlap.
     spans = sorted(
         (step.begin_s, step.end_s, (step.turn, step.number)) for _, steps, _, _ in seen for step in steps
     )  # fmt: skip
@@ -190,7 +190,7 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
     assert all((one.grads[0] != other.grads[0]).any() for one, other, *_ in silent)
     if cell.mode == "weak":
         return
-    # One rank alone computed the same global batches: nobody else's gradients are in theirs.
+    # One rank alone computed the same global batches, so no other gradients are included.
     alone = {step.number: step.grads for step in seen[0][1] if step.turn == (Setup("none", ""), 1)}
     shared = [(key[1], steps[0]) for key, steps in list_steps(seen, world_size, ("plain", "timed")).items()]
     compared = [(step.grads, alone[number]) for number, step in shared if number in alone]
@@ -215,7 +215,7 @@ def test_what_the_ranks_or_the_data_cannot_be_is_refused_on_all_ranks(on_ranks, 
 
 
 def fail_to_measure(settings: ScaleSettings, cell: ScalingCell) -> str:
-    """What it said; a rank that lives on need not be started anew."""
+    """Its error, returned so that the warm rank survives."""
     from paceline.studies.rank_steps import measure_scaling
 
     with pytest.raises(ConfigError) as caught:

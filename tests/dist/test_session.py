@@ -1,4 +1,4 @@
-"""A session on real ranks: tasks in order or at once, saved and resumed, killed ranks, and what an interrupt says."""
+"""A session on real ranks: sequential or concurrent tasks, saving and resuming, killed ranks, and interrupts."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def launch(monkeypatch):
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("WORLD_SIZE", str(world_size))
 
-    monkeypatch.setattr("paceline.runtime.ranks.world.share_first", lambda place, value: value)  # nobody else is there
+    monkeypatch.setattr("paceline.runtime.ranks.world.share_first", lambda place, value: value)  # no other rank exists
     launch(None)
     return launch
 
@@ -486,5 +486,5 @@ def test_untimed_runs_record_no_load_and_parts_that_of_the_whole_run(monkeypatch
         run = whole.save([RECORD])
         assert run.warnings == () and run.environment.load_average is None and run.environment.stolen is None
     with open_session("scale report", {}) as quiet, open_session("scale batch", {}) as part:
-        part.share_load(quiet)  # else its load would be that of the parts before it
+        part.share_load(quiet)  # otherwise it would see the load of the previous parts
         assert part.save([RECORD]).warnings == ()

@@ -49,7 +49,7 @@ Host *
   GlobalKnownHostsFile /dev/null
   StrictHostKeyChecking yes
 """
-PATIENT = ("--check-timeout", "60")  # however loaded this machine is
+PATIENT = ("--check-timeout", "60")  # even on a loaded machine
 # sshd wants a folder there; only it sees this one.
 RUN_FOLDER = "mount -t tmpfs tmpfs /run; mkdir /run/sshd;"
 TRAIN = [
@@ -79,7 +79,7 @@ def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
         add_interface(made, "a", "only-a", "10.93.0.1/24")
         for name in made.names:
             serve_ssh(made, name)
-            add_interface(made, name, "apart", "172.17.0.1/16")  # as that of Docker: the same on every host
+            add_interface(made, name, "apart", "172.17.0.1/16")  # like Docker's: the same on every host
         yield made
         made.expect_nothing_left()
 
@@ -388,7 +388,7 @@ def test_every_command_over_ssh_in_the_document_runs(hosts, line):
 def test_only_abandoned_hosts_of_tests_are_removed():
     if why := why_not("hosts"):
         pytest.skip(f"SEVERAL HOSTS ARE NOT TESTED: {why}")
-    abandoned = f"paceline-tests-{2**22 + 1}-0000-a"  # no process has such a number
+    abandoned = f"paceline-tests-{2**22 + 1}-0000-a"  # no process has this id
     run_ip("netns", "add", abandoned)
     with link_hosts("1mbit") as spaces:
         remove_abandoned()

@@ -1,4 +1,4 @@
-"""`predict --trace` on traces of torch's own DDP that torch.profiler made alone, on two ranks of gloo."""
+"""`predict --trace` on torch.profiler traces of torch's own DDP, on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_trace_of_one_rank_suffices(command, traced, tmp_path):
     assert own["low_s"] < own["step_s"] < own["high_s"] and own["gain"] == 0
     assert document["verdict"] in ("use", "keep", "flat", "undecided") and document["caps"][-1]["num_buckets"] == 1
     loaded = paceline.load_result(document["run"])
-    if loaded.traced.is_off:  # steps of a busy machine; they are then called doubtful
+    if loaded.traced.is_off:  # on a busy machine, steps are marked as doubtful
         assert "do not reproduce the traced step" in " ".join(loaded.findings) and loaded.verdict != "use"
     else:  # its own buckets are reproduced
         assert own["step_s"] == pytest.approx(document["traced_step_s"], rel=1e-3)

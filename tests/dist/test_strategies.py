@@ -200,7 +200,7 @@ def test_bf16_in_shared_memory_equals_bf16_messages(on_ranks):
         # With average="samples", the first step is divided by the true total after the sum.
         by_ranks = one[: len(one) // 2]
         assert all(torch.equal(grad, grad.bfloat16().float()) for grad in by_ranks)
-        # Statistics travel with the control words, which are not rounded.
+        # Statistics are sent with the control words, which are not rounded.
         for mean, its in zip(means, others, strict=True):
             torch.testing.assert_close(mean, its, rtol=1e-5, atol=1e-6)
 

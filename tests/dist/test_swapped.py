@@ -1,4 +1,4 @@
-"""Programs that do not name Paceline, with our wrapper in the place of torch's: the same losses and checkpoints."""
+"""Programs that do not mention Paceline, with our wrapper instead of torch's: the same losses and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ TOLERANCE = 1e-6  # relative, in float64
 
 
 def need(name: str) -> None:
-    """Skip where a package is missing. It is not imported here, where it would leave variables behind."""
+    """Skip if a package is missing, without importing it, which would leave environment variables behind."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"not installed: {name}")
 
 
 def call(program: Callable[..., tuple[list[float], str]], is_ours: bool, *args: Any, **options: Any) -> list[float]:
-    """The losses of a program with our wrapper, or with torch's; the program must really have had that one."""
+    """The losses of a program with our wrapper, or with torch's; the program must really have used it."""
     paceline.swap_wrapper(is_ours)
     try:
         with in_float64():
@@ -75,7 +75,7 @@ def compare_framework(name: str, folder: Path, options: dict[str, Any], backend:
         resumed = [call(program, is_ours, folders[other], True) for is_ours in folders for other in folders]
         for losses in resumed[1:]:
             assert losses == pytest.approx(resumed[0], rel=TOLERANCE, abs=0)
-        assert resumed[0][0] != pytest.approx(begun[False][0])  # it did not begin anew
+        assert resumed[0][0] != pytest.approx(begun[False][0])  # it did not start again
 
 
 NEEDS = {"fabric": "lightning"}
@@ -160,7 +160,7 @@ def test_the_swap_reaches_every_name_of_the_class_and_can_be_undone(job):
 
 
 class Own(DDP):
-    """A program's own subclass of ours, with arguments of its own."""
+    """A program's own subclass of ours, with its own arguments."""
 
     def __init__(self, width: int) -> None:
         super().__init__(Net(width))
@@ -188,7 +188,7 @@ def wrap_twice() -> None:
         assert DistributedDataParallel(own) is own and type(own) is Own and own.count == 5
         own(draw(0, 3, 4).float()).sum().backward()
         assert world.share(own.module.head.bias.grad.tolist())[0] == own.module.head.bias.grad.tolist()
-        # To who wrapped it again this is the bare model.
+        # A framework that wraps it again treats it as the bare model.
         assert model.state_dict().keys() == net.state_dict().keys()
         values = {key: value + 1 for key, value in net.state_dict().items()}
         for prefix in ("", "module."):

@@ -1,4 +1,4 @@
-"""SyncBatchNorm on real ranks: their parts of a batch give what torch's BatchNorm gives for the whole."""
+"""SyncBatchNorm on real ranks equals torch's BatchNorm on the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation on several ranks: every sample once, and the answer of one process."""
+"""Evaluation on several ranks: every sample once, and the result of one process."""
 
 from __future__ import annotations
 

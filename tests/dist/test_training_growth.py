@@ -1,4 +1,4 @@
-"""Batches that grow, on real ranks: the samples, the losses and the steps of one process, also after a resume."""
+"""Growing batches on real ranks: the samples, losses and steps of one process, also after a resume."""
 
 from __future__ import annotations
 

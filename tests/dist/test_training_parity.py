@@ -22,7 +22,7 @@ RESNET = replace(CNN, model="resnet18", channels=None, hidden=None, epochs=1, lr
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank has after training: the rows of metrics, its model, and the messages of each step."""
+    """The results of one rank: its metrics rows, its model, and the messages of each step."""
 
     rows: list[dict[str, Any]]
     start: dict[str, torch.Tensor]
@@ -243,7 +243,7 @@ def test_the_update_is_that_of_one_process(train_on, train_alone, changes):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns_nearly_the_same(train_on, train_alone, precision):
-    """Whole windows: where a single sample is left, fp16 overflows and its step is passed over."""
+    """Whole windows, because with a single sample fp16 overflows and the step is skipped."""
     settings = replace(CNN, samples=24, global_batch_size=12)
     seen = train_on(2, replace(settings, precision=precision))
     wanted = train_alone(settings).losses
@@ -307,11 +307,11 @@ def test_ranks_begin_with_one_model_and_drop_different_units(on_ranks):
     assert not torch.allclose(others[0][1], others[1][1], atol=1e-2)
 
 
-# -- a loss that is no number ------------------------------------------------------------------------------------------
+# -- a non-finite loss -------------------------------------------------------------------------------------------------
 
 
 def train_on_a_bad_sample(settings: TrainSettings, folder: Path, rank: int, number: int) -> str:
-    """The error of this rank, where window `number` of one rank has an input that is no number."""
+    """The error of this rank if window `number` of one rank has a NaN input."""
     import paceline.runtime.ranks.world as worlds
     from paceline.training import loop
 
@@ -367,7 +367,7 @@ class Root(nn.Module):
 
 
 def test_a_model_that_is_no_number_is_not_saved(on_ranks, tmp_path):
-    """The loss is a number, and what the update makes of the model is not: the slope of the root is infinite at 0."""
+    """The loss is finite, but the updated model is not: the slope of the square root is infinite at 0."""
     (tmp_path / "root.py").write_text(ROOT)
     settings = TrainSettings(
         model=f"{tmp_path / 'root.py'}:Root", data="synthetic:numbers", device="cpu", samples=8, batch_size=4
@@ -379,7 +379,7 @@ def test_a_model_that_is_no_number_is_not_saved(on_ranks, tmp_path):
 
 
 def train_with_a_bad_replica(settings: TrainSettings, folder: Path) -> str:
-    """The error of this rank, where rank 1 alone finds a number in its model that is not finite."""
+    """The error of this rank if only rank 1 has a non-finite parameter."""
     import paceline.runtime.ranks.world as worlds
     from paceline.training import loop
 

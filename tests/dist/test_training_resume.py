@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on is the run that was never stopped: same losses, same weights, same samples.
+"""A stopped and resumed run equals an uninterrupted one: same losses, weights and samples.
 
 What the command says and how it ends is tested in `tests/cli/test_train_stops.py`.
 """
@@ -47,7 +47,7 @@ def build():
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank did: how its training ended, and the samples that it learnt from, in order, as (epoch, index)."""
+    """One rank's outcome: how training ended, and its samples in order, as (epoch, index)."""
 
     step: int
     signal: int
@@ -81,7 +81,7 @@ def train_watched(settings: TrainSettings, folder: Path, resume: bool, before_st
     loader.split_window, loop.load_windows, loop.take_step = split_window, load_windows, take_step
     try:
         result = loop.train(settings, folder, resume)
-    except (ConfigError, TrainingError) as error:  # returned: a rank that fails would be started anew
+    except (ConfigError, TrainingError) as error:  # returned, because a failed rank would be restarted
         return Seen(0, 0, tuple(samples), error)
     finally:
         loader.split_window, loop.load_windows, loop.take_step = real

@@ -1,4 +1,4 @@
-"""What survivors report when a rank is killed, suspended, absent, leaves or differs; and that nothing is left over."""
+"""Errors on the other ranks when a rank is killed, suspended, absent, leaves or differs; and no leftovers."""
 
 from __future__ import annotations
 

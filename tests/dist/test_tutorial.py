@@ -1,4 +1,4 @@
-"""The chapters of the tutorial run, and their exercises take the answers that they give and no empty ones."""
+"""The tutorial chapters run, and their exercises accept the given answers and no empty ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts, made of network namespaces on this one: ranks share memory inside each, and leaders talk between them."""
+"""Two hosts made of network namespaces: ranks share memory inside each, and leaders communicate between them."""
 
 from __future__ import annotations
 

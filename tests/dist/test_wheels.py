@@ -1,4 +1,4 @@
-"""What `make wheels` makes: a wheel for each kind of processor and a source archive, for hosts without a compiler."""
+"""`make wheels` builds a wheel per architecture and a source archive, for hosts without a compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 NATIVE = "src/paceline/transport/native/"
 GLIBC = (2, 28)
 MACHINES = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}
-# What a wheel for manylinux may use of the host, and what the core needs of that.
+# The host libraries that a manylinux wheel may use, and those that the core needs.
 LIBRARIES = {"libc.so.6", "libpthread.so.0", "ld-linux-aarch64.so.1"}
 NAMES = {machine: f"paceline-{paceline.__version__}-py3-none-manylinux_2_28_{machine}.whl" for machine in MACHINES}
 ARCHIVE = f"paceline-{paceline.__version__}.tar.gz"
@@ -50,14 +50,14 @@ if __name__ == "__main__":
 
 
 def call(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that sees nothing of this checkout, nor a compiler that the user has chosen."""
+    """Run a program without this checkout and without the user's choice of a compiler."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CC", "VIRTUAL_ENV")}
     words = list(map(str, command))
     return subprocess.run(words, cwd=cwd, env=kept | variables, capture_output=True, text=True, timeout=600)
 
 
 def tracked() -> list[str]:
-    """What a release is made of, by git."""
+    """The files of a release, according to git."""
     wanted = ["src", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "README.md", "LICENSE"]
     return subprocess.check_output(["git", "ls-files", *wanted], cwd=ROOT, text=True).split()
 
@@ -77,7 +77,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dist(sources: Path) -> Path:
-    """The folder of what `make wheels` makes."""
+    """The output folder of `make wheels`."""
     done = call("make", "wheels", f"PYTHON={sys.executable}", cwd=sources)
     if "No matching distribution" in done.stderr:
         pytest.skip("NOT TESTED: no package registry can be reached")

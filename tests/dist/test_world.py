@@ -1,4 +1,4 @@
-"""`paceline.init`: ranks meet by environment, TCP or file, and leave cleanly on every way out."""
+"""`paceline.init`: rendezvous by environment, TCP or file, and a clean exit on every path."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_ranks_meet_by_file_and_remove_it(on_ranks, tmp_path):
     path, mine = tmp_path / "meeting", tmp_path / "meeting.20261116"
     mine.write_text("not of a rendezvous")
     (tmp_path / "meeting.paceline-0").touch()  # of an earlier world
-    for _ in range(3):  # the next times at the same path: nothing was left to stumble over
+    for _ in range(3):  # later worlds at the same path find no leftovers
         assert on_ranks(3, meet, f"file://{path}") == [(0, 3.0, 3), (1, 3.0, 3), (2, 3.0, 3)]
         wait_until(lambda: set(tmp_path.iterdir()) == {mine})  # warm ranks answer before they close their stores
 
@@ -284,7 +284,7 @@ def test_init_works_after_a_refused_one(on_ranks):
 
 def claim_another_place(rank: str, world_size: str) -> str:
     if os.environ["RANK"] == "1":
-        time.sleep(0.3)  # after rank 0 has taken its seat
+        time.sleep(0.3)  # after rank 0 has registered
         os.environ.update(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size)
     try:
         paceline.init("gloo", "cpu", announce=None, rendezvous_timeout_s=4)

@@ -1,4 +1,4 @@
-"""A group of one rank sends nothing: sums are finished when they start, and gradients are the rank's own."""
+"""A group of one rank sends nothing: sums complete immediately, and gradients are the rank's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is raised on all, in seconds, with the same text and code."""
+"""An error on one rank is raised on all of them within seconds, with the same text and code."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def test_join_can_stop_all_ranks_when_the_first_runs_out(job):
     assert "rank 1" in first[1]
 
 
-# -- replicas that drift ----------------------------------------------------------------------------------------------
+# -- replicas that diverge --------------------------------------------------------------------------------------------
 
 
 def drift(every: int) -> list[tuple[str, str]]:
@@ -429,7 +429,7 @@ def test_drift_is_detected_at_the_next_check(job):
     assert job(3, drift, 0) == [[("", "")] * len(REDUCERS)] * 3
 
 
-# -- gradients that cannot travel -------------------------------------------------------------------------------------
+# -- gradients that cannot be sent ------------------------------------------------------------------------------------
 
 
 class Sparse(nn.Module):
@@ -464,7 +464,7 @@ def test_sparse_gradients_are_a_clear_error_on_all_ranks(job):
         assert "words.weight" in text, text
 
 
-# -- a peer that has gone ---------------------------------------------------------------------------------------------
+# -- a lost peer ------------------------------------------------------------------------------------------------------
 
 
 def talk_to_the_gone(what: str) -> tuple[str, str]:

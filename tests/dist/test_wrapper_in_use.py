@@ -45,7 +45,7 @@ def replace_gradients() -> None:
                 kind = step % 3
                 model.zero_grad(set_to_none=kind == 0)
                 wanted = average_alone(model.module, functools.partial(loss, step=step), 2)
-                if kind == 2:  # existing gradients are kept and accumulated into, whoever set them
+                if kind == 2:  # existing gradients are kept and accumulated into
                     for name, param in model.module.left.named_parameters():
                         param.grad = torch.full_like(param, 1.0 + world.rank)
                         wanted[f"left.{name}"] = wanted[f"left.{name}"] + 1.5
@@ -109,7 +109,7 @@ def convert(only_rank_1: bool) -> list[tuple[str, str]]:
                 errors.append(found)
                 if not found[0]:
                     check(world, model, average_alone(model.module, loss_of, 2), reducer)
-                # What helps in any case:
+                # The remedy in each case:
                 model.to(torch.float64)
                 model.zero_grad()
                 model.rebuild()

@@ -1,4 +1,4 @@
-"""What a rank does in the tests with two hosts: `python two_hosts.py VICTIM`, with torchrun's variables.
+"""The rank program of the tests with two hosts: `python two_hosts.py VICTIM`, with torchrun's variables.
 
 One after the other, because starting a rank takes longer than all of it. The rank VICTIM is killed at the end.
 """

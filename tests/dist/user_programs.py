@@ -1,4 +1,4 @@
-"""Training programs as users write them. None names Paceline, and each returns its losses and the class of its model.
+"""Typical training programs without Paceline; each returns its losses and the class of its model.
 
 All compute in float64, so that another order of additions cannot explain a difference.
 """
@@ -23,13 +23,13 @@ Losses = list[float]
 
 
 def draw(step: int, *shape: int) -> torch.Tensor:
-    """A batch that no other rank or step has."""
+    """A batch unique to this rank and step."""
     seed = 1000 * step + dist.get_rank()
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 class Net(nn.Module):
-    """Every rank starts from other values: it depends on the wrapper that they are made equal."""
+    """Every rank starts from different values; the wrapper must make them equal."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def plain(folder: Path) -> tuple[Losses, str]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    # A checkpoint by hand, loaded as the tutorial of torch does it.
+    # A manual checkpoint, loaded as in torch's tutorial.
     if dist.get_rank() == 0:
         torch.save(model.state_dict(), folder / "model.pt")
     dist.barrier()
@@ -206,7 +206,7 @@ PROGRAMS = {
 }
 
 
-# -- with a framework: each is called twice, first to train and save, then to load and go on ---------------------------
+# -- with a framework: each is called twice, first to train and save, then to load and continue ------------------------
 
 
 def accelerate(folder: Path, resumes: bool) -> tuple[Losses, str]:
@@ -299,7 +299,7 @@ def _lightning_modules() -> tuple[type, type]:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     class Manual(Automatic):
-        """Three networks, of which each step trains one: neither the first nor the last parameter, every third time."""
+        """Each step trains one of three networks: every third step neither the first nor the last parameter."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Random delays on the streams of a GPU or on the host: what does not wait for them reads or writes at a wrong time."""
+"""Random delays on GPU streams or on the host: code that does not wait for them reads or writes at the wrong time."""
 
 from __future__ import annotations
 

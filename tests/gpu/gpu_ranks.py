@@ -1,4 +1,4 @@
-"""Functions of the tests in GPU ranks: they run there as they are, with their world, models and batches on the GPU."""
+"""Run test functions unmodified in GPU ranks, with their world, models and batches on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traffic next to backward on one GPU, and what a profile of a module there carries into a prediction."""
+"""Messages during backward on one GPU, and how a profile there affects a prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LARS, LAMB and ghost BatchNorm on a GPU: the numbers of the CPU, and the host waits for nothing."""
+"""LARS, LAMB and ghost BatchNorm on a GPU: the same numbers as on the CPU, and the host never waits."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The memory of a step on a GPU: the sum is what torch's allocator counts, at the begin, at the peak and at the end."""
+"""The memory of a step on a GPU: the total equals torch's allocator at the beginning, the peak and the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the wrapper does besides averaging, between NCCL ranks: functions of `tests/dist`, on a GPU."""
+"""The wrapper's features besides averaging, between NCCL ranks: functions of `tests/dist` on a GPU."""
 
 from __future__ import annotations
 

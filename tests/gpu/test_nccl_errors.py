@@ -1,4 +1,4 @@
-"""What goes wrong on one NCCL rank is raised on all of them, with the same text, which names the rank.
+"""An error on one NCCL rank is raised on all of them, with the same text, which names the rank.
 
 Where ranks have sent different messages, kernels wait on the GPU for what will not come: these tests are apart.
 """

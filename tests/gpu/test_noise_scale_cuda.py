@@ -1,4 +1,4 @@
-"""Probes of the gradient noise scale on a GPU: what the CPU finds, and nothing left behind."""
+"""Probes of the gradient noise scale on a GPU: the same results as on the CPU, and no leftovers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Scaling studies on a GPU: memory of a batch size, one that does not fit, ranks in turns, a large batch probed."""
+"""Scaling studies on a GPU: memory by batch size, one that does not fit, interleaved ranks, a probed large batch."""
 
 import dataclasses
 import json

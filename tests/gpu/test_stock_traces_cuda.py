@@ -1,4 +1,4 @@
-"""`predict_trace` on traces of torch's own DDP with CUDA: two ranks of gloo that share one GPU."""
+"""`predict_trace` on traces of torch's own DDP with CUDA: two gloo ranks that share one GPU."""
 
 from __future__ import annotations
 

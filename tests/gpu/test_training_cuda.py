@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU: the host waits for none of them, so it can be steps ahead."""
+"""Transfers of batches to a GPU: the host never waits for them, so it can be steps ahead."""
 
 import pytest
 import torch

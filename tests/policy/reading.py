@@ -1,4 +1,4 @@
-"""How the policy tests read a package: its modules, what they import, and how to run Python without torch."""
+"""Shared by the policy tests: the modules of a package, their imports, and Python without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "src" / "paceline"
 # The half that never imports torch.
 STARRED = ("plan", "records", "predict", "report", "units", "errors", "machine", "options")
 
-# torch is found, but it cannot be loaded. Not an ImportError: `except ImportError` must not hide the attempt.
+# torch is found but cannot be loaded. Not an ImportError, which `except ImportError` would hide.
 _BLOCK_TORCH = """
 import importlib.machinery, sys
 
@@ -37,7 +37,7 @@ sys.meta_path.insert(0, NoTorch())
 
 
 def write_package(folder: Path, files: dict[str, str]) -> Path:
-    """Write a made-up package `paceline` from {path: source}, every package in it with its `__init__`."""
+    """Write a fake package `paceline` from {path: source}, with an `__init__` in every folder."""
     root = folder / "paceline"
     for path, source in {"__init__.py": "", **files}.items():
         file = root / path
@@ -49,7 +49,7 @@ def write_package(folder: Path, files: dict[str, str]) -> Path:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """The modules of the package at `root` by their dotted names."""
+    """The modules of the package at `root`, by dotted name."""
     found = {}
     for path in sorted(root.rglob("*.py")):
         parts = [root.name, *path.relative_to(root).with_suffix("").parts]
@@ -57,8 +57,8 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def room(module: str) -> str:
-    """The room of a module: the second part of its name; `__main__` is the door of `cli`; "" is the package itself."""
+def package_of(module: str) -> str:
+    """The second part of a module's name; `__main__` belongs to `cli`, and "" is `paceline` itself."""
     name = [*module.split("."), ""][1]
     return "cli" if name == "__main__" else name
 
@@ -73,18 +73,18 @@ def _parse(text: str) -> ast.Module:
 
 
 def parse(path: Path) -> ast.Module:
-    """The tree of a file, which is parsed once for all rules."""
+    """The syntax tree of a file, parsed once for all rules."""
     return _parse(path.read_text(encoding="utf-8"))
 
 
 @functools.cache
 def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
-    """All nodes of a tree, in the order of `ast.walk`, which takes longer than what the rules do with them."""
+    """All nodes of a tree, cached because `ast.walk` takes longer than the rules."""
     return tuple(ast.walk(tree))
 
 
 def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything that a module imports: anywhere in it, and under TYPE_CHECKING too.
+    """Line and dotted name of every import in a module, including those in functions and under TYPE_CHECKING.
 
     `from a import b` gives `a.b`, since b may be a module. Imports by a literal name (`import_module("a")`) count.
     """
@@ -103,13 +103,13 @@ def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def expect_none(found: list[str]) -> None:
-    """Fail with all that was found, one per line."""
+    """Fail with everything that was found, one per line."""
     assert not found, "\n".join([f"{len(found)} found:", *found])
 
 
 def run_python(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run Python apart from this process, with the package below `path` in place of the installed one if given."""
-    colored = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")  # with these, typer puts escapes into the text
+    """Run Python in a new process, with the package below `path` instead of the installed one if given."""
+    colored = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")  # with these, typer prints escape sequences
     environment = {name: value for name, value in os.environ.items() if name not in colored}
     if path is not None:
         environment["PYTHONPATH"] = str(path)

@@ -23,7 +23,7 @@ UPDATE = "PACELINE_UPDATE_SURFACE"
 
 
 def walk_commands(app: typer.Typer) -> Iterator[tuple[str, Any]]:
-    """Every verb with its command. Typed loosely: some versions of typer bring their own click, some use click's."""
+    """Every verb with its command. Typed loosely, because some versions of typer vendor click."""
 
     def walk(words: str, command: Any) -> Iterator[tuple[str, Any]]:
         yield words, command
@@ -34,18 +34,18 @@ def walk_commands(app: typer.Typer) -> Iterator[tuple[str, Any]]:
 
 
 def show_default(default: Any) -> str:
-    """The default as text, "none" for each of the ways in which the versions of click say that there is none."""
+    """The default as text; versions of click represent "none" in different ways."""
     if default is None or default == () or default == [] or type(default).__name__ == "Sentinel":
         return "none"
     if callable(default):
         return "computed"
     if isinstance(default, list | tuple):
         return ",".join(str(item) for item in default)
-    return str(getattr(default, "value", default))  # an Enum shows what one types
+    return str(getattr(default, "value", default))  # for an Enum, the text that a user types
 
 
 def render_surface(app: typer.Typer) -> str:
-    """The verbs, each with its arguments and options: names, default, and whether it must be given."""
+    """The verbs with their arguments and options: names, default, and whether they are required."""
     lines = []
     for words, command in walk_commands(app):
         lines.append(words)
@@ -59,28 +59,28 @@ def render_surface(app: typer.Typer) -> str:
             hidden = ", hidden" if getattr(parameter, "hidden", False) else ""
             repeated = ", repeatable" if getattr(parameter, "multiple", False) or parameter.nargs == -1 else ""
             rows.append((is_option, f"  {names}  {need}{repeated}{hidden}"))
-        # Options by name, for their order is not a promise; the order of arguments is one.
+        # Options are sorted because their order is not part of the interface; that of arguments is.
         lines += [row for is_option, row in rows if not is_option]
         lines += sorted(row for is_option, row in rows if is_option)
     return "\n".join(lines) + "\n"
 
 
 def diff_surface(frozen: str, now: str) -> str:
-    """What changed, with what to do about it; empty if nothing did."""
+    """The difference and what to do about it; empty if there is none."""
     lines = difflib.unified_diff(frozen.splitlines(), now.splitlines(), "frozen", "now", lineterm="", n=30)
     text = "\n".join(lines)
     if not text:
         return ""
     return (
         f"the command surface changed:\n{text}\nIf this is meant, run `{UPDATE}=1 python -m pytest "
-        "tests/policy/test_command_surface.py`, commit command_surface.txt and say it in CHANGELOG.md."
+        "tests/policy/test_command_surface.py`, commit command_surface.txt and add it to CHANGELOG.md."
     )
 
 
 def find_double_meanings(app: typer.Typer) -> list[str]:
-    """The options that several verbs share and that are a switch in one and take a value in another.
+    """Options that are a switch in one verb and take a value in another.
 
-    Their help may differ, for it is written for the command at hand.
+    Their help may differ, because it is written for each command.
     """
     kinds: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for words, command in walk_commands(app):
@@ -96,7 +96,7 @@ def find_double_meanings(app: typer.Typer) -> list[str]:
 
 
 def find_options_without_help(app: typer.Typer) -> list[str]:
-    """The options of which neither the verb's docstring nor the settings say what they mean."""
+    """Options that neither the verb's docstring nor the settings explain."""
     return [
         f"{words}: {parameter.opts[0]}"
         for words, command in walk_commands(app)
@@ -106,7 +106,7 @@ def find_options_without_help(app: typer.Typer) -> list[str]:
 
 
 def find_python(app: typer.Typer) -> list[str]:
-    """The options whose help speaks of names or text as Python writes them, which one does not type in a shell."""
+    """Options whose help contains Python names or literals, which a user does not type in a shell."""
     python = re.compile(r"""\bpaceline\.\w|\bresult\.|`\w+_\w+`|["]""")
     return [
         f"{words}: {parameter.opts[0]}: {parameter.help}"
@@ -117,7 +117,7 @@ def find_python(app: typer.Typer) -> list[str]:
 
 
 def build_app(*, default: str = "gloo", is_switch: bool = False) -> typer.Typer:
-    """A made-up command line with two verbs that share an option."""
+    """A fake command line with two verbs that share an option."""
     made_up = typer.Typer(add_completion=False)
     inner = typer.Typer()
 
@@ -167,7 +167,7 @@ def test_every_option_has_help() -> None:
     expect_none(find_options_without_help(app))
 
 
-def test_no_help_speaks_python() -> None:
+def test_no_help_contains_python() -> None:
     expect_none(find_python(app))
 
 

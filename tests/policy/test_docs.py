@@ -1,4 +1,4 @@
-"""The documents tell the truth about what can be typed: commands parse, make targets exist, links lead somewhere."""
+"""Commands in the documents parse, make targets and programs exist, and links have targets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLACEHOLDERS = {"FILE": "file.csv", "FOLDER": "folder"}
 
 
 def find_commands(text: str, program: str) -> list[str]:
-    """Lines of console blocks, and code in running text, that call this program (behind torchrun, too)."""
+    """Lines of console blocks and inline code that call this program, also through torchrun."""
     joined = re.sub(r"\\\n\s*", "", text)  # a line that ends in a backslash continues
     blocks = [line for block in re.findall(r"```console\n(.*?)```", joined, re.DOTALL) for line in block.splitlines()]
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
@@ -36,7 +36,7 @@ build_app = functools.cache(lambda: typer.main.get_command(app))
 
 
 def parse_command(line: str) -> None:
-    """Parse a command line of ours without running it; raises what the user would see."""
+    """Parse one of our command lines without running it; raises the error that the user would see."""
     arguments = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)]
     arguments = _join_lists(arguments[arguments.index("paceline") + 1 :])
     if not arguments or arguments == ["--help"]:
@@ -46,7 +46,7 @@ def parse_command(line: str) -> None:
         context = command.make_context("paceline", [], parent=context, resilient_parsing=True)
         if not arguments:
             return
-        if arguments[0].startswith("-"):  # options of a group of verbs itself
+        if arguments[0].startswith("-"):  # options of the group
             break
         name, arguments = arguments[0], arguments[1:]
         command = command.get_command(context, name)
@@ -58,20 +58,20 @@ ALL_COMMANDS = sorted({c for path in DOCUMENTS for c in find_commands(path.read_
 
 
 def find_markers(text: str) -> list[str]:
-    """Lines that a merge left for someone to decide."""
+    """Conflict markers left by a merge."""
     return [line for line in text.splitlines() if re.match(r"(<{7}|={7}|>{7})( |$)", line)]
 
 
-def test_no_merge_is_left_undecided():
+def test_there_are_no_conflict_markers():
     expect_none([f"{path.name}: {line}" for path in DOCUMENTS for line in find_markers(path.read_text())])
 
 
-def test_an_undecided_merge_is_found():
+def test_a_conflict_marker_is_found():
     assert find_markers("a\n<<<<<<< HEAD\nb\n=======\nc\n>>>>>>> main\n") == ["<<<<<<< HEAD", "=======", ">>>>>>> main"]
 
 
 def find_wrong_commands(commands: Iterable[str]) -> list[str]:
-    """The commands that do not parse, each with what the user would see."""
+    """The commands that do not parse, each with its error."""
     wrong = []
     for command in commands:
         try:
@@ -92,7 +92,7 @@ def test_a_command_that_does_not_exist_is_found(command):
 
 
 def find_wrong_calls(text: str) -> list[str]:
-    """The calls of the public API in running text that have no such function, or no such arguments."""
+    """Calls of the public API in inline code with an unknown function or argument."""
     wrong = []
     for code in re.findall(r"`(paceline\.[^`\n]+\))`", text):
         try:
@@ -113,14 +113,14 @@ def test_a_call_that_does_not_exist_is_found():
     )
 
 
-def test_the_two_commands_of_the_readme_exist_and_so_does_every_make_target():
+def test_make_targets_in_the_documents_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {c.split()[1] for path in DOCUMENTS for c in find_commands(path.read_text(), "make")}
     assert {"demo", "test"} <= named <= targets
 
 
 def find_missing_programs(text: str) -> list[str]:
-    """Examples and benchmarks that a text names and that do not exist."""
+    """Missing examples and benchmarks that a text names."""
     named = re.findall(r"\b(?:examples|benchmarks)/[\w/]+\.(?:py|sh)\b", text)
     return [name for name in named if not (ROOT / name).is_file()]
 
@@ -135,14 +135,14 @@ def test_a_program_that_does_not_exist_is_found():
 
 @functools.cache
 def find_anchors(path: Path) -> set[str]:
-    """The anchors of a document's headings, as GitHub makes them."""
+    """The anchors that GitHub creates for a document's headings."""
     text = path.read_text()
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def find_dead_links(path: Path, text: str) -> list[str]:
-    """The links in a text of the document at `path` that lead to no file, or to no heading of it."""
+    """Links in a text of the document at `path` without an existing file or heading."""
     dead = []
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         file, _, anchor = link.partition("#")
@@ -152,7 +152,7 @@ def find_dead_links(path: Path, text: str) -> list[str]:
     return dead
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     expect_none([f"{path.name}: {link}" for path in DOCUMENTS for link in find_dead_links(path, path.read_text())])
 
 
@@ -162,7 +162,7 @@ def test_a_dead_link_is_found():
     assert find_dead_links(ROOT / "docs" / "api.md", text) == dead
 
 
-def test_the_table_of_models_names_every_model_that_can_be_trained_and_no_other():
+def test_the_table_of_models_is_complete():
     (table,) = re.findall(r"\| `--model` \|.*?\n\n", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
     named = [name for row in table.strip().splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
     assert sorted(named) == sorted((*NAMES, *_OTHERS))

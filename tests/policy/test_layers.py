@@ -1,4 +1,4 @@
-"""Imports point down, siblings do not import each other, and every module belongs to a known room."""
+"""Imports point down, siblings do not import each other, and every module belongs to a known package."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from .reading import PACKAGE, expect_none, imports, modules, room, where, write_package
+from .reading import PACKAGE, expect_none, imports, modules, package_of, where, write_package
 
-# From top to bottom; rooms of one level are siblings. docs/architecture.md shows the same picture.
+# From top to bottom; packages of one level are siblings. docs/architecture.md shows the same order.
 LEVELS = (
-    ("cli", "autoload"),  # and `__main__`, its door; torch calls the other
+    ("cli", "autoload"),  # `cli` includes `__main__`; torch calls `autoload`
     ("integrations",),
     ("studies",),
     ("verbs",),
@@ -32,31 +32,31 @@ LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 
 def find_layer_violations(root: Path) -> list[str]:
-    """Every import that points up or sideways, and every module without a room.
+    """Every import that points up or sideways, and every module outside the known packages.
 
-    All imports count: inside functions, and for types alone (TYPE_CHECKING) as well. The package's own `__init__` is
-    exempt, for its lazy names reach everywhere; so is `predict`, which can be called as a verb. Therefore only `cli`
-    may import names from it, and the others nothing but `__version__`, which is a literal.
+    Imports in functions and under TYPE_CHECKING count as well. `paceline/__init__.py` is exempt, because its lazy
+    names reach everything, and so is `predict`, which is also a verb. In return, only `cli` may import names from
+    `paceline` itself; the others may import only `__version__`, which is a literal.
     """
     found = []
     for name, path in modules(root).items():
-        here = room(name)
+        here = package_of(name)
         if name in (root.name, f"{root.name}.predict"):
             continue
         if here not in LEVEL_OF:
             found.append(
-                f"{where(root, path, 1)}: '{here}' is no known room: move the module into one, or add a line "
+                f"{where(root, path, 1)}: '{here}' is not a known package: move the module into one, or add a line "
                 "to docs/architecture.md and to LEVELS in tests/policy/test_layers.py"
             )
             continue
         for line, target in imports(name, path):
             if target.split(".")[0] != root.name:
                 continue
-            there = room(target)
+            there = package_of(target)
             place = f"{where(root, path, line)}: {here} imports {target}"
             if there not in LEVEL_OF:
                 if here != "cli" and target != f"{root.name}.__version__":
-                    found.append(f"{place}: the package's own names are above every room but cli")
+                    found.append(f"{place}: only cli may import paceline's public names")
             elif here != there and LEVEL_OF[there] <= LEVEL_OF[here]:
                 way = "sideways" if LEVEL_OF[there] == LEVEL_OF[here] else "up"
                 found.append(f"{place}: that points {way}")
@@ -91,11 +91,11 @@ def test_the_rule_reads_the_whole_package() -> None:
         ("errors.py", "def f():\n    from paceline.units import GB", "paceline/errors.py:2: .* points up"),
         ("errors.py", "if TYPE_CHECKING:\n    from paceline.units import GB", "points up"),
         ("errors.py", "import importlib\nimportlib.import_module('paceline.units')", "points up"),
-        ("runtime/a.py", "from paceline import init", "own names"),
-        ("runtime/a.py", "import paceline", "own names"),
-        ("runtime/a.py", "from paceline import *", "own names"),
-        ("cellar/a.py", "", "'cellar' is no known room.*docs/architecture.md"),
-        ("attic.py", "", "'attic' is no known room.*docs/architecture.md"),
+        ("runtime/a.py", "from paceline import init", "public names"),
+        ("runtime/a.py", "import paceline", "public names"),
+        ("runtime/a.py", "from paceline import *", "public names"),
+        ("cellar/a.py", "", "'cellar' is not a known package.*docs/architecture.md"),
+        ("attic.py", "", "'attic' is not a known package.*docs/architecture.md"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str, complaint: str) -> None:

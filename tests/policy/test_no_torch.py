@@ -1,4 +1,4 @@
-"""The starred half never imports torch, neither directly nor through a module that it imports."""
+"""The torch-free half never imports torch, directly or through another module."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from .reading import PACKAGE, STARRED, expect_none, imports, modules, room, run_without_torch, where, write_package
+from .reading import (
+    PACKAGE,
+    STARRED,
+    expect_none,
+    imports,
+    modules,
+    package_of,
+    run_without_torch,
+    where,
+    write_package,
+)
 
-# Outside the starred half, what a command loads before it knows that it needs torch.
+# Modules outside the torch-free half that a command loads before it knows that it needs torch.
 LATE = (
     "paceline.cli.main",
     "paceline.measure.bench_settings",
@@ -33,11 +43,11 @@ for name in sys.argv[1:]:
 
 
 def starred_modules(root: Path) -> list[str]:
-    return [name for name in modules(root) if room(name) in STARRED]
+    return [name for name in modules(root) if package_of(name) in STARRED]
 
 
 def find_torch_imports(root: Path) -> list[str]:
-    """Every import of torch in a module that the starred half reaches, anywhere in it and for types alone too."""
+    """Every import of torch in a module that the torch-free half reaches, including imports for types."""
     known = modules(root)
     reached_from = dict.fromkeys(starred_modules(root), "")
     waiting = list(reached_from)
@@ -49,7 +59,7 @@ def find_torch_imports(root: Path) -> list[str]:
             if parts[0] == "torch":
                 via = f", reached from {reached_from[name]}" if reached_from[name] else ""
                 found.append(f"{where(root, known[name], line)}: imports {target}{via}")
-            # Importing a module runs the packages above it; the package itself is lazy and held to that elsewhere.
+            # Importing a module runs the packages above it; `paceline` itself is lazy (test_silent_import.py).
             for length in range(2, len(parts) + 1):
                 module = ".".join(parts[:length])
                 if module in known and module not in reached_from:
@@ -59,14 +69,20 @@ def find_torch_imports(root: Path) -> list[str]:
 
 
 def find_failed_imports(names: list[str], path: Path | None = None) -> list[str]:
-    """The modules that cannot be imported in a Python in which importing torch raises."""
+    """The modules that cannot be imported if importing torch raises."""
     done = run_without_torch(_IMPORT_ALL, *names, path=path)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 def test_starred_half_never_mentions_torch() -> None:
-    assert {room(name) for name in starred_modules(PACKAGE)} >= {"records", "predict", "report", "units", "errors"}
+    assert {package_of(name) for name in starred_modules(PACKAGE)} >= {
+        "records",
+        "predict",
+        "report",
+        "units",
+        "errors",
+    }
     expect_none(find_torch_imports(PACKAGE))
 
 
@@ -91,7 +107,7 @@ def test_torch_in_the_starred_half_is_found(tmp_path: Path, file: str, source: s
     assert found.startswith(f"paceline/{file}:") and "imports torch" in found
 
 
-def test_torch_behind_another_room_is_found(tmp_path: Path) -> None:
+def test_torch_behind_another_package_is_found(tmp_path: Path) -> None:
     files = {
         "predict/costs.py": "def f():\n    from paceline.runtime.ranks.place import Place",
         "runtime/__init__.py": "from paceline.runtime.ranks import world",

@@ -1,4 +1,4 @@
-"""Private names of torch are used through `torch_internals.py`, or listed there; nowhere else."""
+"""Private names of torch are used only through `torch_internals.py`, or listed there."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .reading import PACKAGE, expect_none, imports, modules, nodes, parse, where
 
 HOME = "torch_internals"
 LISTED = {path.rpartition(".")[2] for path in MEMBERS} | set(OPTIONAL)
-# Operators on lists of tensors, on which torch's own optimizers are built; they change as little as public ones.
+# Operators on lists of tensors, which torch's optimizers use; they are as stable as public ones.
 OPERATORS = "_foreach_"
-# Of Python's library, and of IPython.
+# Private names of the standard library and of IPython.
 OTHERS = {
     "_args_from_interpreter_flags", "_asdict", "_at_fork_reinit", "_bootstrap", "_current_frames", "_DummyThread",
     "_exit", "_exit_function", "_fields", "_getframe", "_inheriting", "_parent_pid", "_replace", "_repr_mimebundle_",
@@ -29,7 +29,7 @@ def is_private(name: str) -> bool:
 
 @functools.cache
 def find_own_names(tree: ast.Module) -> set[str]:
-    """What a module defines: functions, classes, variables, and attributes of its own objects."""
+    """The names that a module defines: functions, classes, variables, and attributes of its own objects."""
     found = set()
     for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -45,7 +45,7 @@ def find_own_names(tree: ast.Module) -> set[str]:
 
 
 def find_torch_names(tree: ast.Module) -> set[str]:
-    """The names in a module that stand for modules or objects of torch's."""
+    """The names in a module that refer to modules or objects of torch."""
     found = set()
     for node in nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -59,7 +59,7 @@ def find_torch_names(tree: ast.Module) -> set[str]:
 
 @functools.cache
 def find_uses(tree: ast.Module) -> list[tuple[int, str, bool]]:
-    """Line and name of every private attribute, by `a._b` or `getattr(a, "_b")`; and whether it is one of torch's."""
+    """Line and name of every private attribute (`a._b` or `getattr(a, "_b")`), and whether it belongs to torch."""
     torchs, found = find_torch_names(tree), []
     for node in nodes(tree):
         if isinstance(node, ast.Attribute):
@@ -78,7 +78,7 @@ def find_uses(tree: ast.Module) -> list[tuple[int, str, bool]]:
 
 
 def find_private_names(root: Path) -> list[str]:
-    """Every private name of torch outside its file. What no module of the package defines is not ours."""
+    """Every private name of torch outside `torch_internals.py`; a name that no module here defines is not ours."""
     trees = {name: (path, parse(path)) for name, path in modules(root).items()}
     own = {name for _, tree in trees.values() for name in find_own_names(tree)}
     found = []

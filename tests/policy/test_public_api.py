@@ -1,4 +1,4 @@
-"""The public names: documented one by one, all that examples use, and the README's program is one that runs."""
+"""Every public name is documented, examples use only these, and the README's program is a tested example."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def find_used(source: str) -> set[str]:
-    """The names that a program takes from the package: `paceline.NAME`, and imports of it."""
+    """The names that a program uses from the package: `paceline.NAME`, and imports."""
     used = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "paceline":
@@ -71,20 +71,20 @@ def test_the_program_of_the_readme_is_the_example_that_runs():
 
 
 def find_public(words: str) -> Any:
-    """`bench.allreduce`: the object of this public name."""
+    """The object with this public name, such as `bench.allreduce`."""
     found = functools.reduce(getattr, words.split("."), paceline)
-    return verbs.predict if found is paceline.predict else found  # that is a package, which can be called
+    return verbs.predict if found is paceline.predict else found  # a callable package
 
 
 def find_calls(source: str) -> Iterator[tuple[str, ast.Call]]:
-    """The calls of functions of the package, by their dotted names."""
+    """The calls of functions of the package, by dotted name."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and re.fullmatch(r"paceline(\.\w+)+", ast.unparse(node.func)):
             yield ast.unparse(node.func).removeprefix("paceline."), node
 
 
 def check_call(words: str, call: ast.Call) -> None:
-    """TypeError where a call has arguments that the function does not take; what is left over is for a training job."""
+    """TypeError if the function does not take these arguments; the rest must be options of a training job."""
     found = inspect.signature(find_public(words)).bind(*call.args, **{word.arg or "": 0 for word in call.keywords})
     more = {n for n, p in found.signature.parameters.items() if p.kind is p.VAR_KEYWORD and n in ("job", "settings")}
     unknown = {name for group in more for name in found.arguments.get(group, {})} - set(NAMES)

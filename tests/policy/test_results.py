@@ -1,4 +1,4 @@
-"""The published runs under results/ stay small, and free of what belongs to one machine."""
+"""The published runs under results/ stay small and contain no paths of a machine."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ def list_files():
 
 
 def list_texts(value):
-    """Every text in a JSON value."""
+    """Every string in a JSON value."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from list_texts(inner)
@@ -34,7 +34,7 @@ def test_raw_files_are_compressed_reproducibly():
     assert [path for path in list_files() if path.name in ("run.json", "metrics.jsonl", "overview.json")] == []
     packed = [path for path in list_files() if path.suffix == ".gz"]
     assert packed
-    # Bytes 4 to 7 of the header are a time: with one, the same content would not be the same file.
+    # Bytes 4 to 7 of a gzip header are a timestamp, which would make equal contents differ.
     assert [path for path in packed if path.read_bytes()[4:8] != bytes(4)] == []
 
 

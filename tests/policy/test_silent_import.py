@@ -1,4 +1,4 @@
-"""`import paceline` is silent and light, its public names are all there, and help needs no torch."""
+"""`import paceline` is silent and light, all public names exist, and help needs no torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(*vars(DistributedDataParallel).keys() - before.keys())
 
 
 def find_import_noise(path: Path | None = None) -> list[str]:
-    """What `import paceline` prints, warns of, or loads that is heavy."""
+    """Output, warnings and heavy imports of `import paceline`."""
     listing = f"import paceline, sys; print(*[name for name in {HEAVY} if name in sys.modules])"
     done = run_python("-W", "error", "-c", "import paceline", path=path)
     found = [f"stdout: {line}" for line in done.stdout.splitlines()]
@@ -49,7 +49,7 @@ def find_import_noise(path: Path | None = None) -> list[str]:
 
 
 def find_name_mismatches(homes: dict[str, tuple[str, ...]], public: list[str]) -> list[str]:
-    """The names that have a home but are not public, are public but have no home, or are listed twice."""
+    """Names that have a home but are not public, are public but have no home, or are listed twice."""
     housed = [name for names in homes.values() for name in names]
     announced = [name for name in public if name != "__version__"]
     found = [f"{name}: in _HOMES but not in __all__" for name in housed if name not in announced]

@@ -1,4 +1,4 @@
-"""The site of the documents: no warning, no dead link, no request to another host, and pages that fit a phone."""
+"""The documentation site builds without warnings, dead links or requests to other hosts, and fits a phone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import paceline
 from tests.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).parents[2]
-LOADED = {"src", "srcset", "data", "poster"}  # what a page loads as soon as it is shown; also `href` of a link element
+LOADED = {"src", "srcset", "data", "poster"}  # attributes of resources that a page loads; also `href` of a link element
 
 
 class Page(HTMLParser):
-    """What a page links to, what it loads, and the places in it that can be linked to."""
+    """The links, loaded resources and anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

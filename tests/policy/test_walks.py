@@ -1,4 +1,4 @@
-"""The functions that a walk through the code names exist where it says."""
+"""The functions that the documents name in walks through the code exist there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULES = ("backward", "control", "ddp", "flat", "replicas")
 
 
 def find_names(path: Path) -> set[str]:
-    """The functions and classes of a file, by their names in the file."""
+    """The qualified names of the functions and classes in a file."""
     names: set[str] = set()
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -36,14 +36,14 @@ def find_names(path: Path) -> set[str]:
 
 
 def find_missing(file: str, named: list[str]) -> list[str]:
-    """The names that this module of the package does not define."""
+    """The names that this module does not define."""
     path = PACKAGE / file
     known = find_names(path) if path.is_file() else set()
     return [f"{file}: {name}" for name in named if name not in known]
 
 
 def read_walks() -> dict[str, list[str]]:
-    """The walks of docs/architecture.md: each names one file, and then functions of that file."""
+    """The walks of docs/architecture.md: each names a file and then functions in it."""
     text = ARCHITECTURE.read_text().split("## Three walks")[1].split("\n## ")[0]
     walks = {}
     for walk in text.split("\n**")[1:]:
@@ -71,7 +71,7 @@ def test_a_missing_function_is_found(name):
 
 
 def find_fields_of_others(source: str) -> list[str]:
-    """Every assignment to a field of a field, such as `self.reducer.failure = ...`."""
+    """Assignments to a field of another object, such as `self.reducer.failure = ...`."""
     targets = [
         target
         for node in ast.walk(ast.parse(source))

@@ -8,7 +8,7 @@ from paceline.records.environment import Environment
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Tensors of tests are small: threads of several test processes would only wait for each other's cores."""
+    """One torch thread: test tensors are small, and test processes would compete for cores."""
     import torch
 
     threads = torch.get_num_threads()
@@ -19,7 +19,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def build_samples():
-    """Samples in which every rank takes the given time of each repetition."""
+    """Samples in which every rank takes the given times."""
 
     def build(*times_s, ranks=2, **fields):
         return Samples(seconds=tuple((time_s,) * ranks for time_s in times_s or (1e-3,) * 10), **fields)
@@ -69,7 +69,7 @@ def build_chunks(build_samples):
 
 @pytest.fixture(scope="session")
 def build_wrapper(build_samples):
-    """Steps of a wrapper that take the given times, a quarter of each in forward and half in backward."""
+    """Steps of a wrapper with the given times, a quarter of each in forward and half in backward."""
 
     def build(wrapper="paceline", times_s=(1e-3,) * 10, **changes):
         ranks = changes.get("world_size", 2)
@@ -87,7 +87,7 @@ def build_wrapper(build_samples):
 
 @pytest.fixture(scope="session")
 def build_phases(build_samples):
-    """Steps of 10 ms, of which 2 are exposed communication: 8 without; marked steps take 10.1."""
+    """Steps of 10 ms with 2 ms of exposed communication; marked steps take 10.1 ms."""
 
     def build(**changes):
         ranks = changes.get("world_size", 2)

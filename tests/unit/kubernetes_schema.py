@@ -1,4 +1,4 @@
-"""The fields of the objects of Kubernetes that Paceline's manifests use, with their types, as in its API reference.
+"""The fields and types of the Kubernetes objects that Paceline's manifests use, from the API reference.
 
 A type is a Python type, the name of an object below, or either in a list; "map" is a map of texts, "quantities" one of
 amounts. `REQUIRED` are the fields that must be there.
@@ -86,7 +86,7 @@ REQUIRED = {
     "ObjectMeta": (),
     "JobSpec": ("template",),
     "PodTemplateSpec": ("spec",),
-    "PodSpec": ("containers", "restartPolicy"),  # for a Job its default, Always, is refused
+    "PodSpec": ("containers", "restartPolicy"),  # a Job refuses the default, Always
     "Container": ("name", "image"),
     "EnvVar": ("name",),
     "SecretKeySelector": ("key",),
@@ -106,7 +106,7 @@ VALUES = {
 
 
 def find_mistakes(value: Any, kind: Any, where: str = "") -> list[str]:
-    """What does not fit: unknown and missing fields, and values of another type."""
+    """Unknown fields, missing fields, and values of the wrong type."""
     if isinstance(kind, list):
         if not isinstance(value, list):
             return [f"{where}: not a list"]

@@ -1,4 +1,4 @@
-"""Jobs and straight lines for the simulator, from the few numbers that a test is about."""
+"""Jobs and linear costs for the simulator, from the few numbers that matter to a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that our planners never make but the wrapper accepts: strict caps, and gradients split over buckets."""
+"""Plans that our planners never create but the wrapper accepts: strict caps, and gradients split over buckets."""
 
 from __future__ import annotations
 

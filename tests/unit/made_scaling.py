@@ -1,4 +1,4 @@
-"""Made-up records of scaling studies: a batch sweep, ranks in cells, runs with large batches, predictions."""
+"""Synthetic records of scaling studies: a batch sweep, cells of ranks, large-batch runs, predictions."""
 
 import math
 import random
@@ -14,7 +14,7 @@ COUNT = 9  # repetitions in a cell
 
 
 def make_samples(rng, middle_s, ranks=1, count=COUNT, spread=0.03):
-    """Every rank of every repetition takes another time."""
+    """Each rank of each repetition takes a different time."""
     rows = tuple(tuple(middle_s * rng.uniform(1 - spread, 1 + spread) for _ in range(ranks)) for _ in range(count))
     return Samples(seconds=rows)
 
@@ -77,7 +77,7 @@ def make_scales(rng, weak=(32, 128), strong=(256,)):
 
 
 def make_collectives(rng, middle_s=1e-4, backends=("gloo", "paceline"), counts=(2, 4)):
-    """All-reduces of 16 MiB that are quicker than any step's messages."""
+    """All-reduces of 16 MiB that are faster than the messages of any step."""
     return [
         CollectiveRecord(
             collective="all_reduce", backend=backend, device="cpu", world_size=ranks, num_bytes=2**24, dtype="float32",
@@ -91,7 +91,7 @@ def make_collectives(rng, middle_s=1e-4, backends=("gloo", "paceline"), counts=(
 def make_run(
     global_batch_size=128, recipe="none", seed=0, accuracy=0.9, budget="epochs", epochs=4, data=1024, **changes
 ):
-    """A run that is evaluated after each of its epochs and rises to an accuracy."""
+    """A run that is evaluated after each epoch and reaches this accuracy."""
     per_epoch = -(-data // global_batch_size)
     curve = tuple(
         CurvePoint(
@@ -110,7 +110,7 @@ def make_run(
 
 
 def make_runs(rng, seeds=3):
-    """8 times the batch costs 20 points, which lars brings back; one seed of the largest failed."""
+    """8 times the batch costs 20 points, which lars recovers; one seed of the largest batch failed."""
     means = {(128, "none"): 0.9, (512, "none"): 0.86, (1024, "none"): 0.7, (1024, "linear"): 0.8, (1024, "lars"): 0.893}
     runs = [
         make_run(size, recipe, seed, mean + rng.uniform(-0.004, 0.004), epochs=10)
@@ -149,12 +149,12 @@ SEEDS = st.integers(0, 10**6).map(make_rng)
 
 
 def slowest(samples):
-    """Each repetition's slowest rank, by hand."""
+    """Each repetition's slowest rank, computed independently."""
     return np.array([sorted(row)[-1] for row in samples.seconds])
 
 
 def interval(ratios):
-    """The farther end of the 95 % interval of the median: the k-th value from either end, k from the binomial."""
+    """The wider half of the 95 % interval of the median, from order statistics."""
     ordered, n = np.sort(ratios), len(ratios)
     k = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
     middle = float(np.median(ordered))

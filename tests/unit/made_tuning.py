@@ -1,4 +1,4 @@
-"""A made-up machine and job: what they cost is known, and so are the records that measuring them would give."""
+"""A synthetic machine and job with known costs, and the records that measuring them would give."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.records import (
 from paceline.units import MIB
 
 KIB = 1 << 10
-# The profiler makes backward longer; nothing that is fitted may depend on by how much.
+# The profiler makes backward longer; no fit may depend on by how much.
 PROFILER_COST = 1.25
 
 
@@ -63,7 +63,7 @@ class MadeJob:
 
     @property
     def gradients(self) -> tuple[Gradient, ...]:
-        """In the order of the model's definition, which is the ready order backwards."""
+        """In the order of definition, the reverse of the ready order."""
         names = [f"layer{place}" for place in range(len(self.sizes))]
         return tuple(Gradient(name, size) for name, size in reversed(list(zip(names, self.sizes, strict=True))))
 
@@ -71,7 +71,7 @@ class MadeJob:
         return self.alpha_s + num_bytes / self.bytes_per_s
 
     def build_calibration(self) -> list[Record]:
-        """Everything that a prediction may learn from."""
+        """All records that a prediction may use."""
         draw = random.Random(5)
         count = len(self.sizes)
         launches_s = (self.launch_s, count * self.launch_s)
@@ -113,7 +113,7 @@ class MadeJob:
     def build_disturbed(
         self, draw: random.Random, num_bytes: int, compute_rate: float, message_rate: float, share: float = 1.0
     ) -> StepRecord:
-        """Three messages during backward, each with this share of its bytes before the end of it."""
+        """Three messages during backward, each with this share of its bytes sent before backward ends."""
         alone_s = self.message_s(num_bytes)
         overlapped_s = share * alone_s / message_rate
         under_way_s = overlapped_s + (1 - share) * alone_s
@@ -129,7 +129,7 @@ class MadeJob:
         )  # fmt: skip
 
     def build_carried(self, slowed: float = 0.0) -> list[Record]:
-        """What a profile of two ranks carries; with `slowed`, four of them compute that many times as long."""
+        """What a profile of two ranks carries; with `slowed`, four ranks compute that many times as long."""
         found = [r for r in self.build_calibration() if isinstance(r, StepRecord | LayerProfileRecord)]
         step = self.build_step(random.Random(0), "together", "ranks", self.backward_s)
         for count, factor in ((2, 1.0), (4, slowed)) if slowed else ():
@@ -139,7 +139,7 @@ class MadeJob:
         return found
 
     def build_plan_step(self, label: str, times_s: Sequence[float], **more: Any) -> StepRecord:
-        """Steps of the job itself, which a prediction is judged by."""
+        """Steps of the job itself, on which predictions are scored."""
         step = self.build_step(random.Random(0), "job", label, self.backward_s)
         rows = {name: Samples(seconds=tuple((time_s,) * 2 for time_s in times_s)) for name in ("timing", "forward")}
         rows |= {name: rows["forward"] for name in ("backward", "optimizer")}

@@ -1,4 +1,4 @@
-"""Advice on made-up traces: each rule speaks when it should, with the right number, and is silent when it should."""
+"""Advice on synthetic traces: each rule applies exactly when it should, with the right number."""
 
 import pytest
 
@@ -11,7 +11,7 @@ FACTS = StepFacts(batch_size=32, world_size=2)
 
 
 def given(made, kind, facts=FACTS, lateness=None):
-    """The advice of one kind; None where it is not given."""
+    """The advice of one kind, or None."""
     found = advise([build_overview(made.build())], facts, lateness)
     assert [a.gain_s for a in found] == sorted((a.gain_s for a in found), reverse=True)
     return next((advice for advice in found if advice.kind == kind), None)
@@ -23,7 +23,7 @@ def full_gpu(**arguments):
 
 
 def with_messages(exposed, hidden=0.0):
-    """10 ms of which the last are an exposed message, and part of the kernels hide one."""
+    """10 ms with a message hidden behind kernels and an exposed message at the end."""
     made = MadeTrace().step().kernel(TENSOR_GEMM, 0, 10 - exposed).phase("backward", 4, 10 - exposed)
     return made.kernel(NCCL, 10 - exposed - hidden, 10, tid=20)
 
@@ -49,7 +49,7 @@ def test_on_a_cpu_the_share_is_of_the_step():
     made = MadeTrace().step().op("aten::mm", 0, 6).bucket(5, 10)
     advice = given(made, "accumulate")
     assert (advice.gain_s, "40% of the step" in advice.text) == (pytest.approx(2e-3), True)
-    # The message takes 5 ms, of which 4 are exposed: at half of its length 2.5 ms fewer.
+    # The message takes 5 ms, 4 of them exposed; at half the bytes it takes 2.5 ms less.
     assert given(made, "compress").gain_s == pytest.approx(2.5e-3)
 
 

@@ -1,4 +1,4 @@
-"""What runs inside of a user's program: it observes, stops when asked, changes nothing, and never breaks torch."""
+"""The code inside a user's program: it observes, stops when asked, changes nothing, and never breaks torch."""
 
 from __future__ import annotations
 
@@ -71,8 +71,10 @@ def read(folder: Path) -> dict:
 
 
 class MadeGpu:
-    """A GPU and a host with clocks of their own: the host launches work and goes on, and waits only where it is told
-    to. Its events are those of `paceline.runtime.ranks.moments`."""
+    """A GPU and a host with separate clocks: the host launches work and continues, and waits only if told to.
+
+    Its events are those of `paceline.runtime.ranks.moments`.
+    """
 
     def __init__(self) -> None:
         self.host_s = self.free_s = 0.0
@@ -293,7 +295,7 @@ def test_the_program_ends_after_the_step_that_was_asked_for(tmp_path, monkeypatc
     with pytest.raises(SystemExit) as exit_:
         program.train(20)
     assert exit_.value.code == 0 and read(tmp_path)["num_steps"] == 8
-    # One that catches everything is ended at last.
+    # A program that catches everything is killed eventually.
     monkeypatch.setattr(observer.os, "_exit", lambda code: ended.append(code) or sys.exit(code))
     for _ in range(observer._MOST_EXITS):
         with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""What the steps of an attached program say: the late rank, the bottleneck, the buckets and the lines to paste."""
+"""Conclusions from the steps of an attached program: the late rank, the bottleneck, the buckets, the lines to paste."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_step_that_sends_for_longer_than_it_computes_has_too_small_a_batch():
     first, *_ = list_bottlenecks(0.1, NOTHING, None, None, (0.06, 0.05, 0.04))
     assert first.kind == "batch"
     first, *others = list_bottlenecks(0.1, NOTHING, None, CAP, (0.06, 0.05, 0.04))
-    assert (first.kind, others[0].kind) == ("buckets", "batch")  # what costs nothing comes first
+    assert (first.kind, others[0].kind) == ("buckets", "batch")  # free remedies come first
     first, *others = list_bottlenecks(0.1, NOTHING, None, replace(CAP, gain_s=0.01), (0.06, 0.05, 0.04))
     assert (first.kind, others[0].kind) == ("batch", "buckets")  # unless it saves little of what is exposed
 
@@ -229,7 +229,7 @@ def test_files_of_ranks_are_read_as_they_grow(tmp_path, capsys):
     (tmp_path / "rank-unused.jsonl").unlink()
     assert not files.is_over()  # one of two ranks
     write_rank(tmp_path, "0-10", 0, range(2, 10), num_steps=9)
-    write_rank(tmp_path, "0-12", 0, range(2, 4))  # another process that says to be rank 0
+    write_rank(tmp_path, "0-12", 0, range(2, 4))  # another process that claims to be rank 0
     files.show()
     assert files.is_over() and [(r.about["rank"], len(r.steps)) for r in files.read()] == [(0, 8), (1, 8)]
     lines = capsys.readouterr().err.splitlines()
@@ -258,7 +258,7 @@ def test_a_host_that_runs_ahead_of_its_gpu_is_no_reason_to_doubt_the_times(tmp_p
         write_cuda_rank(tmp_path, rank, 0.156, [0.007] * 20 + [0.160, 0.030] * 10)
     record = _build_record(_Files(tmp_path, 0).read())
     assert record.timing.median_s == 0.156 and record.timing.noise == 0
-    assert record.host is not None and record.host.noise > UNSTABLE  # by its clock nothing could be concluded
+    assert record.host is not None and record.host.noise > UNSTABLE  # the host clock alone would allow no conclusion
     environment = replace(capture_environment(), load_average=None, stolen=0.0)
     assert find_doubts([record], environment) == []
     assert find_doubts([replace(record, timing=record.host)], environment)[0].kind == "inconclusive"
@@ -276,7 +276,7 @@ def test_a_gpu_that_is_idle_until_the_host_launches_more_is_bound_by_the_host(on
     # Where recording made the step longer, the GPU waited that much longer for the host.
     result = build((made_steps((0.7 * recorded_s,) * 9), *idle))
     assert result.idle_s == pytest.approx(0.2 * recorded_s)
-    # A GPU that waits for data is idle because of them.
+    # A GPU that waits for data is idle because of the data.
     waits = Samples(((0.6 * recorded_s, 0.6 * recorded_s),) * 9)
     result = build((made_steps((recorded_s,) * 9, data_wait=waits), *idle))
     assert result.bottleneck.kind == "data" and result.idle_s == 0

@@ -1,4 +1,4 @@
-"""What memory allows: the faster pass is the bound, and only an all-reduce of the same bytes and ranks has one."""
+"""The memory bound: the faster pass is the bound, and applies only to an all-reduce of the same bytes and ranks."""
 
 import pytest
 

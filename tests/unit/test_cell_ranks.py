@@ -1,4 +1,4 @@
-"""What a notebook makes of what its ranks say: lines that name the rank, one error, cells for ranks."""
+"""How a notebook shows the output of its ranks: lines that name the rank, one error, cells for some ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of tensors: other readers read them, and a header that lies is refused before its tensors are made."""
+"""Tensor files: other readers can read them, and a false header is refused before tensors are allocated."""
 
 import json
 import mmap

@@ -1,4 +1,4 @@
-"""A state goes into tensors and JSON and comes back the same, bit for bit; what does not fit is named."""
+"""A state survives packing into tensors and JSON bit for bit; unsupported values are named."""
 
 import collections
 import copy

@@ -1,4 +1,4 @@
-"""Codecs of replicas in one process: averages, messages, residuals, and state that must not be kept."""
+"""Codecs of replicas in one process: averages, messages, residuals, and state that must be discarded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench allreduce`, `bench chunks` and `doctor` make of their records, and the same again from disk."""
+"""Results of `bench allreduce`, `bench chunks` and `doctor` from their records, and again from disk."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Image files in their published formats, and the one error that damaged files end in."""
+"""Image files in their published formats, and the one error for damaged files."""
 
 import gzip
 import io

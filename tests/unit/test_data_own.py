@@ -1,4 +1,4 @@
-"""A user's own data: what it may be, who gets which sample, its random numbers, and what is refused."""
+"""A user's own data: accepted types, distribution of samples, random numbers, and refusals."""
 
 from __future__ import annotations
 

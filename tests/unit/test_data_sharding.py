@@ -1,4 +1,4 @@
-"""Who takes which sample: every sample once, the same global batches for every world, and micro-batches that match."""
+"""Distribution of samples: each one once, the same global batches in every world, and matching micro-batches."""
 
 from itertools import chain
 

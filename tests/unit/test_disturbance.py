@@ -1,4 +1,4 @@
-"""Traffic next to backward on one rank: when it leaves, what is noted of it, and what a profile makes of it."""
+"""Messages during backward on one rank: when they start, what is recorded, and how a profile uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network that does not exist: first in, first out, not sooner than its model says, and with the values unchanged."""
+"""An emulated network: first in, first out, never faster than its model, with unchanged values."""
 
 from __future__ import annotations
 

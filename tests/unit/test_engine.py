@@ -1,4 +1,4 @@
-"""How many warm-ups and repetitions there are, in which order, and that no garbage collection falls into them."""
+"""Numbers and order of warm-ups and repetitions, without garbage collection in between."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Tables of others become records and tables again, and broken files are named with their line."""
+"""Imported tables become records and tables again, and damaged files are named with the line."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`paceline faults` without a job: what is saved of it, what its trials say together, and noise."""
+"""`paceline faults` without a job: stored trials, their summary, and noise."""
 
 from __future__ import annotations
 

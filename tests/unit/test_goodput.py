@@ -1,4 +1,4 @@
-"""How much of a job's time counts: the sums against a simulation, their limits, and the best interval."""
+"""Goodput: the sums against a simulation, their limits, and the best interval."""
 
 from __future__ import annotations
 

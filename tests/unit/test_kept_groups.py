@@ -1,4 +1,4 @@
-"""Groups that are held until nobody else does, by one thread for all of them."""
+"""Groups that one thread holds until it is the last holder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that Paceline brings: losses, blocks, GPT-2."""
+"""The built-in models: losses, blocks, GPT-2."""
 
 import pytest
 import torch

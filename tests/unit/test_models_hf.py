@@ -1,4 +1,4 @@
-"""Models of transformers: where they come from, what is refused, and that our GPT-2 computes what theirs does."""
+"""transformers models: sources, refusals, and our GPT-2 compared with theirs."""
 
 import importlib.util
 import io
@@ -338,7 +338,7 @@ def test_the_numbers_are_those_of_transformers(transformers, num_classes):
     targets = torch.randint(num_classes or 50, (3,) if num_classes else (3, 12))
     if not num_classes:
         targets[mask == 0] = -100
-    counted = slice(None) if num_classes else mask == 1  # what is computed on padding is nobody's business
+    counted = slice(None) if num_classes else mask == 1  # outputs at padding do not matter
     results = []
     for module in (ours, theirs):
         logits = module(ids, attention_mask=mask)

@@ -1,4 +1,4 @@
-"""A user's own model: how it is called, and what is said about a file that does not serve."""
+"""A user's own model: how it is called, and errors for unusable files."""
 
 import pickle
 import subprocess

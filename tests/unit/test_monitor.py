@@ -1,4 +1,4 @@
-"""What the monitor concludes from snapshots of ranks: what ends a job, what is a warning, and what is neither."""
+"""The monitor's conclusions from snapshots of ranks: which end a job, which are a warning, and which are neither."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_slow_rank_is_named_at_once_and_ended_after_the_hang_timeout(culprit, 
         found = scene.run(2000.0, WAITS, culprit)
     assert found is not None and (found.kind, found.rank, found.end_s) == (kind, 1, ended_s)
     assert ended_s < found.since_s <= ended_s + 1.0
-    # The warning comes once, though a rank is looked at ten times a second.
+    # The warning comes once, although ranks are checked ten times a second.
     assert [(one.kind, one.rank) for one in scene.warnings] == ([(kind, 1)] if named_s else [])
     assert all(named_s < one.since_s <= named_s + 1.0 for one in scene.warnings)
 
@@ -221,7 +221,7 @@ def test_a_kill_for_memory_is_that_of_the_rank_only_at_that_time(monkeypatch):
 def test_a_suspended_job_is_no_hang():
     stopped = dict(state="T", phase=FORWARD, beats=False)
     assert Scene().run(100.0, stopped, stopped) is None
-    # One that has left its world lives on, and is not stopped: so the job was not suspended.
+    # A rank that has left its world is alive and not suspended, so the job was not suspended as a whole.
     left = Scene().run(100.0, dict(state="S", phase=LEFT), stopped)
     assert left is not None and (left.kind, left.rank) == ("stopped", 1)
     assert Scene().run(100.0, dict(state="T", phase=LEFT), stopped) is None
@@ -276,7 +276,7 @@ def test_nothing_is_proven_while_a_rank_computes(slow, other):
         found = scene.run(0.5, WAITS, other, slow)
         assert found is None or not found.is_certain
         scene.detector.seen[1].is_in_collective = True  # as its stack says
-    # When that one waits as well, it is proven.
+    # When that rank waits as well, the fault is certain.
     found = scene.run(20.0, WAITS, other, WAITS)
     assert found is not None and (found.rank, found.ends) == (1, True) and found.kind in ("left", "collective")
 
@@ -300,7 +300,7 @@ def test_the_verdict_is_one_paragraph():
     verdict = Verdict("gil", 1, "holds", "in step 4, in forward", 3.25, "rank 0 waits", place, stack)
     said = verdict.summary
     assert "\n" not in said and "3.2 s" in said and "forward (model.py:12) < <module> (train.py:40)" in said
-    assert "Paceline ended it" in said  # whoever is ended is told so
+    assert "Paceline ended it" in said  # ranks that are killed are told why
     warning = dataclasses.replace(verdict, ends=False, limit="600 s (the hang timeout)").summary
     assert "Paceline ends it only if this lasts longer than 600 s" in warning
     assert "Paceline" not in dataclasses.replace(verdict, kind="ended").summary
@@ -486,7 +486,7 @@ def test_a_rank_that_ends_by_its_error_is_waited_for_and_one_that_handled_it_is_
         monitor.look()
         monitor.have_all_left()  # since now
         time.sleep(0.01)
-        assert monitor.have_all_left()  # this process goes on
+        assert monitor.have_all_left()  # this process continues
         pulse._note_end()
         assert not monitor.have_all_left()
 
@@ -533,4 +533,4 @@ def test_marks_on_a_page():
         with Monitor([0], 1) as other:
             pulse.open_page(*other.find_pages(0))
             pulse.close_page()
-        assert monitor.have_all_left()  # and goes on in another world
+        assert monitor.have_all_left()  # and continues in another world

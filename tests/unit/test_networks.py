@@ -1,4 +1,4 @@
-"""Networks by name and sweeps that were measured, for any number of ranks."""
+"""Named networks and measured sweeps, for any number of ranks."""
 
 from __future__ import annotations
 

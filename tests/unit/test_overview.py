@@ -1,4 +1,4 @@
-"""What traces say: shares of a step, phases, lanes of a picture."""
+"""Trace overviews: shares of a step, phases, lanes of the figure."""
 
 from __future__ import annotations
 

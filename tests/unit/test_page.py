@@ -1,4 +1,4 @@
-"""The page of a run: its verdict, its figures and numbers, and names that would be markup."""
+"""The page of a run: verdict, figures, numbers, and names that contain markup."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _SCALES = (1.0, 1e3, 1e6, 1e2, 1e-9, 8e-9, 1 / 2**10, 1 / 2**20, 1 / 2**30, 1e-6
 
 
 def collect(document) -> list[float]:
-    """All numbers of a document, those inside of its words, too."""
+    """All numbers in a document, including those within words."""
     if isinstance(document, bool) or document is None:
         return []
     if isinstance(document, int | float):

@@ -1,4 +1,4 @@
-"""The check of every element: the right answer passes, and each way of being wrong is counted."""
+"""The check of every element: correct results pass, and each kind of error is counted."""
 
 from functools import reduce
 

@@ -1,4 +1,4 @@
-"""Pictures of records: real files, equal for equal records, with the source in the legend."""
+"""Figures of records: real files, equal for equal records, with the source in the legend."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The predicted scaling curve: its bounds, what it recovers of a made-up world, and what it never looks at."""
+"""The predicted scaling curve: its bounds, a synthetic machine that it recovers, and records that it never uses."""
 
 from __future__ import annotations
 

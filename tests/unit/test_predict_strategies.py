@@ -1,4 +1,4 @@
-"""Strategies predicted: bytes that are those of the codecs, steps by sums done by hand, crossings, and a tuning."""
+"""Predicted strategies: the codecs' bytes, steps against manual sums, crossings, and a tuning."""
 
 from __future__ import annotations
 

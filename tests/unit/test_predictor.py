@@ -1,4 +1,4 @@
-"""Predictions from tuning records: what is fitted, the plan that is chosen, and how right it was."""
+"""Predictions from tuning records: the fit, the chosen plan, and the errors."""
 
 from __future__ import annotations
 

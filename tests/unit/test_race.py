@@ -1,4 +1,4 @@
-"""The race of plans: its looks, its intervals, who is dropped, and how often it is wrong on made-up noise."""
+"""Plan comparison: its tests, its intervals, dropped plans, and its error rate on synthetic noise."""
 
 from __future__ import annotations
 

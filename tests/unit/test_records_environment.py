@@ -1,4 +1,4 @@
-"""The environment that a run records, what makes two of them incomparable, and each reason to doubt a measurement."""
+"""The environment of a run, differences that prevent a comparison, and each reason to doubt a measurement."""
 
 import random
 import subprocess

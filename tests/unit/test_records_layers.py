@@ -1,4 +1,4 @@
-"""What follows from a layer profile, and what it refuses."""
+"""Numbers derived from a layer profile, and refusals."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Step records: what follows from their seconds, comparisons of variants, scaling, and what is refused."""
+"""Step records: derived numbers, comparisons of variants, scaling, and refusals."""
 
 import dataclasses
 import json

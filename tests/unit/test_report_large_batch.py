@@ -1,4 +1,4 @@
-"""The gradient noise scale as table, rows, sentences and a figure; recipes where numbers are predicted."""
+"""The gradient noise scale as table, rows, sentences and a figure; recipes for numeric targets."""
 
 import json
 from dataclasses import replace

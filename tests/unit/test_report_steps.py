@@ -1,4 +1,4 @@
-"""Results of wrappers and of phases: JSON rows with every key, nulls where nothing is known, and the noise."""
+"""Results of wrappers and phases: JSON rows with every key, nulls for unknown values, and the noise."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The answer of a study of strategies: which is as good as bf16, and when the runs do not tell."""
+"""The answer of a study of strategies: which ones match bf16, and inconclusive runs."""
 
 from dataclasses import replace
 

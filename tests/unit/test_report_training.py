@@ -1,4 +1,4 @@
-"""Tables, rows and pictures of the epochs of training."""
+"""Tables, rows and figures of training epochs."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A tuning in words, as JSON and as a picture, from records of a made-up job; and every stored one."""
+"""A tuning as text, JSON and figure, from synthetic records; and every stored tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scaling studies are asked to do: refusals in words, the way through JSON, and the cells that follow."""
+"""Settings of scaling studies: refusals, JSON, and the resulting cells."""
 
 import contextlib
 import dataclasses

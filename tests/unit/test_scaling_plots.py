@@ -1,4 +1,4 @@
-"""Pictures of scaling studies: the records' numbers, with the source in every legend."""
+"""Figures of scaling studies: the records' numbers, with the source in every legend."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Every partition that a cap can make is found once, and free plans are at least as good as all of them."""
+"""The search finds every partition of a cap once, and free plans are at least as good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark refuses before any rank starts, on a made-up host."""
+"""Requests that benchmarks refuse before any rank starts, on a simulated host."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The simulator keeps to what must hold for any plan, any curve and any machine; and to sums done by hand."""
+"""Invariants of the simulator for any plan, curve and machine, and comparisons with manual sums."""
 
 from __future__ import annotations
 

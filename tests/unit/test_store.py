@@ -1,4 +1,4 @@
-"""Runs on disk: whole, versioned, never overwritten, in a folder of their own."""
+"""Runs on disk: complete, versioned, never overwritten, each in its own folder."""
 
 import datetime
 import errno

@@ -1,4 +1,4 @@
-"""One list of columns, written once: what people read, what programs read, and that no width cuts a key or a number."""
+"""One list of columns for people and programs; no width truncates a key or a number."""
 
 import csv
 import io

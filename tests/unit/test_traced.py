@@ -1,4 +1,4 @@
-"""Traces of DDP jobs: a made-up job comes out of its trace as it went in, and its own buckets take what they took."""
+"""Traces of DDP jobs: a synthetic job is recovered from its trace, and its own buckets take the traced time."""
 
 from __future__ import annotations
 

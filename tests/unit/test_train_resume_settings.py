@@ -1,4 +1,4 @@
-"""What a run that goes on may change: how it is run, and not what is computed."""
+"""Settings that a resumed run may change: how it runs, but not what it computes."""
 
 import dataclasses
 import json

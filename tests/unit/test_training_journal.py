@@ -1,4 +1,4 @@
-"""What ranks exchange between steps, and the files of metrics."""
+"""The exchange between ranks after steps, and the metrics files."""
 
 import builtins
 import importlib.util

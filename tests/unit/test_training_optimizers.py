@@ -1,4 +1,4 @@
-"""LARS and LAMB against their papers, and what they share."""
+"""LARS and LAMB against their papers, and their common behaviour."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Recipes for large batches: each switch against arithmetic by hand, what is refused, and how a batch is shared."""
+"""Large-batch recipes: each switch against manual arithmetic, refusals, and how a batch is divided."""
 
 import dataclasses
 import itertools

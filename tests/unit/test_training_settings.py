@@ -1,4 +1,4 @@
-"""What a training run is asked to do: batches that add up, and every refusal before a rank starts."""
+"""Training settings: consistent batch sizes, and every refusal before a rank starts."""
 
 import dataclasses
 import json

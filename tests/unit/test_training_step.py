@@ -1,4 +1,4 @@
-"""One step: micro-batches add up to one big batch; phases on a clock; a user's own step; kernels."""
+"""One step: micro-batches equal one large batch; phase times; a user's own step; kernels."""
 
 import contextlib
 import copy

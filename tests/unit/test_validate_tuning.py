@@ -1,4 +1,4 @@
-"""How predictions are judged: errors, coverage with its width, differences; and the bars, on made-up runs."""
+"""Scores of predictions: errors, coverage with its width, differences, and goals, on synthetic runs."""
 
 from __future__ import annotations
 

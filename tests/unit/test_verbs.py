@@ -1,4 +1,4 @@
-"""Arguments of verbs, as far as they are read before any rank starts."""
+"""Arguments of verbs that are checked before any rank starts."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""A run that is watched: who may look, what a viewer gets and when, and how the run ended."""
+"""A watched run: access, what viewers receive and when, and how the run ended."""
 
 from __future__ import annotations
 

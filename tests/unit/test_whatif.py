@@ -1,4 +1,4 @@
-"""Steps on other networks and numbers of ranks: what must hold whatever the network, and sums done by hand."""
+"""Steps on other networks and numbers of ranks: invariants for any network, and manual sums."""
 
 from __future__ import annotations
 

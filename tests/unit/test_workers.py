@@ -1,4 +1,4 @@
-"""Several workers in one process: together they are one learner, or what a strategy makes of them."""
+"""Several workers in one process: they train like one process, or according to a strategy."""
 
 import copy
 
