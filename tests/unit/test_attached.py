@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.plan import plan_by_cuts, plan_like_torch
-from paceline.predict.bottlenecks import find_late_rank, list_bottlenecks, remove_recording
+from paceline.predict.advice import find_late_rank, list_bottlenecks, remove_recording
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.simulate import Contention, MachineCosts
 from paceline.predict.trace_steps import read_steps

@@ -53,6 +53,7 @@ class CostCurve(ABC):
         return "measured", ""
 
 
+@dataclass
 class Resample:
     """The repetitions that a fit uses: all of them or, given a random source, a bootstrap sample drawn with
     replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
@@ -61,30 +62,20 @@ class Resample:
     model's own, `noise` that of the measured median, `shift` that of the network, `slowdown` that of ranks next to each
     other, and `latency` that of a message's latency."""
 
-    def __init__(
-        self,
-        source: random.Random | None = None,
-        is_unstable: bool = False,
-        error: float = 0.0,
-        noise: float = 0.0,
-        shift: float = 0.0,
-        slowdown: float = 0.0,
-        latency: float = 0.0,
-    ) -> None:
-        self.source = source
-        self.error = error
-        self.noise = noise
-        self.shift = shift
-        self.slowdown = slowdown
-        self.latency = latency
-        self._is_unstable = is_unstable
-        self._drawn: dict[int, Sequence[int]] = {}
+    source: random.Random | None = None
+    is_unstable: bool = False
+    error: float = 0.0
+    noise: float = 0.0
+    shift: float = 0.0
+    slowdown: float = 0.0
+    latency: float = 0.0
+    _drawn: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
 
     def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
         """The selected repetitions."""
         count = len(seconds)
         if count not in self._drawn:
-            drawn = 1 if self._is_unstable else count
+            drawn = 1 if self.is_unstable else count
             self._drawn[count] = self.source.choices(range(count), k=drawn) if self.source else range(count)
         return tuple(seconds[number] for number in self._drawn[count])
 
