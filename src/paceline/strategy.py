@@ -355,7 +355,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "dgc": (0, 1), "lr": (0, 100), "momentum": (0, 1), "fragments": (1, 10**4), "delay": (0, 10**6), "mixing": (0, 1),
     "feedback": (0, 1),
 }  # fmt: skip
-_DEFAULTS = {one.name: one.default for one in fields(Strategy)}
+_DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Strategy)}
 
 
 def _show(value: float) -> str:

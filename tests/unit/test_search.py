@@ -26,7 +26,7 @@ def evenly_ready(sizes: list[int], total_s: float) -> list[float]:
 @given(sizes_lists)
 def test_every_distinct_partition_is_found_once_and_its_caps_are_right(sizes):
     totals = [0, *itertools.accumulate(sizes)]
-    intervals = enumerate_caps(sizes)
+    intervals = enumerate_caps(tuple(sizes))
     by_trying = {}
     for cap in range(1, totals[-1] + 2):
         by_trying.setdefault(cut_by_cap(totals, cap), []).append(cap)
@@ -79,7 +79,7 @@ def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate,
     costs = MachineCosts(
         curve=line(alpha_s, rate), contention=Contention((1,), (compute_rate,), (1.0,)), servers=servers, launch_s=1e-3
     )
-    by_cap = {cuts: simulate(job, cuts, costs).step_s for cuts in enumerate_caps(sizes)}
+    by_cap = {cuts: simulate(job, cuts, costs).step_s for cuts in enumerate_caps(tuple(sizes))}
     best_cap = min(by_cap, key=lambda cuts: by_cap[cuts])
     cuts, step = find_best_cuts(job, costs, seeds=[best_cap])
     assert step.step_s <= by_cap[best_cap] + 1e-12

@@ -261,7 +261,6 @@ class Faults:
 
     def __post_init__(self) -> None:
         refuse(
-            (self.ranks < 1, f"--ranks {self.ranks}: use 1 or more"),
             (not 0 < self.mtbf_s < math.inf, f"the mean time between faults must be above 0, not {self.mtbf_s:g} s"),
             (not 0 < self.all_lost <= 1, f"--all-lost {self.all_lost:.3%}: must be above 0 % and at most 100 %"),
         )
