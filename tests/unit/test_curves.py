@@ -269,11 +269,11 @@ def test_what_cannot_be_is_refused(algorithm, world_size):
 def test_a_scaled_curve_is_the_measured_one_at_home_and_grows_as_its_family(num_bytes, world_size):
     measured = MeasuredCurve((4, 2**20, 2**24), (1e-4, 3e-3, 9e-3))
     there = FamilyCurve("ring", 2, 1e-5, 1e9)
-    home = scale_curve(measured, there, there)
+    home = scale_curve(measured, there, 2, 2)
     assert home.estimate_s(num_bytes) == pytest.approx(measured.estimate_s(num_bytes))
     assert home.explain(num_bytes)[0] == "measured"
     here = FamilyCurve("ring", world_size, 1e-5, 1e9)
-    away = scale_curve(measured, there, here)
+    away = scale_curve(measured, there, 2, world_size)
     assert away.estimate_s(num_bytes) >= home.estimate_s(num_bytes) * (1 - 1e-12)
     assert away.estimate_s(4) == pytest.approx(1e-4 * here.estimate_s(4) / there.estimate_s(4))
     assert away.estimate_s(1) == away.estimate_s(4)

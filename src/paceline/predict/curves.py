@@ -12,7 +12,7 @@ import random
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -145,15 +145,16 @@ class MeasuredCurve(CostCurve):
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
-    _logs: tuple[tuple[float, float], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
             raise MeasurementError(f"a curve needs two or more distinct sizes in ascending order, not {self.sizes}")
         if len(self.seconds) != len(self.sizes) or not all(0 < s < math.inf for s in self.seconds):
             raise MeasurementError("a curve needs a positive time for each size")
-        logs = tuple((math.log(x), math.log(t)) for x, t in zip(self.sizes, self.seconds, strict=True))
-        object.__setattr__(self, "_logs", logs)
+
+    @functools.cached_property
+    def _logs(self) -> tuple[tuple[float, float], ...]:
+        return tuple((math.log(x), math.log(t)) for x, t in zip(self.sizes, self.seconds, strict=True))
 
     def estimate_s(self, num_bytes: float) -> float:
         if num_bytes <= 0:
@@ -360,26 +361,29 @@ def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
 
 def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
     """For each message, the fastest algorithm for its size."""
-    return curves[0] if len(curves) == 1 else DerivedCurve(
+    if len(curves) == 1:
+        return curves[0]
+    return DerivedCurve(
         lambda num_bytes: min(curve.estimate_s(num_bytes) for curve in curves),
         lambda num_bytes: min(curves, key=lambda curve: curve.estimate_s(num_bytes)).explain(num_bytes),
-    )  # fmt: skip
+    )
 
 
-def scale_curve(measured: MeasuredCurve, there: FamilyCurve, here: FamilyCurve) -> CostCurve:
-    """A measured curve, scaled to another number of ranks by the family's ratio of `here` to `there`. The scaling
-    preserves the shape of the curve."""
+def scale_curve(measured: MeasuredCurve, family: FamilyCurve, measured_on: int, world_size: int) -> CostCurve:
+    """A curve that was measured on one number of ranks, scaled to another by the ratio of the family's times. The
+    scaling preserves the shape of the curve."""
+    there, here = (replace(family, world_size=count) for count in (measured_on, world_size))
 
     def estimate_s(num_bytes: float) -> float:
-        if num_bytes <= 0 or here.world_size == 1:
+        if num_bytes <= 0 or world_size == 1:
             return 0.0
         # Below the smallest measured size the curve is constant, so the factor must be constant, too.
         size = max(num_bytes, measured.sizes[0])
         return measured.estimate_s(size) * here.estimate_s(size) / there.estimate_s(size)
 
     def explain(num_bytes: float) -> tuple[str, str]:
-        is_own = here.world_size == there.world_size
-        name = "measured" if is_own else f"scaled from {there.world_size} ranks as {here.algorithm}"
+        is_own = world_size == measured_on
+        name = "measured" if is_own else f"scaled from {measured_on} ranks as {family.algorithm}"
         # The size limit is that of this curve: the fit may include larger sizes on other ranks.
         return name, "; ".join(filter(None, (here.explain(0)[1], measured.explain(num_bytes)[1])))
 

@@ -80,19 +80,12 @@ def _load_published() -> dict[str, tuple[PublicSweep, ...]]:
     """The published sweeps by the name of their hardware."""
     with Path(__file__).with_name("published.csv").open(encoding="utf-8") as file:
         by_name = group_by(csv.DictReader(file), lambda row: row["name"])
-    return {
-        name: tuple(
-            PublicSweep(
-                row["source"],
-                int(row["ranks"]),
-                int(row["nodes"]),
-                int(row["first_bytes"]),
-                tuple(map(float, row["times_us"].split())),
-            )
-            for row in rows
-        )
-        for name, rows in by_name.items()
-    }
+    return {name: tuple(map(_read_published, rows)) for name, rows in by_name.items()}
+
+
+def _read_published(row: Mapping[str, str]) -> PublicSweep:
+    ranks, nodes, first_bytes = (int(row[name]) for name in ("ranks", "nodes", "first_bytes"))
+    return PublicSweep(row["source"], ranks, nodes, first_bytes, tuple(map(float, row["times_us"].split())))
 
 
 PUBLISHED = _load_published()
@@ -236,17 +229,16 @@ class AssumedFabric:
 
     def __post_init__(self) -> None:
         curves.check_algorithm(self.algorithm)
-        own, given = self.network.ranks_per_node, self.ranks_per_node
+        name, own, given = self.network.name, self.network.ranks_per_node, self.ranks_per_node
+        is_flat = self.algorithm == "two-level" and given == 1
+        has_nodes = own > 1 and isinstance(self.inside, MeasuredFabric)
         refuse(
             (given < 1, f"--ranks-per-node {given}: use 1 or more"),
             (self.algorithm == "shared", "shared memory is not a network: use an --allreduce run of a host"),
-            (self.algorithm == "two-level" and given == 1,
-             "algorithm two-level with 1 rank per node has only one level: set --ranks-per-node"),
-            (given > 1 and own > 1 and given != own,
-             f"--ranks-per-node {given}: {self.network.name} was measured with {own}; omit the option or use {own}"),
-            (own > 1 and isinstance(self.inside, MeasuredFabric),
-             f"{self.network.name} has its own nodes: omit --ranks-per-node to compare the sweep with it"),
-        )  # fmt: skip
+            (is_flat, "algorithm two-level with 1 rank per node has only one level: set --ranks-per-node"),
+            (1 < given != own > 1, f"--ranks-per-node {given}: {name} was measured with {own}; omit the option"),
+            (has_nodes, f"{name} has its own nodes: omit --ranks-per-node to compare the sweep with it"),
+        )
 
     @property
     def name(self) -> str:
@@ -260,12 +252,10 @@ class AssumedFabric:
     def assumptions(self) -> tuple[str, ...]:
         if self.ranks_per_node == 1 or self.network.ranks_per_node > 1:
             return (self.network.describe("out of each rank"),)
-        inside = self.inside
-        return (
-            self.network.describe(f"out of each node, shared by its {self.ranks_per_node} ranks"),
-            *(inside.assumptions if isinstance(inside, MeasuredFabric) else
-              (inside.describe("out of each rank inside a node"),)),
-        )  # fmt: skip
+        between = self.network.describe(f"out of each node, shared by its {self.ranks_per_node} ranks")
+        if isinstance(self.inside, MeasuredFabric):
+            return (between, *self.inside.assumptions)
+        return between, self.inside.describe("out of each rank inside a node")
 
     def build_curve(self, world_size: int) -> CostCurve:
         asked, per_node, inside = self.algorithm, self.ranks_per_node, self.inside
@@ -324,15 +314,19 @@ def _no_levels(name: str) -> ConfigError:
 @functools.cache
 def build_public_fabric(network: Network) -> MeasuredFabric:
     """The tables of a published network as one sweep; each source counts as a repetition."""
-    sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
-    for sweep in sorted(network.sweeps, key=lambda sweep: sweep.ranks):
-        by_size = sweeps.setdefault(sweep.ranks, {})
-        for size, seconds in sweep.points:
-            by_size[size] = (*by_size.get(size, ()), seconds)
     points = [(size, sweep.ranks, seconds) for sweep in network.sweeps for size, seconds in sweep.points]
     fits = tuple(curves.fit_family(points, name) for name in ("ring", "tree"))
-    sweeps = {count: dict(sorted(by_size.items())) for count, by_size in sweeps.items()}
+    sweeps = _group_sweeps((ranks, size, (seconds,)) for size, ranks, seconds in points)
     return MeasuredFabric(network.name, network.name, sweeps, fits, network.ranks_per_node, errors=SITE_ERRORS)
+
+
+def _group_sweeps(points: Iterable[tuple[int, int, tuple[float, ...]]]) -> dict[int, dict[int, tuple[float, ...]]]:
+    """The seconds of all repetitions by ranks and size, both ascending."""
+    sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
+    for ranks, size, seconds in sorted(points, key=lambda point: point[:2]):
+        by_size = sweeps.setdefault(ranks, {})
+        by_size[size] = by_size.get(size, ()) + seconds
+    return sweeps
 
 
 @dataclass(frozen=True)
@@ -399,10 +393,7 @@ class MeasuredFabric:
         measured = curves.fit_curve(
             (size, statistics.median(times) * crowd) for size, times in self.sweeps[nearest].items()
         )
-        scaled = curves.choose_best([
-            curves.scale_curve(measured, replace(fit, world_size=nearest), replace(fit, world_size=world_size))
-            for fit in self.fits
-        ])  # fmt: skip
+        scaled = curves.choose_best([curves.scale_curve(measured, fit, nearest, world_size) for fit in self.fits])
         error, power, doubt = ERROR_PER_DOUBLING * math.sqrt(abs(math.log2(world_size / nearest))), 0, ""
         if not alike and world_size > 1:
             error, power = math.hypot(error, FIRST_NODE_ERROR), 1 if is_beyond else -1
@@ -483,11 +474,8 @@ def build_measured_fabric(
         fits = tuple(curves.fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))
     except MeasurementError as error:
         raise RecordError(f"{kinds[0]}: {error}") from None
-    sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
-    for record in sorted(records, key=lambda record: (record.world_size, record.num_bytes)):
-        by_size = sweeps.setdefault(record.world_size, {})
-        by_size[record.num_bytes] = by_size.get(record.num_bytes, ()) + list_seconds(record)
-    sweeps = {count: by_size for count, by_size in sweeps.items() if len(by_size) > 1}
+    found = _group_sweeps((record.world_size, record.num_bytes, list_seconds(record)) for record in records)
+    sweeps = {count: by_size for count, by_size in found.items() if len(by_size) > 1}
     if not sweeps:
         raise RecordError("the run has one size per rank count: a curve needs two or more")
     fits_host = max(cores, *(record.world_size for record in records)) if cores else 0

@@ -85,9 +85,8 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
             step = _build_step(trace, len(steps), inside[chosen], sent[chosen].pairs, sizes, device, *spans)
             alone_s = tuple((last - first) * 1e-6 for first, last in alone)
             steps.append(replace(step, alone_s=alone_s, num_other=sent[chosen].num_other))
-    refuse(
-        (not steps, "it has no complete step: trace two or more, up to the end of an optimizer step"), error=RecordError
-    )
+    if not steps:
+        raise RecordError("it has no complete step: trace two or more, up to the end of an optimizer step")
     return steps
 
 
@@ -263,10 +262,8 @@ def _is_of_hook(backward: _Backward, call: Event | None) -> bool:
     nested backward."""
     if call is None or call["cat"] == BUCKET:
         return True
-    around = [
-        node["name"] for node in backward.nodes
-        if node["ts"] <= call["ts"] <= _end(node) and node.get("tid") == call.get("tid")
-    ]  # fmt: skip
+    same = [node for node in backward.nodes if node.get("tid") == call.get("tid")]
+    around = [node["name"] for node in same if node["ts"] <= call["ts"] <= _end(node)]
     return not around or any(name.endswith(_ACCUMULATE) for name in around)
 
 
@@ -326,11 +323,8 @@ class _Sizes:
         shapes = [size for _, node in ready if (size := _count_bytes(node, *_find_within(node, self._inner)))]
         sent = [size for p in pairs if (size := _count_bytes(p.message, p.call, *_find_within(p.call, self._comms)))]
         if len(shapes) < len(ready):
-            refuse(
-                (len(sent) < len(pairs),
-                 "it lacks the sizes of its all-reduces: trace with profile(..., record_shapes=True)"),
-                error=RecordError,
-            )  # fmt: skip
+            if len(sent) < len(pairs):
+                raise RecordError("it lacks the sizes of its all-reduces: trace with profile(..., record_shapes=True)")
             times = [device.measure(node["ts"], moment) for moment, node in ready]
             return _distribute(sent, bucket_of, np.array(times) - min(times) + 1e-3), sent, False
         if len(sent) < len(pairs):
