@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient
+from paceline.records.samples import group_by
 
 # Elements per block of int8 and int4. Each block has a scale of 4 bytes.
 BLOCK = 256
@@ -163,9 +164,7 @@ class Strategy:
     ) -> float:
         """Mean bytes per step that a rank sends, if each dtype is one bucket: over a period, or over the first
         `num_steps` of a run, including those before the schedule begins or before top-k reaches its density."""
-        families: dict[tuple[str, str], list[Gradient]] = {}
-        for gradient in gradients:
-            families.setdefault(gradient.family, []).append(gradient)
+        families = group_by(gradients, lambda gradient: gradient.family)
 
         def count(strategy: Strategy) -> float:
             traffic = (strategy.traffic(family, world_size, ranks_per_host) for family in families.values())

@@ -21,10 +21,10 @@ from paceline.predict.curves import (
     check_algorithm,
     choose_best,
     draw,
+    find_interval,
     fit_collectives,
     fit_family,
     fit_line,
-    hold_draws,
     interpolate_sizes,
     join_levels,
     scale_curve,
@@ -293,17 +293,17 @@ def test_the_interval_of_two_equally_large_errors_covers_90_percent():
     _, draws = draw(lambda resample: [getattr(resample, name) for name in names])
     for one, other in itertools.combinations(range(len(names)), 2):
         sums = [(errors[one] + errors[other]) / math.sqrt(2) for errors in draws]
-        low, high = hold_draws(0.0, sums)
+        low, high = find_interval(0.0, sums)
         assert 0.87 <= normal.cdf(high) - normal.cdf(low) <= 0.93
     for column in range(len(names)):
-        low, high = hold_draws(0.0, [errors[column] for errors in draws])
+        low, high = find_interval(0.0, [errors[column] for errors in draws])
         assert (low, high) == pytest.approx((normal.inv_cdf(0.05), normal.inv_cdf(0.95)), rel=0.01)
 
 
 def test_the_interval_of_few_draws_is_their_range():
-    assert hold_draws(2.0, []) == (2.0, 2.0)
-    assert hold_draws(2.0, [3.0]) == (2.0, 3.0)
-    assert hold_draws(2.0, [3.0, 1.0]) == (1.0, 3.0)
+    assert find_interval(2.0, []) == (2.0, 2.0)
+    assert find_interval(2.0, [3.0]) == (2.0, 3.0)
+    assert find_interval(2.0, [3.0, 1.0]) == (1.0, 3.0)
 
 
 def test_repetitions_of_one_length_are_drawn_together_and_all_are_used_where_nothing_is_drawn():

@@ -119,7 +119,7 @@ def draw(build: Callable[[Resample], T], count: int = DRAWS) -> tuple[T, list[T]
     return build(Resample()), [build(Resample(source, False, *errors)) for errors in _draw_errors(count)]
 
 
-def hold_draws(value: float, draws: Sequence[float]) -> tuple[float, float]:
+def find_interval(value: float, draws: Sequence[float]) -> tuple[float, float]:
     """The 90 % interval: from p5 to p95 of the draws, extended to include the value itself."""
     if not draws:
         return value, value
