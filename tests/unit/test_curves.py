@@ -107,7 +107,7 @@ def test_the_largest_residual_has_no_sign():
         ([(1024, 1.0), (2048, 1.0)], "do not grow"),
     ],
 )
-def test_points_without_a_line_are_refused(points, reason):
+def test_points_that_do_not_define_a_line_are_refused(points, reason):
     with pytest.raises(MeasurementError, match=reason):
         fit_line(points)
 
@@ -196,7 +196,7 @@ def test_more_ranks_and_more_bytes_never_cost_less(name, few, more, small, large
 
 
 @given(ranks, sizes, latencies, rates)
-def test_the_best_is_the_quickest_and_says_which_that_is(world_size, num_bytes, alpha_s, rate):
+def test_the_best_curve_is_the_fastest_and_names_itself(world_size, num_bytes, alpha_s, rate):
     curves = tuple(FamilyCurve(name, world_size, alpha_s, rate) for name in ("ring", "tree", "gloo"))
     best = choose_best(curves)
     assert best.estimate_s(num_bytes) == min(curve.estimate_s(num_bytes) for curve in curves)
@@ -213,7 +213,7 @@ def test_many_ranks_take_the_tree_for_small_messages_and_few_the_ring_for_large(
 
 
 @given(names, st.floats(1e-7, 1e-2), st.floats(1e6, 1e12), st.lists(st.integers(2, 64), min_size=1, max_size=4))
-def test_a_fit_gives_back_what_the_points_were_made_of(name, alpha_s, rate, worlds):
+def test_a_fit_recovers_its_parameters(name, alpha_s, rate, worlds):
     truth = {world: FamilyCurve(name, world, alpha_s, rate) for world in worlds}
     # Sizes at which the latency and the bandwidth matter about alike: else nobody could tell one of them.
     middle = alpha_s * rate
@@ -250,7 +250,7 @@ def test_points_without_a_fit_are_refused(points, reason):
         fit_family(points, "ring")
 
 
-def test_beyond_what_was_measured_an_estimate_is_doubted():
+def test_an_estimate_beyond_the_measurements_has_a_warning():
     fit = fit_family([(1000, 2, 1.0), (2000, 2, 2.0), (2000, 8, 4.0)], "ring")
     assert replace(fit, world_size=16).explain(4000)[1] == ""
     assert "17 ranks are over twice" in replace(fit, world_size=17).explain(4000)[1]
@@ -306,7 +306,7 @@ def test_the_interval_of_few_draws_is_their_range():
     assert find_interval(2.0, [3.0, 1.0]) == (1.0, 3.0)
 
 
-def test_repetitions_of_one_length_are_drawn_together_and_all_are_used_where_nothing_is_drawn():
+def test_series_of_equal_length_share_a_draw_and_without_a_source_all_repetitions_count():
     everything = Resample()
     assert everything.take((3.0, 1.0, 2.0)) == (3.0, 1.0, 2.0)
     first, again, other = (Resample(random.Random(seed)) for seed in (3, 3, 4))
