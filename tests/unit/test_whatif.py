@@ -115,7 +115,7 @@ def test_the_interval_is_of_the_profile_and_of_the_network():
     assert (slow.high_s - slow.low_s) / slow.step_s > 0.1
 
 
-@pytest.mark.parametrize("options", [{"ranks": [0]}, {"ranks": [8], "accumulate": 0}, {"ranks": [8], "spread": 1.5}])
+@pytest.mark.parametrize("options", [{"ranks": [8], "accumulate": 0}, {"ranks": [8], "spread": 1.5}])
 def test_what_cannot_be_is_refused(options):
     with pytest.raises(ConfigError):
         simulate(join(), **options)

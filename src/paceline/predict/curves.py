@@ -240,8 +240,6 @@ class FamilyCurve(CostCurve):
     ramp: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ConfigError(f"an all-reduce needs at least 1 rank, not {self.world_size}")
         if self.algorithm == "shared" and self.world_size > _MOST_ON_ONE_HOST:
             found = f"{self.world_size:,} ranks do not fit in the memory of one host; the limit is {_MOST_ON_ONE_HOST}"
             raise ConfigError(f"{found}: use fewer --ranks, or name a --network")

@@ -183,8 +183,6 @@ def simulate_scaling(
     evidence: ScalingEvidence, ranks: Sequence[int], networks: Sequence[Network] = ()
 ) -> list[Prediction]:
     """One point per rank count. Above the capacity of this host, one point per network between such hosts."""
-    if not ranks or min(ranks) < 1:
-        raise ConfigError(f"ranks {list(ranks)}: give one or more numbers of at least 1")
     here, alone = evidence.most_on_host, evidence.alone
     if max(ranks) > here and not networks:
         raise ConfigError(f"{max(ranks)} ranks do not fit on this host ({here}): give a --network between hosts")
