@@ -3,7 +3,7 @@
 Each instant of a step counts once. With kernels in the trace it belongs to the first of: a compute kernel, a message, a
 copy, waiting for data, the host (an operator or a runtime call), other. Without kernels, operators are the compute and
 take precedence over messages, but operators that fetch data count as waiting for data. So `communication` is exposed
-communication: a message hidden by compute is free. Recording is in `measure.traces`.
+communication: a message hidden by compute is free. Recording is in `measure.recorder`.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """One tuning run: turns its records into the recommended plan, the answer, and the accuracy of the prediction.
 
-Pure, so a saved run always gives the same answer; the measurements are taken in `measure.tuning`.
+Pure, so a saved run always gives the same answer; the measurements are taken in `measure.plan_bench`.
 """
 
 import hashlib
