@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.predict import curves, fabrics, networks
+from paceline.predict import curves, networks
+from paceline.predict.networks import PUBLISHED as TABLES
 from paceline.predict.networks import AssumedFabric, Correction, Network, find_network
 from paceline.records import CollectiveRecord
 from paceline.records.samples import Summary, group_by
@@ -48,12 +49,12 @@ SAME_KIND = {"mi250x-slingshot": fabrics.GH200, "h100-rdma": fabrics.H100_HALF}
 PUBLISHED = {"a100-nvlink": fabrics.A100, "h100-nvlink": fabrics.H100, "h200-roce": fabrics.H200_ROCE,
              "pcie4-4090": fabrics.PCIE4}  # fmt: skip
 SHEETS = (
-    (fabrics.A100, ("nvlink", "nvlink")), (fabrics.A100_NODES, ("100GB/s,2us", "nvlink")),
-    (fabrics.V100, ("150GB/s,2us", "150GB/s,2us")), (fabrics.V100_NODES, ("25GB/s,2us", "150GB/s,2us")),
-    (fabrics.H100, ("nvlink4", "nvlink4")), (fabrics.H100_HALF + fabrics.H100_TCPXO, ("200GB/s,2us", "nvlink4")),
-    (fabrics.H200_ROCE, ("50GB/s,2us", "50GB/s,2us")), (fabrics.GH200, ("100GB/s,2us", "nvlink4")),
-    (fabrics.MI250X, ("100GB/s,2us", "100GB/s,2us")), (fabrics.PCIE4, ("pcie4", "pcie4")),
-    (fabrics.PCIE3, ("pcie3", "pcie3")),
+    (TABLES["a100"], ("nvlink", "nvlink")), (TABLES["a100-nodes"], ("100GB/s,2us", "nvlink")),
+    (TABLES["v100"], ("150GB/s,2us", "150GB/s,2us")), (TABLES["v100-nodes"], ("25GB/s,2us", "150GB/s,2us")),
+    (TABLES["h100"], ("nvlink4", "nvlink4")), (TABLES["h100-half"] + TABLES["h100-tcpxo"], ("200GB/s,2us", "nvlink4")),
+    (TABLES["h200-roce"], ("50GB/s,2us", "50GB/s,2us")), (TABLES["gh200"], ("100GB/s,2us", "nvlink4")),
+    (TABLES["mi250x"], ("100GB/s,2us", "100GB/s,2us")), (TABLES["pcie4"], ("pcie4", "pcie4")),
+    (TABLES["pcie3"], ("pcie3", "pcie3")),
 )  # fmt: skip
 
 
@@ -257,8 +258,8 @@ def list_public_sweeps() -> list[Sweep]:
     """The published tables of one source over several numbers of ranks."""
     found = []
     for name, tables in (
-        ("A100, HDR", fabrics.A100[:2] + fabrics.A100_NODES), ("V100, EDR", fabrics.V100 + fabrics.V100_NODES),
-        ("H100, NVLink", (fabrics.H100[0], fabrics.H100[2])),
+        ("A100, HDR", TABLES["a100"][:2] + TABLES["a100-nodes"]), ("V100, EDR", TABLES["v100"] + TABLES["v100-nodes"]),
+        ("H100, NVLink", (TABLES["h100"][0], TABLES["h100"][2])),
     ):  # fmt: skip
         times = {t.ranks: {x: s for x, s in drop_disturbed(t.points) if x >= 4096} for t in tables}
         found.append(Sweep(name, "nccl", times, {t.ranks: t.nodes for t in tables}))

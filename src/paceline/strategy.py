@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError
 from paceline.plan import Gradient
+from paceline.records.samples import group_by
 
 # Elements per block of int8 and int4. Each block has a scale of 4 bytes.
 BLOCK = 256
@@ -83,27 +84,19 @@ class Strategy:
             raise ConfigError(f"strategy {text!r}: pass a text such as 'int8', or a Strategy", code="strategy")
         found: dict[str, Any] = {}
         seen: dict[str, str] = {}
-        for part in text.replace(" ", "").split("+"):
-            head, *options = part.split(",")
+        for word in text.replace(" ", "").split("+"):
+            head, *options = word.split(",")
             name, colon, number = head.partition(":")
             if name not in _PARTS:
-                known = ", ".join(_PARTS)
-                raise ConfigError(f"strategy {text!r}: {name!r} is unknown; use {known}", code="strategy")
-            known_part = _PARTS[name]
-            if known_part.slot in seen:
-                twice = f"{seen[known_part.slot]} and {name} cannot be combined"
-                raise ConfigError(f"strategy {text!r}: {twice}; choose one", code="strategy")
-            seen[known_part.slot] = name
-            found |= known_part.read(text, name, colon + number, options)
+                raise _reject(text, f"{name!r} is unknown; use {', '.join(_PARTS)}")
+            part = _PARTS[name]
+            if part.slot in seen:
+                raise _reject(text, f"{seen[part.slot]} and {name} cannot be combined; choose one")
+            seen[part.slot] = name
+            found |= part.read(text, name, colon + number, options)
         strategy = cls(**found)
-        refuse(
-            (
-                "mixing" in found and not strategy.delay,
-                f"strategy {text!r}: mixing needs a delay, in which the parameters move on; add delay=STEPS, or leave "
-                "mixing out",
-            ),
-            code="strategy",
-        )
+        if "mixing" in found and not strategy.delay:
+            raise _reject(text, "mixing has no effect without a delay; add delay=STEPS, or leave mixing out")
         strategy.check()
         return strategy
 
@@ -132,47 +125,34 @@ class Strategy:
 
     def check(self) -> None:
         """Reject undefined combinations."""
-        text = f"strategy {self.text!r}: "
         is_lossy = self.codec in ("topk", "powersgd")
-        refuse(
+        powersgd_rank = self.amount if self.codec == "powersgd" else 1
+        cases = (
+            (self.outer and is_lossy, f"{self.codec} cannot be combined with {self.outer}; use bf16, int8 or int4"),
             (
-                bool(self.outer and is_lossy),
-                f"{text}{self.codec} keeps residuals of gradients between steps, but {self.outer} sends parameter "
-                "differences; use bf16, int8 or int4 with it",
-            ),
-            (
-                bool(self.outer and self.is_sharded),
-                f"{text}zero1 needs gradients in every step, but {self.outer} sends none; choose one of them",
+                self.outer and self.is_sharded,
+                f"zero1 needs the gradients of every step, {self.outer} sends none; choose one",
             ),
             (
                 self.is_sharded and self.codec not in ("dense", "bf16"),
-                f"{text}zero1 updates each shard from its exact sum; use it alone or with bf16",
+                "zero1 needs exact sums; use it alone or with bf16",
             ),
-            (self.codec == "topk" and not 0 < self.amount <= 1, f"{text}top-k needs a density above 0 and at most 1"),
-            (
-                self.codec == "powersgd" and (self.amount < 1 or self.amount % 1 > 0),
-                f"{text}the rank must be an integer of at least 1",
-            ),
-            (self.delay >= self.period, f"{text}delay={self.delay} must be below the period of {self.period} steps"),
+            (self.codec == "topk" and not 0 < self.amount <= 1, "top-k needs a density above 0 and at most 1"),
+            (powersgd_rank < 1 or powersgd_rank % 1 > 0, "the rank must be an integer of at least 1"),
+            (self.delay >= self.period, f"delay={self.delay} must be below the period of {self.period} steps"),
             (
                 self.dgc > 0 and not self.feedback,
-                f"{text}dgc needs the residuals that feedback=0 drops; leave out one of them",
+                "dgc needs the residuals that feedback=0 drops; leave one out",
             ),
-            (max(self.dgc, self.momentum) >= 1, f"{text}a momentum of 1 grows without bound; it must be below 1"),
-            (
-                bool(self.between_hosts and self.outer),
-                f"{text}between two syncs of {self.outer} gradients are not averaged, not even inside a host; leave "
-                "out +hosts",
-            ),
-            (
-                self.between_hosts and self.is_sharded,
-                f"{text}zero1 shards the optimizer state over all ranks, but +hosts gives each rank the full average; "
-                "choose one of them",
-            ),
-            (bool(self.outer) and not self.lr, f"{text}with lr=0 a round changes nothing; it must be above 0"),
-            (self.fragments > self.period, f"{text}more fragments than steps in a period ({self.period})"),
-            code="strategy",
+            (max(self.dgc, self.momentum) >= 1, "a momentum of 1 grows without bound; it must be below 1"),
+            (self.between_hosts and self.outer, f"{self.outer} averages no gradients inside a host; leave out +hosts"),
+            (self.between_hosts and self.is_sharded, "zero1 shards over all ranks; leave out +hosts or zero1"),
+            (self.outer and not self.lr, "with lr=0 a round changes nothing; it must be above 0"),
+            (self.fragments > self.period, f"more fragments than steps in a period ({self.period})"),
         )
+        for is_undefined, why in cases:
+            if is_undefined:
+                raise _reject(self.text, why)
 
     @property
     def is_dense(self) -> bool:
@@ -184,9 +164,7 @@ class Strategy:
     ) -> float:
         """Mean bytes per step that a rank sends, if each dtype is one bucket: over a period, or over the first
         `num_steps` of a run, including those before the schedule begins or before top-k reaches its density."""
-        families: dict[tuple[str, str], list[Gradient]] = {}
-        for gradient in gradients:
-            families.setdefault(gradient.family, []).append(gradient)
+        families = group_by(gradients, lambda gradient: gradient.family)
 
         def count(strategy: Strategy) -> float:
             traffic = (strategy.traffic(family, world_size, ranks_per_host) for family in families.values())
@@ -235,9 +213,7 @@ class Strategy:
             num_bytes = each if self.codec == "dense" else 2 * each // item_bytes
             first = Message("all-reduce", exact) if is_plain else Message("reduce-scatter", world_size * num_bytes)
             return first, Message("all-gather", min(each, exact))
-        if is_plain:
-            return (Message("all-reduce", exact),)
-        if self.codec == "dense":
+        if is_plain or self.codec == "dense":
             return (Message("all-reduce", exact),)
         if self.codec == "bf16":
             if world_size <= 2:
@@ -259,13 +235,8 @@ class Strategy:
 
     def _traffic_by_level(self, gradients: Sequence[Gradient], world_size: int, per_host: int) -> tuple[Message, ...]:
         hosts, rest = divmod(world_size, per_host)
-        refuse(
-            (
-                rest,
-                f"strategy {self.text!r}: {world_size} ranks do not fill hosts of {per_host} ranks each",
-            ),
-            code="strategy",
-        )
+        if rest:
+            raise _reject(self.text, f"{world_size} ranks do not fill hosts of {per_host} ranks each")
         if hosts == 1:
             return DENSE.traffic(gradients, world_size)
         flat = replace(self, between_hosts=False)
@@ -293,6 +264,10 @@ class Strategy:
         is_transposed = num > 1 and columns > rows > 0
         long, short = (columns, rows) if is_transposed else (rows, columns)
         return (-(-long // num), short), is_transposed
+
+
+def _reject(text: str, why: str) -> ConfigError:
+    return ConfigError(f"strategy {text!r}: {why}", code="strategy")
 
 
 def parse_strategies(texts: str | Sequence[str]) -> tuple[Strategy, ...]:
@@ -356,21 +331,19 @@ class _Part:
         """Read the fields that a part sets. `number` includes its colon; empty if there is none."""
         found, seen = dict(self.fixed), set[str]()
         if bool(number) != bool(self.number):
-            needs = f"{name}:NUMBER" if self.number else name
-            raise ConfigError(f"strategy {text!r}: write {needs}", code="strategy")
+            raise _reject(text, f"write {name}:NUMBER" if self.number else f"write {name}")
         if number:
             found[self.number] = _read(text, self.number, number[1:], name)
         for option in options:
             key, sign, value = option.partition("=")
             if key not in self.options:
-                known = ", ".join(self.options) or "none"
-                raise ConfigError(f"strategy {text!r}: {name} has no option {key!r}; it has {known}", code="strategy")
+                raise _reject(text, f"{name} has no option {key!r}; it has {', '.join(self.options) or 'none'}")
             if key in seen:
-                raise ConfigError(f"strategy {text!r}: {key} is given twice: leave out one of them", code="strategy")
+                raise _reject(text, f"{key} is given twice; leave one out")
             seen.add(key)
             default = self.options[key]
             if not sign and default is None:
-                raise ConfigError(f"strategy {text!r}: write {key}=NUMBER", code="strategy")
+                raise _reject(text, f"write {key}=NUMBER")
             found[key] = _read(text, key, value) if sign else default
         return found
 
@@ -381,10 +354,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "dgc": (0, 1), "lr": (0, 100), "momentum": (0, 1), "fragments": (1, 10**4), "delay": (0, 10**6), "mixing": (0, 1),
     "feedback": (0, 1),
 }  # fmt: skip
-_TYPES = {one.name: {"int": int, "float": float, "bool": bool}.get(str(one.type)) for one in fields(Strategy)}
-
-
-_DEFAULTS = {one.name: one.default for one in fields(Strategy)}
+_DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Strategy)}
 
 
 def _show(value: float) -> str:
@@ -395,18 +365,18 @@ def _show(value: float) -> str:
 
 
 def _read(text: str, name: str, value: str, part: str = "") -> Any:
-    kind, (least, most) = _TYPES[name], _RANGES.get(part) or _RANGES[name]
+    kind = type(_DEFAULTS[name])
+    least, most = _RANGES.get(part) or _RANGES[name]
     try:
         number = float(value)
     except ValueError:
         number = math.nan
-    is_whole = number == int(number) if math.isfinite(number) else False
-    if not least <= number <= most or (kind is not float and not is_whole):
+    if not least <= number <= most or (kind is not float and not number.is_integer()):
         what = "an integer" if kind is int else "0 or 1" if kind is bool else "a number"
         what = {"topk": "a share, such as 0.01,", "powersgd": "an integer"}.get(part, what)
         span = "" if kind is bool else f" from {least:g} to {most:g}"
-        raise ConfigError(f"strategy {text!r}: {value!r} must be {what}{span}", code="strategy")
-    return kind(number) if kind is not None else number
+        raise _reject(text, f"{value!r} must be {what}{span}")
+    return kind(number)
 
 
 _OUTER = {"after": None, "lr": None, "momentum": None}

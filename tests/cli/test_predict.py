@@ -266,7 +266,7 @@ def test_what_is_beyond_the_table_is_said_in_the_answer_and_in_the_legend(tables
     assert "the same, beyond the table" in labels
 
 
-def test_a_person_reads_the_answer(command, tables, tmp_path):
+def test_the_text_has_the_answer(command, tables, tmp_path):
     answer = command("predict", "--csv", str(tables), "--out", str(tmp_path / "runs"))
     assert answer.code == 0 and answer.out.startswith("Use a bucket size of ") and "one tied tensor" in answer.out
     again = load_result(answer.out.split("run: ", 1)[1].splitlines()[0])
@@ -296,7 +296,7 @@ def test_the_terminal_shows_few_ranges_of_bucket_sizes_from_small_to_large(table
         (lambda folder: (folder / "layer-times-model.csv").write_text("x\n"), "layer-times-model.csv"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(command, tables, tmp_path, break_it, words):
+def test_a_missing_table_is_refused_in_one_line(command, tables, tmp_path, break_it, words):
     break_it(tables)
     answer = command("predict", "--csv", str(tables), "--out", str(tmp_path / "runs"))
     assert answer.code == 2 and words in answer.err and answer.err.count("\n") == 1

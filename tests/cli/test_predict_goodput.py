@@ -56,7 +56,7 @@ def harmed(tmp_path) -> Path:
     return folder
 
 
-def test_costs_are_those_that_runs_have_measured(command, trained, harmed, tmp_path):
+def test_costs_come_from_the_runs(command, trained, harmed, tmp_path):
     asked = ("--mtbf", "3h", "--ranks", "1024", "--json", "--out", str(tmp_path / "runs"))
     answer = command(*GOODPUT, *asked, str(trained), str(harmed))
     assert answer.code == 0, answer.err
@@ -82,7 +82,7 @@ def test_costs_are_those_that_runs_have_measured(command, trained, harmed, tmp_p
     assert page.code == 0 and "1,024 ranks" in (Path(document["run"]) / "report.html").read_text()
 
 
-def test_typed_costs_stand_for_measured_ones_and_policies_are_compared(command, trained, tmp_path):
+def test_typed_costs_replace_measured_ones_and_policies_are_compared(command, trained, tmp_path):
     more = ("--restart-seconds", "30", "--spare-seconds", "2", "--shrink-seconds", "30", "--detect-seconds", "1")
     asked = ("--mtbf-per-rank", "90d", "--ranks", "512", "--out", str(tmp_path))
     answer = command(*GOODPUT, str(trained), *asked, *more, "--json")
@@ -114,7 +114,7 @@ def test_recoveries_of_a_training_run_are_costs_of_policies(trained):
     assert found.faults.ranks == document["settings"]["ranks"]
 
 
-def test_a_person_reads_a_sentence_and_two_tables(command, tmp_path):
+def test_the_text_has_a_sentence_and_two_tables(command, tmp_path):
     answer = command(*GOODPUT, "--mtbf", "2d", "--ranks", "8", *TYPED, "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     assert answer.out.startswith("8 ranks with a fault every 2 d: with restart, 99.")
@@ -130,21 +130,21 @@ def test_without_a_training_run_it_is_assumed_that_all_other_ranks_continue():
     assert any(line.startswith("assumed: with shrink all other ranks") for line in found.findings)
 
 
-def test_what_to_do_next_has_the_interval_where_auto_would_choose_another():
+def test_the_next_command_has_the_interval_if_auto_would_choose_another():
     costs = {"step_seconds": 1, "save_seconds": 1, "restart_seconds": 9, "spare_seconds": 1}
     found = predict_goodput(mtbf="3h", ranks=16, all_lost="20%", repair="1d", **costs)
     assert f" --save-every {found.save_interval_s:.0f}s --on-fault spare --spares 16" in found.next_steps[0]
     assert found.next_steps[0].startswith("paceline train --ranks 16 ")
 
 
-def test_the_wait_for_the_save_before_is_no_part_of_a_stall(trained):
+def test_the_wait_for_the_previous_save_is_not_part_of_a_stall(trained):
     rows = [{"step": n, "stall_s": 3.0, "wait_s": 2.5, "write_s": 9.0} for n in range(5)]
     (trained / "saves.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = predict_goodput(trained, mtbf="3h", restart_seconds=9)
     assert next(one for one in found.records if one.name == "save").seconds == pytest.approx([0.5] * 4)
 
 
-def test_a_job_that_does_not_get_ahead_is_said_to_be_one(tmp_path):
+def test_a_job_without_progress_is_reported(tmp_path):
     result = predict_goodput(mtbf="1s", ranks=8, step_seconds=0.2, save_seconds=0.5, restart_seconds=60)
     assert result.share < 0.01 and "make no progress" in result.answer
 
@@ -168,7 +168,7 @@ def test_a_job_that_does_not_get_ahead_is_said_to_be_one(tmp_path):
         ((*TYPED, "--mtbf", "3h", "--ranks", "2", "nowhere"), "nowhere"),
     ],
 )
-def test_what_is_missing_or_wrong_is_one_line(command, tmp_path, arguments, words):
+def test_invalid_requests_are_refused_in_one_line(command, tmp_path, arguments, words):
     answer = command(*GOODPUT, *arguments, "--out", str(tmp_path / "runs"))
     assert answer.code == 2 and words in answer.err and not answer.out
     assert len(answer.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
@@ -191,7 +191,7 @@ def test_a_run_that_did_not_measure_it_says_which_option_to_give(command, traine
     assert answer.code == 2 and len(answer.err.strip().splitlines()) == 1
 
 
-def test_options_in_front_of_the_command_are_refused(command):
+def test_options_before_the_command_are_refused(command):
     answer = command("predict", "--network", "10gbe", "goodput", "--mtbf", "3h")
     assert answer.code == 2 and "--network before goodput has no effect" in answer.err
 

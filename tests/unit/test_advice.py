@@ -98,7 +98,7 @@ def test_messages_are_judged_by_the_rank_that_waits_least():
         ("copies", ("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)")),
     ],
 )
-def test_waiting_for_data_or_copies_is_said_from_5_percent_on(kind, event):
+def test_waiting_for_data_or_copies_counts_from_5_percent(kind, event):
     made = MadeTrace().step().kernel(TENSOR_GEMM, 2, 10).add(*event, 0, 2)
     advice = given(made, kind)
     assert (advice.gain_s, advice.certainty, "20%" in advice.text) == (pytest.approx(2e-3), "at most", True)
@@ -177,13 +177,13 @@ def test_kernels_that_fill_few_sms_want_a_larger_batch():
         (MadeTrace().step().op("aten::mm", 0, 9), "step is operators, 90% of 10 ms, of which aten::mm takes 9 ms"),
     ],
 )
-def test_where_nothing_is_wrong_the_bound_is_named(made, words):
+def test_without_a_problem_the_bound_is_named(made, words):
     (advice,) = advise([build_overview(made.build())], FACTS)
     assert (advice.kind, advice.gain_s, advice.factor) == ("bound", 0.0, 1.0)
     assert words in advice.text
 
 
-def test_every_advice_has_a_number_and_nothing_gives_none():
+def test_all_advice_has_a_number():
     made = fp32().kernel(NCCL, 8, 10, tid=9)
     assert all(
         any(letter.isdigit() for letter in advice.text) for advice in advise([build_overview(made.build())], FACTS)
@@ -192,7 +192,7 @@ def test_every_advice_has_a_number_and_nothing_gives_none():
         advise([], FACTS)
 
 
-def test_a_gpu_whose_tensor_cores_know_no_bf16_is_told_fp16():
+def test_a_gpu_without_bf16_gets_fp16_advice():
     made = MadeTrace(properties={"name": "Tesla V100-SXM2-16GB"}).step().kernel("volta_sgemm_128x64_nn", 0, 9)
     (advice,) = advise([build_overview(made.build())], StepFacts(32))
     assert "--precision fp16" in advice.text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.plan import plan_by_cuts, plan_like_torch
-from paceline.predict.bottlenecks import find_late_rank, list_bottlenecks, remove_recording
+from paceline.predict.advice import find_late_rank, list_bottlenecks, remove_recording
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.simulate import Contention, MachineCosts
 from paceline.predict.trace_steps import read_steps
@@ -72,7 +72,7 @@ def test_the_late_rank_is_the_one_whose_messages_take_least():
     assert find_late_rank([]) is None
 
 
-def test_what_recording_cost_is_taken_from_the_steps():
+def test_the_cost_of_recording_is_removed():
     records = [made_step(0, n, (0.004,), before=0.01 + 0.001 * n) for n in range(3)]  # 27 ms in the median
     found = remove_recording(records, 0.0155)  # half of 23 ms of its own work
     assert [step.step_s for step in found] == pytest.approx([0.015, 0.0155, 0.016])
@@ -82,7 +82,7 @@ def test_what_recording_cost_is_taken_from_the_steps():
     assert remove_recording(records, 0.001) == found  # never more than half
 
 
-def test_recorded_steps_that_happened_to_be_short_are_longer_in_all_their_parts():
+def test_short_recorded_steps_are_stretched():
     records = [made_step(0, n, (0.004,)) for n in range(3)]  # 26 ms
     for step in remove_recording(records, 0.039):
         assert (step.step_s, step.exposed_s, step.backward_s) == pytest.approx((0.039, 0.006, 0.015))

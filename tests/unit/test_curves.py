@@ -21,10 +21,10 @@ from paceline.predict.curves import (
     check_algorithm,
     choose_best,
     draw,
+    find_interval,
     fit_collectives,
     fit_family,
     fit_line,
-    hold_draws,
     interpolate_sizes,
     join_levels,
     scale_curve,
@@ -107,7 +107,7 @@ def test_the_largest_residual_has_no_sign():
         ([(1024, 1.0), (2048, 1.0)], "do not grow"),
     ],
 )
-def test_points_without_a_line_are_refused(points, reason):
+def test_points_that_do_not_define_a_line_are_refused(points, reason):
     with pytest.raises(MeasurementError, match=reason):
         fit_line(points)
 
@@ -196,7 +196,7 @@ def test_more_ranks_and_more_bytes_never_cost_less(name, few, more, small, large
 
 
 @given(ranks, sizes, latencies, rates)
-def test_the_best_is_the_quickest_and_says_which_that_is(world_size, num_bytes, alpha_s, rate):
+def test_the_best_curve_is_the_fastest_and_names_itself(world_size, num_bytes, alpha_s, rate):
     curves = tuple(FamilyCurve(name, world_size, alpha_s, rate) for name in ("ring", "tree", "gloo"))
     best = choose_best(curves)
     assert best.estimate_s(num_bytes) == min(curve.estimate_s(num_bytes) for curve in curves)
@@ -213,7 +213,7 @@ def test_many_ranks_take_the_tree_for_small_messages_and_few_the_ring_for_large(
 
 
 @given(names, st.floats(1e-7, 1e-2), st.floats(1e6, 1e12), st.lists(st.integers(2, 64), min_size=1, max_size=4))
-def test_a_fit_gives_back_what_the_points_were_made_of(name, alpha_s, rate, worlds):
+def test_a_fit_recovers_its_parameters(name, alpha_s, rate, worlds):
     truth = {world: FamilyCurve(name, world, alpha_s, rate) for world in worlds}
     # Sizes at which the latency and the bandwidth matter about alike: else nobody could tell one of them.
     middle = alpha_s * rate
@@ -250,7 +250,7 @@ def test_points_without_a_fit_are_refused(points, reason):
         fit_family(points, "ring")
 
 
-def test_beyond_what_was_measured_an_estimate_is_doubted():
+def test_an_estimate_beyond_the_measurements_has_a_warning():
     fit = fit_family([(1000, 2, 1.0), (2000, 2, 2.0), (2000, 8, 4.0)], "ring")
     assert replace(fit, world_size=16).explain(4000)[1] == ""
     assert "17 ranks are over twice" in replace(fit, world_size=17).explain(4000)[1]
@@ -259,21 +259,20 @@ def test_beyond_what_was_measured_an_estimate_is_doubted():
     assert FamilyCurve("ring", 10**6, 1e-6, 1e9).explain(2**50)[1] == ""  # assumed, not measured
 
 
-@pytest.mark.parametrize(("algorithm", "world_size"), [("shared", 1024), ("ring", 0)])
-def test_what_cannot_be_is_refused(algorithm, world_size):
-    with pytest.raises(ConfigError, match=f"{world_size:,}"):
-        FamilyCurve(algorithm, world_size, 1e-6, 1e9)
+def test_shared_memory_has_a_limit_of_ranks():
+    with pytest.raises(ConfigError, match="1,024"):
+        FamilyCurve("shared", 1024, 1e-6, 1e9)
 
 
 @given(st.floats(1, 2**24), st.integers(2, 5000))
 def test_a_scaled_curve_is_the_measured_one_at_home_and_grows_as_its_family(num_bytes, world_size):
     measured = MeasuredCurve((4, 2**20, 2**24), (1e-4, 3e-3, 9e-3))
     there = FamilyCurve("ring", 2, 1e-5, 1e9)
-    home = scale_curve(measured, there, there)
+    home = scale_curve(measured, there, 2, 2)
     assert home.estimate_s(num_bytes) == pytest.approx(measured.estimate_s(num_bytes))
     assert home.explain(num_bytes)[0] == "measured"
     here = FamilyCurve("ring", world_size, 1e-5, 1e9)
-    away = scale_curve(measured, there, here)
+    away = scale_curve(measured, there, 2, world_size)
     assert away.estimate_s(num_bytes) >= home.estimate_s(num_bytes) * (1 - 1e-12)
     assert away.estimate_s(4) == pytest.approx(1e-4 * here.estimate_s(4) / there.estimate_s(4))
     assert away.estimate_s(1) == away.estimate_s(4)
@@ -293,20 +292,20 @@ def test_the_interval_of_two_equally_large_errors_covers_90_percent():
     _, draws = draw(lambda resample: [getattr(resample, name) for name in names])
     for one, other in itertools.combinations(range(len(names)), 2):
         sums = [(errors[one] + errors[other]) / math.sqrt(2) for errors in draws]
-        low, high = hold_draws(0.0, sums)
+        low, high = find_interval(0.0, sums)
         assert 0.87 <= normal.cdf(high) - normal.cdf(low) <= 0.93
     for column in range(len(names)):
-        low, high = hold_draws(0.0, [errors[column] for errors in draws])
+        low, high = find_interval(0.0, [errors[column] for errors in draws])
         assert (low, high) == pytest.approx((normal.inv_cdf(0.05), normal.inv_cdf(0.95)), rel=0.01)
 
 
 def test_the_interval_of_few_draws_is_their_range():
-    assert hold_draws(2.0, []) == (2.0, 2.0)
-    assert hold_draws(2.0, [3.0]) == (2.0, 3.0)
-    assert hold_draws(2.0, [3.0, 1.0]) == (1.0, 3.0)
+    assert find_interval(2.0, []) == (2.0, 2.0)
+    assert find_interval(2.0, [3.0]) == (2.0, 3.0)
+    assert find_interval(2.0, [3.0, 1.0]) == (1.0, 3.0)
 
 
-def test_repetitions_of_one_length_are_drawn_together_and_all_are_used_where_nothing_is_drawn():
+def test_series_of_equal_length_share_a_draw_and_without_a_source_all_repetitions_count():
     everything = Resample()
     assert everything.take((3.0, 1.0, 2.0)) == (3.0, 1.0, 2.0)
     first, again, other = (Resample(random.Random(seed)) for seed in (3, 3, 4))

@@ -52,7 +52,7 @@ def make_costs(**changes):
     ],
     ids=str,
 )
-def test_the_sums_are_what_a_simulation_gives(changes):
+def test_the_sums_agree_with_a_simulation(changes):
     policy, interval_s = replace(RESTART, **changes), 15.0
     source = random.Random(7)
     runs = [simulate_faults(policy, interval_s, 1000 * policy.mtbf_s, source) for _ in range(20)]
@@ -65,20 +65,20 @@ def test_the_sums_are_what_a_simulation_gives(changes):
 @pytest.mark.parametrize(
     "changes", [{}, {"write_s": 4.0}, {"mtbf_s": 20.0, "write_s": 4.0}, {"write_s": 40.0}], ids=str
 )
-def test_the_work_that_a_fault_loses_is_that_of_a_simulation(changes):
+def test_the_work_lost_by_a_fault_agrees_with_a_simulation(changes):
     policy, interval_s = replace(RESTART, restart_s=0.0, **changes), 15.0  # so that no fault hits a restart
     run = simulate_faults(policy, interval_s, 20_000 * policy.mtbf_s, random.Random(3))
     assert policy.estimate_lost_s(interval_s) == pytest.approx(run.lost_s / run.num_faults, rel=0.03)
 
 
-def test_without_a_write_it_is_the_formula_of_daly():
+def test_without_a_background_write_it_is_dalys_formula():
     policy, interval_s = replace(RESTART, mtbf_s=100.0), 12.0
     mtbf_s, save_s, restart_s = 100.0, 0.5, 9.0
     period_s = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
     assert policy.estimate_share(interval_s) == pytest.approx(interval_s / period_s, rel=1e-12)
 
 
-def test_where_faults_are_rare_only_saves_cost_time():
+def test_with_rare_faults_only_saves_cost_time():
     policy = replace(RESTART, mtbf_s=1e15, write_s=3.0, detect_s=1.0)
     assert policy.estimate_share(10.0) == pytest.approx(10.0 / 10.5, rel=1e-9)
     assert replace(policy, lost=0.05, takeover_s=2.0).estimate_share(10.0) == pytest.approx(10.0 / 10.5, rel=1e-9)
@@ -90,7 +90,7 @@ def test_where_faults_are_rare_only_saves_cost_time():
 
 @pytest.mark.parametrize("mtbf_s", [1e-9, 1e-3, 0.1, 1.0])
 @pytest.mark.parametrize("lost", [1.0, 0.05])
-def test_where_faults_are_frequent_nothing_counts_and_nothing_overflows(mtbf_s, lost):
+def test_frequent_faults_leave_no_progress_and_do_not_overflow(mtbf_s, lost):
     policy = replace(RESTART, mtbf_s=mtbf_s, lost=lost, takeover_s=2.0, restart_s=1000.0)
     assert 0 <= policy.estimate_share(policy.find_best_interval()) < 0.3
 
@@ -100,7 +100,7 @@ def test_where_faults_are_frequent_nothing_counts_and_nothing_overflows(mtbf_s, 
     [{}, {"mtbf_s": 20.0}, {"mtbf_s": 1e6}, {"lost": 0.05, "takeover_s": 3.0}, {"lost": 0.2, "mtbf_s": 60.0}],
     ids=str,
 )
-def test_the_best_interval_is_that_of_all_that_were_tried(changes):
+def test_the_best_interval_agrees_with_a_search(changes):
     policy = replace(RESTART, write_s=1.0, **changes)
     best_s = policy.find_best_interval()
     tried = [policy.write_s * 1.01**n for n in range(2000)]
@@ -121,7 +121,7 @@ def test_the_best_interval_depends_on_the_stall_and_the_faults_alone():
     assert rare.find_best_interval() == pytest.approx(math.sqrt(2 * 0.5 * 1e9), rel=1e-3)  # Young's
 
 
-def test_where_few_faults_need_a_checkpoint_saves_are_rarer():
+def test_saves_are_rarer_if_few_faults_need_a_checkpoint():
     often_s, rarely_s = (estimate_save_interval([0.5], 0.0, 1e7, lost) for lost in (1.0, 0.05))
     assert rarely_s == pytest.approx(often_s * math.sqrt(20), rel=0.01)
     policy = Policy("spare", 1e7, 0.5, lost=0.05, takeover_s=5.0, detect_s=1.0, restart_s=60.0)
@@ -144,7 +144,7 @@ def test_a_save_does_not_wait_for_the_one_before():
     assert estimate_save_interval([1e-6], 5.0, 10.0) == pytest.approx(5.0, rel=1e-3)
 
 
-def test_spares_are_as_many_as_faults_find_one():
+def test_enough_spares_that_nearly_every_fault_finds_one():
     assert count_spares(Faults(3600.0, 8), 10.0) == 1
     assert count_spares(Faults(3600.0, 8, repair_s=3600.0), 0.0) == 5  # P(N <= 4) is 99.6 % at a mean of 1
     assert count_spares(Faults(1.0, 8, repair_s=10_000.0), 0.0) == pytest.approx(10_233, abs=2)
@@ -196,9 +196,7 @@ def test_a_step_counts_by_its_median_and_the_rest_on_average():
     assert 1.0 <= average_costs(records, random.Random(1))["save"] <= 9.0
 
 
-@pytest.mark.parametrize(
-    "bad", [{"ranks": 0}, {"mtbf_s": 0.0}, {"mtbf_s": math.inf}, {"all_lost": 0.0}, {"all_lost": 1.5}]
-)
-def test_faults_that_cannot_be(bad):
+@pytest.mark.parametrize("bad", [{"mtbf_s": 0.0}, {"mtbf_s": math.inf}, {"all_lost": 0.0}, {"all_lost": 1.5}])
+def test_impossible_faults_are_refused(bad):
     with pytest.raises(ConfigError):
         Faults(**({"mtbf_s": 60.0, "ranks": 2} | bad))

@@ -80,7 +80,7 @@ def test_networks_are_listed_by_commas_each_once():
         find_networks(" , ")
 
 
-def test_one_rank_per_node_knows_no_inside():
+def test_one_rank_per_node_ignores_the_inside():
     curve = AssumedFabric(OUT, IN).build_curve(8)
     ring, tree = (FamilyCurve(name, 8, 1e-5, 1e9) for name in ("ring", "tree"))
     for size in SIZES:
@@ -151,7 +151,7 @@ def test_a_sweep_serves_its_own_ranks_and_others_by_its_family(sweep, algorithm)
     assert fabric.build_curve(1).estimate_s(10**6) == 0
 
 
-def test_a_size_is_doubted_by_what_was_measured_on_those_ranks(sweep):
+def test_a_warning_about_a_size_depends_on_the_sweep_of_those_ranks(sweep):
     curve = build_measured_fabric([*sweep((2,)), *sweep((4,))[:2]], None).build_curve(4)
     assert curve.explain(2 * 10**6)[1] == "" and "largest measured size" in curve.explain(10**7)[1]
 
@@ -170,7 +170,7 @@ def test_the_old_name_of_the_shared_memory_backend_still_finds_it(sweep, measure
     assert build_measured_fabric([*sweep(), *sweep(backend=measured)], wanted).name == measured
 
 
-def test_the_further_away_the_less_is_known(sweep):
+def test_uncertainty_grows_with_the_distance(sweep):
     fabric = build_measured_fabric(sweep(), None)
     source = random.Random(3)
     draws = [fabric.draw(source) for _ in range(100)]
@@ -214,7 +214,7 @@ def test_shared_memory_is_preferred_for_the_backend_that_has_it(sweep):
         (lambda s: s(), None, "rnig", ConfigError, "did you mean ring"),
     ],
 )  # fmt: skip
-def test_a_sweep_that_cannot_serve_is_refused(sweep, make, backend, algorithm, error, words):
+def test_an_unusable_sweep_is_refused(sweep, make, backend, algorithm, error, words):
     with pytest.raises(error, match=words):
         build_measured_fabric(make(sweep), backend, algorithm)
 
@@ -236,7 +236,7 @@ def test_a_published_network_gives_its_own_figures_and_cites_them(network):
     assert build_public_fabric(network).build_curve(network.sweeps[0].ranks).explain(10**6)[0] == "measured"
 
 
-def test_a_published_network_is_known_less_well_on_other_ranks_and_small_messages():
+def test_a_published_network_is_less_certain_on_other_ranks_and_small_messages():
     hdr = find_network("a100-hdr")
 
     def width(ranks: int, size: int) -> float:
@@ -258,7 +258,7 @@ def test_a_published_network_has_nodes_of_its_own():
     assert [network.name for network in find_links("hdr,h200-roce")] == ["hdr", "h200-roce"]
 
 
-def test_a_data_sheet_is_corrected_and_can_be_had_as_written():
+def test_a_data_sheet_is_corrected_and_available_as_written():
     for name in ("hdr", "10gbe", "10Gb/s,50us", "200Gb/s,2us"):
         network = find_network(name)
         exact, corrected = (AssumedFabric(n, n).build_curve(8) for n in (network.as_written, network))
@@ -284,7 +284,7 @@ def on_nodes(records, nodes):
     return [replace(record, nodes=nodes(record.world_size)) for record in records]
 
 
-def test_ranks_on_one_node_say_little_of_ranks_on_several(sweep):
+def test_measurements_on_one_node_say_little_about_several(sweep):
     records = sweep((2, 4), algorithm="ring", backend="nccl", device="cuda")
     node = build_measured_fabric(on_nodes(records, lambda n: 1), None)
     unknown = build_measured_fabric(records, None)
@@ -316,7 +316,7 @@ def test_shared_memory_never_leaves_its_host(sweep):
     assert shared.ranks_per_node == 0 and not shared.build_curve(8).explain(10**6)[1]
 
 
-def test_only_what_is_used_is_in_the_words_on_errors(sweep):
+def test_only_uncertainties_in_use_are_described(sweep):
     measured, sheet, public = build_measured_fabric(sweep(), None), find_network("hdr"), find_network("a100-hdr")
     kinds = ([measured], [measured, AssumedFabric(sheet, OUT)], [measured, AssumedFabric(public, OUT)])
     texts = [describe_uncertainty(list_networks(fabrics)) for fabrics in kinds]
@@ -326,7 +326,7 @@ def test_only_what_is_used_is_in_the_words_on_errors(sweep):
     assert all("from one node to several" in text for text in texts)
 
 
-def test_the_first_node_boundary_is_crossed_only_once(sweep):
+def test_the_first_node_boundary_counts_once(sweep):
     records = on_nodes(sweep((4, 8, 16), algorithm="tree", backend="nccl"), lambda n: math.ceil(n / 8))
     fabric = build_measured_fabric(records, None)
     assert fabric.ranks_per_node == 8
@@ -370,7 +370,7 @@ def test_a_table_of_several_sources_is_refused(sweep):
     assert build_measured_fabric(one, None).ranks == (2, 4)
 
 
-def test_a_sweep_joins_the_ranks_of_a_node_and_a_network_the_nodes(sweep):
+def test_a_sweep_inside_nodes_joins_a_network_between_them(sweep):
     inside = build_measured_fabric(on_nodes(sweep(), lambda n: 1), None)
     fabric = AssumedFabric(OUT, inside, 4)
     for size in SIZES:

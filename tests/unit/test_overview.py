@@ -138,7 +138,7 @@ def test_phases_are_the_gpus_where_it_was_timed():
 
 
 @pytest.mark.parametrize(("backend", "exposed_ms"), [("nccl", 0), ("gloo", 3)])
-def test_buckets_are_no_messages_where_nccl_was_asked_and_sent_nothing(backend, exposed_ms):
+def test_buckets_are_not_messages_if_nccl_sent_nothing(backend, exposed_ms):
     made = MadeTrace().step().kernel(SGEMM, 0, 5).bucket(3, 8)
     made.add("user_annotation", f"{backend}:allreduce_coalesced", 3, 3.1)
     assert build_overview(made.build()).seconds("communication") == pytest.approx(exposed_ms / 1e3)
@@ -157,7 +157,7 @@ def test_an_overview_survives_json(on_gpu):
 
 
 @pytest.mark.parametrize("change", [{"version": 2}, {"format": "x"}, {"steps": [{"name": "a"}]}, {"more": 1}])
-def test_another_document_is_no_overview(on_gpu, change):
+def test_another_document_is_not_an_overview(on_gpu, change):
     document = {**overview_to_json(build_overview(on_gpu.build())), **change}
     with pytest.raises(RecordError):
         overview_from_json(document)
@@ -180,21 +180,21 @@ def test_attribution_agrees_with_a_count_of_instants(seed):
     assert union_time(*arrays[0], np.array(windows, dtype=float)) == found[:, 0].sum()
 
 
-def test_no_interval_at_all_leaves_all_to_nobody():
+def test_without_intervals_all_time_is_unattributed():
     none = (np.empty(0), np.empty(0))
     assert attribute_time([none, none], np.array([[0.0, 3.0]])).tolist() == [[0, 0, 3]]
 
 
-def test_weights_that_run_together_are_at_most_1():
+def test_concurrent_weights_are_capped_at_1():
     starts, ends, weights = np.array([0.0, 1.0, 5.0]), np.array([2.0, 4.0, 9.0]), np.array([0.75, 0.5, 0.25])
     assert sum_clipped(starts, ends, weights, np.array([[0.0, 8.0]])) == pytest.approx(0.75 + 1 + 1 + 0.75)
 
 
-def test_lanes_hold_no_two_at_a_time():
+def test_intervals_in_a_lane_do_not_overlap():
     assert find_lanes([(0, 3), (1, 2), (2, 4), (3, 5)]) == [0, 1, 1, 0]
 
 
-def test_on_a_cpu_the_operators_that_fetch_data_are_waited_for():
+def test_on_a_cpu_operators_that_fetch_data_count_as_waiting():
     made = MadeTrace().step().phase("data", 0, 4).op("aten::index_select", 0.1, 3.9).op("aten::mm", 4, 9)
     assert shares_ms(build_overview(made.build())) == {"data": 4, "cpu": 5, "other": 1}
 
@@ -277,7 +277,7 @@ def _hatched_ms(figure):
     return found
 
 
-def test_what_moves_after_the_end_of_backward_is_hatched():
+def test_communication_after_backward_is_hatched():
     assert _hatched_ms(plot_timeline([lane(0)], "t", "s")) == [(9, 12), (9, 12)]
     assert _hatched_ms(plot_timeline([lane(0, backward_end_s=12 * MS)], "t", "s")) == []
     assert _hatched_ms(plot_timeline([lane(0, backward_end_s=None)], "t", "s")) == []

@@ -196,7 +196,7 @@ def test_weak_scaling_keeps_to_its_bounds(world, known):
 
 @given(world=WORLDS, more=st.floats(1, 4))
 @settings(max_examples=6)
-def test_dearer_messages_never_make_a_step_shorter(world, more):
+def test_slower_messages_never_shorten_a_step(world, more):
     dearer = replace(world, alpha_s=world.alpha_s * more, bytes_per_s=world.bytes_per_s / more)
     here, there = (simulate_scaling(each.evidence(1, sweeps=(2,)), (2, 4)) for each in (world, dearer))
     assert all(b.step_s >= a.step_s * (1 - 1e-9) for a, b in zip(here, there, strict=True))
@@ -212,7 +212,7 @@ def test_free_messages_and_equal_ranks_scale_perfectly():
 @pytest.mark.parametrize("slowdown", [rise(0), pytest.param(rise(0.02), marks=pytest.mark.slow), rise(0.06)])
 @pytest.mark.parametrize("bytes_per_s", [1e10, pytest.param(1e11, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mode", "cell_size"), [("weak", 8), ("strong", 64)])
-def test_twice_the_ranks_of_a_known_world_are_recovered(factor, copies_s, slowdown, bytes_per_s, mode, cell_size):
+def test_twice_the_measured_ranks_are_extrapolated(factor, copies_s, slowdown, bytes_per_s, mode, cell_size):
     world = MadeWorld(
         backend="paceline",
         factor=factor,
@@ -227,7 +227,7 @@ def test_twice_the_ranks_of_a_known_world_are_recovered(factor, copies_s, slowdo
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.0, 2.0])
-def test_ranks_that_bring_links_of_their_own_are_recovered_too(factor):
+def test_ranks_with_their_own_links_are_extrapolated(factor):
     world = MadeWorld(factor=factor, slowdown=rise(0.02), bytes_per_s=1e9)
     [point] = simulate_scaling(world.evidence(1, 2, 4), (8,))
     assert point.step_s == pytest.approx(world.step_s(8)[0], rel=0.02)
@@ -252,7 +252,7 @@ def test_calibrated_ranks_are_reproduced_and_the_nearest_corrects_the_others():
     assert beyond.step_s == pytest.approx(simulate_scaling(worlds[4].evidence(1, 2, 4), (8,))[0].step_s, rel=1e-3)
 
 
-def test_ranks_that_seem_quicker_together_are_noise():
+def test_a_slowdown_below_one_counts_as_noise():
     world = MadeWorld()
     alone_s = world.one_rank_s(8)
     quick = replace(world.record(4), no_comm=spread(alone_s * 0.9, 4), timing=spread(alone_s * 0.92, 4))
@@ -261,7 +261,7 @@ def test_ranks_that_seem_quicker_together_are_noise():
 
 
 @pytest.mark.parametrize(("up_to", "ranks"), [(4, 8), (2, 4), (1, 2)])
-def test_what_is_held_out_changes_nothing(up_to, ranks):
+def test_held_out_records_do_not_change_the_prediction(up_to, ranks):
     world = MadeWorld(noise=0.02, slowdown=rise(0.02))
     known = (1, 2, 4, 8)
     wild = MadeWorld(alpha_s=0.1, bytes_per_s=1e6, sample_s=3.0, buckets=(MIB,) * 24)
@@ -337,7 +337,7 @@ def test_strong_scaling_takes_each_share_from_one_rank():
         simulate_scaling(replace(world, cores=256).evidence(1), (128,))
 
 
-def test_samples_between_those_measured_lie_on_straight_lines_of_logs():
+def test_batch_sizes_are_interpolated_on_log_axes():
     points = [(2.0, 1.0), (8.0, 2.0), (32.0, 8.0)]
     assert [interpolate_logs(points, place) for place in (2, 4, 8, 16, 32, 64)] == pytest.approx(
         [1, 2**0.5, 2, 4, 8, 16]
@@ -367,7 +367,7 @@ def test_beyond_the_host_a_network_joins_hosts_and_a_slower_one_is_never_better(
         simulate_scaling(world.evidence(1, 2), (8,))
 
 
-def test_beyond_the_host_the_slowest_of_all_ranks_is_waited_for():
+def test_ranks_on_several_hosts_wait_for_the_slowest():
     world, free = MadeWorld(cores=4), [find_network("1000000000GB/s,0ns")]
     even = world.evidence(1, 2, 4)
     rows = tuple((0.9, 0.95, 1.0, 1.05) if n % 2 else (1.05, 0.9, 1.0, 0.95) for n in range(9))
@@ -388,7 +388,7 @@ def test_beyond_the_host_the_slowest_of_all_ranks_is_waited_for():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_steps_that_a_rank_disturbed_calibrate_nothing(ranks):
+def test_disturbed_steps_are_excluded_from_calibration(ranks):
     world = MadeWorld(cores=4)
     known = world.evidence(1, 2, 4)
     rest, (last,) = ([r for r in known.shared if (r.world_size == ranks) is side] for side in (False, True))
@@ -422,7 +422,7 @@ def test_a_full_host_hides_less():
     assert hidden[2] > hidden[3] > hidden[4]
 
 
-def test_what_no_factor_explains_is_added_as_it_is():
+def test_unexplained_time_is_added():
     """Messages that are all hidden, and a wait that is not theirs."""
     world = MadeWorld(bytes_per_s=1e13, alpha_s=1e-9)
     shared = (world.record(count) for count in (2, 4))
@@ -431,7 +431,7 @@ def test_what_no_factor_explains_is_added_as_it_is():
     assert simulate_scaling(evidence, (8,))[0].step_s == pytest.approx(world.step_s(8)[0] + 0.02, rel=0.01)
 
 
-def test_the_slow_down_goes_on_along_a_line():
+def test_the_slowdown_is_extrapolated_linearly():
     line = ((1, 1.0), (2, 1.1), (4, 1.3))
     assert estimate_slowdown(line, 8) == pytest.approx(1.7)
     assert estimate_slowdown(line[:2], 4) == pytest.approx(1.3)
@@ -444,7 +444,7 @@ def test_the_slow_down_goes_on_along_a_line():
     assert estimate_slowdown(((1, 1.0), (2, 1.2), (4, 1.1)), 8) == pytest.approx(1.1)
 
 
-def test_doubts_and_assumptions_are_told():
+def test_warnings_and_assumptions_are_listed():
     world = MadeWorld(cores=4)
     networks = [find_network("10gbe")]
     near, far = simulate_scaling(world.evidence(1, 2), (4, 16), networks)
@@ -460,7 +460,7 @@ def test_doubts_and_assumptions_are_told():
     assert "no steps on several ranks" in " | ".join(describe_assumptions(world.evidence(1)))
 
 
-def test_evidence_is_sorted_out_of_a_study():
+def test_evidence_is_selected_from_a_study():
     world, other = MadeWorld(), MadeWorld(backend="paceline")
     records = [
         world.record(1),
@@ -485,7 +485,7 @@ def test_evidence_is_sorted_out_of_a_study():
 
 
 @pytest.mark.parametrize(("wrapper", "memory"), [("paceline", "shared"), ("torch", "ordinary")])
-def test_messages_lie_where_the_wrapper_puts_them(wrapper, memory):
+def test_sweeps_are_those_of_the_wrappers_kind_of_memory(wrapper, memory):
     world = MadeWorld(backend="paceline")
     copied = [replace(record, memory="ordinary") for record in world.sweep(2)]
     evidence = world.evidence(1, wrapper=wrapper, collectives=(*world.sweep(2), *copied))
@@ -505,7 +505,7 @@ def test_the_buckets_are_those_of_the_nearest_ranks():
     assert sum(evidence.list_buckets(2)) == sum(world.sizes)
 
 
-def test_silent_steps_of_all_wrappers_count():
+def test_steps_without_communication_count_for_all_wrappers():
     world = MadeWorld()
     mine = world.record(2)
     theirs = replace(mine, wrapper="paceline", no_comm=replace(mine.no_comm, seconds=tuple(
@@ -527,7 +527,7 @@ def test_ranks_with_a_gap_are_predicted_from_the_smallest_sweep():
     assert point.step_s > 0
 
 
-def test_a_lognormal_wait_is_what_drawing_it_gives():
+def test_the_lognormal_wait_agrees_with_sampling():
     sigma = 0.05
     spread = math.sqrt((math.exp(sigma**2) - 1) * math.exp(sigma**2))
     source = random.Random(1)
@@ -562,7 +562,7 @@ def test_a_spread_comes_from_repetitions_and_not_from_one_outlier():
 
 @pytest.mark.parametrize("slowdown", [rise(0.02), power(0.5)])
 @pytest.mark.parametrize(("known", "ranks"), [((1,), 2), ((1, 2), 4), ((1, 2, 4), 8)])
-def test_ranks_that_send_nothing_say_what_twice_as_many_compute(monkeypatch, slowdown, known, ranks):
+def test_steps_without_messages_show_the_slowdown_of_more_ranks(monkeypatch, slowdown, known, ranks):
     """Half of the ranks, and all of them without messages: the slow-down is measured, whatever its law."""
     monkeypatch.setattr(curves, "draw", partial(curves.draw, count=400))  # to compare widths closely
     world = MadeWorld(slowdown=slowdown, copies_s=0.02, cores=64)
@@ -579,7 +579,7 @@ def test_ranks_that_send_nothing_say_what_twice_as_many_compute(monkeypatch, slo
     assert known != (1,) or ("not to slow each other" in guess.doubt and "not to slow" not in point.doubt)
 
 
-def test_what_the_wrapper_adds_to_one_rank_it_adds_to_two():
+def test_the_wrappers_overhead_on_one_rank_holds_on_two():
     world = MadeWorld(copies_s=0.03)
     plain = world.evidence(1, sweeps=(2,))
     local = world.evidence(records=[world.record(1), world.silent(1)], sweeps=(2,))

@@ -81,7 +81,7 @@ def list_sent(text: str, world_size: int, grads: list[torch.Tensor]) -> list[Mes
 
 @pytest.mark.parametrize("text", ["bf16", "int8", "int4", "topk:0.01", "topk:0.5", "powersgd:1", "powersgd:4"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_the_bytes_are_those_that_the_codec_sends(text, world_size):
+def test_simulated_bytes_are_those_of_the_codec(text, world_size):
     torch.manual_seed(1)
     grads = [torch.randn(shape) for shape in SHAPES]
     gradients = [Gradient(str(n), grad.nbytes, shape=tuple(grad.shape)) for n, grad in enumerate(grads)]
@@ -125,7 +125,7 @@ def test_two_messages_follow_each_other_and_codecs_compute_around_them():
     assert step.over_s == pytest.approx(0.013 + ALPHA + 400 / RATE + 0.0005 + WORDS_S)
 
 
-def test_what_a_codec_computes_in_backward_shares_the_core_with_it():
+def test_codec_work_during_backward_shares_the_core():
     job = make_job([1000], [0.0], 0.010)
     step = simulate(job, [1], costs("bf16", ((0.0, 0.0), (0.002, 0.0))))
     # 500 bytes take 1.5 ms; then 2 ms of decoding take 4, in which backward does 2 of its 8.5 that are left.
@@ -133,7 +133,7 @@ def test_what_a_codec_computes_in_backward_shares_the_core_with_it():
     assert step.backward_s == pytest.approx(0.012) and step.over_s == pytest.approx(0.012 + WORDS_S)
 
 
-def test_messages_slow_what_a_codec_computes():
+def test_messages_slow_codec_work():
     """Two buckets of one message each, one after the other: the first is decoded while the second is under way."""
     job, slow = make_job([1000, 1000], [0.0, 0.0], 0.0), Contention((1,), (0.5,), (1.0,))
     message_s, codec_s = ALPHA + 500 / RATE, 0.0004
@@ -143,7 +143,7 @@ def test_messages_slow_what_a_codec_computes():
         assert step.over_s == pytest.approx(2 * message_s + codec_s + WORDS_S)
 
 
-def test_a_step_tells_what_a_codec_takes_in_it():
+def test_a_step_calibrates_the_cost_of_a_codec():
     job, given = make_job([1000, 1000], [0.002, 0.004], 0.004), costs("bf16", ((0.003, 0.0), (0.001, 1e-7)))
     for factor in (0.7, 1.0, 2.5):
         step_s = simulate(job, [1, 2], replace(given, sending=given.sending.scale(factor))).step_s
@@ -308,7 +308,7 @@ def test_two_levels_have_the_codec_of_as_many_ranks_as_there_are_hosts():
     assert line_of_hosts.startswith("+hosts: ")
 
 
-def test_a_list_of_strategies_has_those_to_compare_with():
+def test_a_list_of_strategies_includes_the_baselines():
     assert [one.text for one in list_strategies("all")] == ["dense", *ALL]
     assert [one.text for one in list_strategies("topk:0.001,dgc; int8,bf16")] == [
         "dense", "bf16", "topk:0.001,dgc", "int8",
@@ -338,14 +338,14 @@ def test_where_another_one_is_fastest():
     assert choose_fastest({"dense": 1.011, "bf16": 1.005, "int8": 1.0}) == "bf16"
 
 
-def test_all_strategies_are_those_that_a_job_can_have():
+def test_all_leaves_out_strategies_that_a_job_cannot_use():
     for given in ("all", ("all",), ["all"]):
         assert [one.text for one in list_strategies(given)] == ["dense", *ALL]
         assert [one.text for one in list_strategies(given, can_shard=False)] == ["dense", *ALL[:-2]]
     assert list_strategies("zero1", can_shard=False)[-1].is_sharded  # what is named is refused, not left out
 
 
-def test_what_is_assumed_is_said():
+def test_assumptions_are_listed():
     job = make_job([4000], [0.0], 0.0)
     unknown = describe_strategies(job, list_strategies("powersgd:4"), [])
     assert any("bf16, powersgd:4" in line and "lower bound" in line for line in unknown)
@@ -452,7 +452,7 @@ def judge(confirmed_s: dict[str, float], settings: TuneSettings = SETTINGS):
     return before, after, Run("tune", config, capture_environment(), tuple(records))
 
 
-def test_a_tuning_races_bf16_and_the_best_lossy_one_and_chooses_neither():
+def test_a_tuning_compares_bf16_and_the_best_lossy_strategy_without_choosing_them():
     before, after, run = judge({"default": 0.30, "recommended": 0.20, "bf16": 0.15, "int8": 0.10})
     assert [candidate.label for candidate in before.candidates] == ["default", "recommended", "bf16", "int8"]
     assert [candidate.strategy.text for candidate in before.candidates] == ["dense", "dense", "bf16", "int8"]
@@ -478,7 +478,7 @@ def test_a_tuning_races_bf16_and_the_best_lossy_one_and_chooses_neither():
     assert sent["dense"] == 8 * MIB and sent["diloco:100"] == 8 * MIB / 100 and math.isclose(sent["bf16"], 4 * MIB)
 
 
-def test_all_that_are_named_race_and_of_all_the_best():
+def test_named_strategies_are_all_compared_and_only_the_best_of_all():
     named, *_ = judge({}, TuneSettings(strategies=("dense", "bf16", "topk:0.01", "int8", "diloco:100")))
     assert [candidate.label for candidate in named.candidates][2:] == ["bf16", "int8", "topk:0.01"]  # the fastest first
     best, *_ = judge({}, TuneSettings(strategies=("all",)))

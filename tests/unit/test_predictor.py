@@ -40,7 +40,7 @@ def fit(job, **more):
     return fit_job(Evidence(job.build_calibration()), **more)
 
 
-def test_what_was_put_in_comes_back():
+def test_the_fit_recovers_the_job_behind_the_records():
     job, costs = fit(JOB)
     assert job.sizes == JOB.sizes and [g.name for g in job.gradients] == [f"layer{k}" for k in range(8)]
     assert all((g.item_bytes, g.dtype) == (4, "float32") for g in job.gradients)
@@ -61,7 +61,7 @@ def test_what_was_put_in_comes_back():
 
 
 @pytest.mark.parametrize("cap_bytes", [1, 2 * MIB, 3 * MIB, 8 * MIB])
-def test_a_step_is_predicted_as_the_simulator_takes_the_true_machine(cap_bytes):
+def test_a_predicted_step_is_that_of_the_true_machine(cap_bytes):
     job, costs = fit(JOB)
     true_costs = MachineCosts(
         line(JOB.alpha_s, JOB.bytes_per_s), 2, JOB.launch_s, JOB.gather_s / JOB.num_bytes,
@@ -78,7 +78,7 @@ def change_wildly(record):
     return replace(record, timing=slow, forward=slow, backward=slow, optimizer=slow, bucket_bytes=(1, 2, 3))
 
 
-def test_the_steps_that_judge_a_prediction_change_nothing_in_it():
+def test_the_steps_that_test_a_prediction_do_not_change_it():
     calibration = JOB.build_calibration()
     plans = [JOB.build_plan_step(f"cap {cap}", (0.08,) * 9, cap_bytes=cap) for cap in (1, MIB, 8 * MIB)]
     without, seen = fit_job(Evidence(calibration)), fit_job(Evidence([*plans, *calibration]))
@@ -89,7 +89,7 @@ def test_the_steps_that_judge_a_prediction_change_nothing_in_it():
     assert fit_job(Evidence(steps)) != without
 
 
-def test_a_network_that_is_modelled_takes_the_place_of_the_sweep():
+def test_a_modelled_network_replaces_the_sweep():
     job, costs = fit(JOB, curve=LINE)
     assert costs.curve is LINE
     assert simulate(job, (8,), costs).step_s > 0.5
@@ -100,7 +100,7 @@ def test_a_network_that_is_modelled_takes_the_place_of_the_sweep():
     assert "emulated" in costs.contention.basis
 
 
-def test_without_evidence_contention_is_what_is_assumed_of_a_host():
+def test_contention_is_assumed_without_evidence():
     _, costs = fit(replace(JOB, disturbed=()))
     assert costs.contention == Contention.assume("cpu", is_on_host=True)
     _, costs = fit(replace(JOB, disturbed=((MIB, -0.3, 0.9),)))  # backward grows by more than the messages overlap
@@ -109,12 +109,12 @@ def test_without_evidence_contention_is_what_is_assumed_of_a_host():
 
 
 @pytest.mark.parametrize("backend", [*SERVERS, "shm", "nccl", "another"])
-def test_a_backend_moves_as_many_messages_as_is_known_of_it(backend):
+def test_each_backend_has_its_number_of_concurrent_messages(backend):
     assert fit(replace(JOB, backend=backend))[1].servers == (2 if backend == "gloo" else 1)
 
 
 @pytest.mark.parametrize(("wrapper", "finish_s", "before_s"), [("paceline", 0.003, 0.020), ("torch", 0.0, 0.023)])
-def test_buffers_travel_at_the_end_of_our_step_and_at_the_beginning_of_torchs(wrapper, finish_s, before_s):
+def test_buffers_are_sent_after_our_step_and_before_torchs(wrapper, finish_s, before_s):
     job, costs = fit(replace(JOB, wrapper=wrapper, extra_s=0.003))
     assert costs.finish_s == pytest.approx(finish_s)
     assert job.before_s == pytest.approx(before_s)
@@ -128,14 +128,14 @@ def is_needed(kind, role=""):
 @pytest.mark.parametrize(
     "is_lost", [is_needed(LayerProfileRecord), is_needed(StepRecord, "plain"), is_needed(StepRecord, "local")]
 )
-def test_evidence_that_is_not_there_is_missed(is_lost):
+def test_missing_evidence_is_an_error(is_lost):
     left = [record for record in JOB.build_calibration() if not is_lost(record)]
     plans = [JOB.build_plan_step("cap", (0.08,) * 9, cap_bytes=MIB)]
     with pytest.raises(MeasurementError, match="layer profile"):
         Evidence([*left, *plans])
 
 
-def test_without_a_sweep_or_with_a_summary_of_one_nothing_is_fitted():
+def test_a_fit_needs_a_sweep_with_raw_samples():
     records = JOB.build_calibration()
     evidence = Evidence([record for record in records if not isinstance(record, CollectiveRecord)])
     with pytest.raises(MeasurementError, match="sizes"):
@@ -145,7 +145,7 @@ def test_without_a_sweep_or_with_a_summary_of_one_nothing_is_fitted():
         fit_job(Evidence(received))
 
 
-def test_a_draw_of_a_bootstrap_can_be_repeated_and_draws_what_was_taken_in_turns_together():
+def test_a_bootstrap_is_reproducible_and_draws_interleaved_series_together():
     noisy = replace(JOB, noise=0.2, message_noise=0.2)
     evidence = Evidence(noisy.build_calibration())
     first, again, other = (fit_job(evidence, resample=Resample(random.Random(seed))) for seed in (3, 3, 4))
@@ -164,7 +164,7 @@ def test_a_draw_of_a_bootstrap_can_be_repeated_and_draws_what_was_taken_in_turns
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.2])
-def test_contention_is_the_same_from_messages_that_outlast_backward(share):
+def test_messages_that_outlast_backward_give_the_same_contention(share):
     job = replace(JOB, disturbed=())
     record = job.build_disturbed(random.Random(0), MIB, 0.75, 0.5, share)
     contention = fit_job(Evidence([*job.build_calibration(), record]))[1].contention
@@ -184,14 +184,14 @@ def test_contention_never_leaves_its_limits(delay_s, under_way_s, overlapped_s):
     assert message >= 1 - compute - 1e-12
 
 
-def test_messages_that_met_no_arithmetic_tell_nothing_of_contention():
+def test_messages_without_overlap_do_not_measure_contention():
     record = JOB.build_disturbed(random.Random(0), 4 * MIB, 0.5, 0.5, share=0.0)
     nothing = replace(record, overlapped=replace(record.timing, seconds=((0.0, 0.0),) * 9))
     assert fit_job(Evidence([*JOB.build_calibration(), nothing])) == fit(JOB)
 
 
 @pytest.mark.parametrize(("gather_s", "launch_s"), [(-0.005, 0.0005), (0.002, -0.001)])
-def test_costs_within_the_noise_are_none_and_not_less(gather_s, launch_s):
+def test_costs_within_the_noise_are_zero(gather_s, launch_s):
     job, costs = fit(replace(JOB, gather_s=gather_s, launch_s=launch_s))
     assert costs.gather_s_per_byte >= 0 and costs.launch_s >= 0 and job.before_s >= 0
 
@@ -229,7 +229,7 @@ def test_an_interval_is_around_its_estimate(cap_bytes, noise):
     assert estimate == model.predict(estimate.cuts)
 
 
-def test_no_step_takes_less_than_no_time():
+def test_no_prediction_is_negative():
     assert build(replace(SLOW, noise=0.5, count=5)).predict((8,)).low_s >= 0
 
 
@@ -242,7 +242,7 @@ def test_an_interval_grows_with_the_noise(of):
     assert widths[0] * 1.05 < widths[1] < widths[2] / 1.05
 
 
-def test_without_noise_the_interval_is_what_the_model_leaves_out_of_communication():
+def test_without_noise_the_interval_is_the_models_own_error():
     calm = build(SLOW)
     assert calm.noise == 0.0
     estimate = calm.predict(EACH)
@@ -270,12 +270,12 @@ def test_a_better_plan_is_found_where_latency_makes_the_default_slow():
 
 
 @pytest.mark.parametrize("default", [(8,), EACH, (2, 8)])
-def test_the_default_stays_where_nothing_is_to_be_gained(default):
+def test_the_default_is_kept_without_a_gain(default):
     choice = build(FAST).choose(default)
     assert not choice.is_clear and choice.default.cuts == default and choice.gain < 0.002
 
 
-def test_the_best_plan_stays_where_it_is_the_default():
+def test_a_default_that_is_best_is_kept():
     model = build(SLOW)
     best = model.choose(EACH).best
     choice = model.choose(best.cuts)
@@ -283,7 +283,7 @@ def test_the_best_plan_stays_where_it_is_the_default():
 
 
 @pytest.mark.parametrize("noise", [{"noise": 0.5}, {"message_noise": 0.5}], ids=["steps", "messages"])
-def test_the_default_stays_where_one_cannot_be_sure(noise):
+def test_the_default_is_kept_if_the_gain_is_uncertain(noise):
     # The middle plan is a little slower than the best, and the machine was measured far worse than that.
     default = (1, 4, 8)
     calm, noisy = (build(replace(SLOW, alpha_s=0.002, count=5, **more)) for more in ({}, noise))
@@ -313,7 +313,7 @@ def test_one_cap_makes_the_plan_where_only_caps_can_be_given(job):
 
 @pytest.mark.parametrize("cuts", [(8,), (3, 8), EACH])
 @pytest.mark.parametrize("spare", [None, Gradient("spare", 12), Gradient("spare", 12, 2, "float16")])
-def test_a_plan_names_gradients_as_the_model_defines_them(cuts, spare):
+def test_a_plan_lists_gradients_in_model_order(cuts, spare):
     model = build(UNEVEN)
     gradients = list(UNEVEN.gradients)
     if spare is not None:
@@ -340,7 +340,7 @@ def test_cuts_are_recovered_from_the_sizes_of_buckets(inner):
 
 
 @pytest.mark.parametrize("cap_bytes", [64 * KIB, 4 * MIB, 100 * MIB])
-def test_cuts_are_the_nearest_where_a_wrapper_splits_gradients_or_knows_more_of_them(cap_bytes):
+def test_cuts_are_the_nearest_if_a_wrapper_splits_gradients_or_has_more(cap_bytes):
     order = range(7, -1, -1)
     whole = plan_by_cap(UNEVEN.gradients, order, cap_bytes)
     assert len(MODEL.cut_like(whole.bucket_bytes)) == len(whole.buckets)
@@ -351,7 +351,7 @@ def test_cuts_are_the_nearest_where_a_wrapper_splits_gradients_or_knows_more_of_
 
 
 @pytest.mark.parametrize(("of", "first"), [("message_noise", "all-reduce"), ("noise", "the local step")])
-def test_the_input_that_is_known_worst_is_named_first(of, first):
+def test_the_least_certain_input_comes_first(of, first):
     doubts = build(replace(SLOW, **{of: 0.2})).estimate_doubts(EACH)
     assert next(iter(doubts)) == first and doubts[first] > 0
     assert list(doubts.values()) == sorted(doubts.values(), reverse=True)
@@ -469,7 +469,7 @@ def limit(sizes, ready_s, costs, cuts, backward_s=0.01, before_s=0.48):
     return Predictor(Draw(job, costs), [Draw(job, costs)] * 2).limit_gain(cuts)
 
 
-def test_what_buckets_can_save_is_limited_by_what_can_be_hidden():
+def test_buckets_cannot_save_more_than_can_be_hidden():
     """A long wait for data, and 1 MiB that takes 8 ms behind it: 1.6 % of the step."""
     costs, early, late = MachineCosts(line(1e-4, 1.25e8)), (0.0, 0.005, 0.010), (0.008, 0.009, 0.010)
     sizes = (MIB // 2, MIB // 4, MIB // 4)
@@ -479,7 +479,7 @@ def test_what_buckets_can_save_is_limited_by_what_can_be_hidden():
     assert limit(sizes, early, costs, (3,)).share > 0.011 and not limit(sizes, early, costs, (3,)).is_nothing
 
 
-def test_many_small_messages_that_slow_computing_leave_something_to_gain_although_none_is_exposed():
+def test_hidden_messages_that_slow_compute_leave_something_to_gain():
     sizes, ready_s = (4 * KIB,) * 100, tuple(0.1 * (n + 1) / 101 for n in range(100))
     costs = MachineCosts(line(1e-4, 1e9), launch_s=2e-5, contention=Contention((1,), (0.5,), (1.0,)))
     each = tuple(range(1, 101))
@@ -488,7 +488,7 @@ def test_many_small_messages_that_slow_computing_leave_something_to_gain_althoug
     assert limit(sizes, ready_s, costs, each, 0.1, 0.0).share > 0.03
 
 
-def test_what_is_not_known_raises_the_limit():
+def test_uncertainty_raises_the_limit():
     job, costs = make_job((MIB, MIB), (0.008, 0.010), 0.01, 0.2), MachineCosts(line(1e-4, 1e9))
     slower = replace(costs, curve=line(2e-3, 1e9), contention=Contention((1,), (0.5,), (1.0,)))
     calm, doubtful = (

@@ -59,7 +59,7 @@ def test_all_looks_together_spend_five_percent(num_pairs):
     assert spent == pytest.approx(0.05, rel=1e-4) and spent < 0.05
 
 
-def test_an_interval_is_made_of_order_statistics():
+def test_an_interval_consists_of_order_statistics():
     mine, theirs = [math.exp(k / 100) for k in alternate(range(-10, 11))], [1.0] * 21
     # Of 21 fair coins, at most 5 are heads in 1.33 % of cases, and at most 6 in 3.9 %.
     found = estimate_ratio(mine, theirs, 0.0134)
@@ -71,7 +71,7 @@ def test_an_interval_is_made_of_order_statistics():
     assert estimate_ratio(sorted(mine), theirs, 0.0134).high > found.high  # they drift: fewer of them are independent
 
 
-def test_noise_that_lasts_in_one_replica_widens_the_interval():
+def test_correlated_noise_widens_the_interval():
     """Without that, 41 % of these races have a winner."""
     source, false, count = random.Random(5), 0, 60
     for _ in range(count):
@@ -84,7 +84,7 @@ def test_noise_that_lasts_in_one_replica_widens_the_interval():
     assert false / count < 0.25
 
 
-def test_too_few_rounds_say_nothing():
+def test_too_few_rounds_give_no_interval():
     found = estimate_ratio([1.0, 1.1], [1.0, 1.0], 0.01)
     assert (found.low, found.high) == (0.0, math.inf) and not found.is_clear and not found.is_flat
     race = judge_race({"default": [1.0, 1.0], "a": [0.5, 0.5]}, "default")
@@ -100,7 +100,7 @@ def test_many_rounds_have_the_interval_of_the_normal_distribution(n):
     assert math.log(found.high) == pytest.approx(0.5 + half, abs=3 / n)
 
 
-def test_intervals_hold_the_true_median_as_often_as_promised():
+def test_intervals_cover_the_true_median_as_often_as_promised():
     source = random.Random(1)
     held = 0
     for _ in range(2000):
@@ -120,7 +120,7 @@ def test_a_slower_plan_is_dropped_and_the_default_runs_on():
     assert len(taken["default"]) == len(taken["fast"]) == 16
 
 
-def test_those_that_are_left_race_on_when_the_default_is_beaten():
+def test_the_comparison_continues_after_the_default_is_beaten():
     source = random.Random(3)
     times = make_times(source, {"default": 1.5, "a": 1.0, "b": 1.03}, 2000, noise=0.05)
     race, taken = race_live(times)
@@ -179,7 +179,7 @@ def test_a_default_that_is_best_within_one_percent_has_a_regret_within_it():
     assert race.verdict == "default" and race.regret[2] == pytest.approx(1 / 0.992 - 1) and race.regret[2] < 0.01
 
 
-def test_what_was_shown_at_a_look_stands_at_later_ones():
+def test_a_decision_at_a_look_is_final():
     """After 16 rounds the plan is 10 % faster in each; then come rounds that say nothing, and a stricter look."""
     early = {"default": [1.0] * 16, "a": [0.9] * 16}
     assert judge_race(early, "default").verdict == "use"
@@ -188,13 +188,13 @@ def test_what_was_shown_at_a_look_stands_at_later_ones():
     assert race.verdict == "use" and race.left == ("a",) and race.gain.high < 1
 
 
-def test_a_dropped_plan_keeps_what_was_shown_of_it():
+def test_a_dropped_plan_keeps_its_result():
     source = random.Random(9)
     race, taken = race_live(make_times(source, {"default": 1.0, "a": 1.005, "slow": 1.5}, 1500, noise=0.05))
     assert len(taken["slow"]) < race.num_rounds and race.ratios["slow", "default"].low > 1
 
 
-def test_two_equal_plans_are_rarely_told_apart():
+def test_equal_plans_are_rarely_distinguished():
     """False winners of races between equal plans: at most 5 % are promised."""
     source, wrong = random.Random(7), 0
     for _ in range(100):
@@ -228,7 +228,7 @@ def test_a_true_gain_is_found():
         (0.02, (1.005, 1.001, 1.02), "default"),
     ],
 )
-def test_where_no_plan_can_save_one_percent_few_rounds_are_flat(share, a, verdict):
+def test_few_rounds_are_flat_if_no_plan_can_save_one_percent(share, a, verdict):
     race = make_race(a, limit=Limit(share, 0.015))
     assert race.verdict == verdict and not race.is_level
     assert "0.8%" in str(Limit(0.008, 0.015)) and "1.5%" in str(Limit(0.008, 0.015))

@@ -26,7 +26,7 @@ def evenly_ready(sizes: list[int], total_s: float) -> list[float]:
 @given(sizes_lists)
 def test_every_distinct_partition_is_found_once_and_its_caps_are_right(sizes):
     totals = [0, *itertools.accumulate(sizes)]
-    intervals = enumerate_caps(sizes)
+    intervals = enumerate_caps(tuple(sizes))
     by_trying = {}
     for cap in range(1, totals[-1] + 2):
         by_trying.setdefault(cut_by_cap(totals, cap), []).append(cap)
@@ -58,7 +58,7 @@ def test_caps_to_try_are_even_on_a_log_axis_where_gradients_allow_it():
     st.floats(0, 0.3),
     st.randoms(use_true_random=False),
 )
-def test_without_contention_the_dynamic_programme_is_exact(sizes, alpha_s, rate, overhead_s, random):
+def test_without_contention_the_dynamic_program_is_exact(sizes, alpha_s, rate, overhead_s, random):
     ready = sorted(random.uniform(0, 1) for _ in sizes)
     job = make_job(sizes, ready, ready[-1])
     # The overhead of a launch is counted in the message here: the programme knows no computing that it delays.
@@ -79,7 +79,7 @@ def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate,
     costs = MachineCosts(
         curve=line(alpha_s, rate), contention=Contention((1,), (compute_rate,), (1.0,)), servers=servers, launch_s=1e-3
     )
-    by_cap = {cuts: simulate(job, cuts, costs).step_s for cuts in enumerate_caps(sizes)}
+    by_cap = {cuts: simulate(job, cuts, costs).step_s for cuts in enumerate_caps(tuple(sizes))}
     best_cap = min(by_cap, key=lambda cuts: by_cap[cuts])
     cuts, step = find_best_cuts(job, costs, seeds=[best_cap])
     assert step.step_s <= by_cap[best_cap] + 1e-12
@@ -87,7 +87,7 @@ def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate,
 
 
 @given(steps(), st.lists(st.floats(1e-6, 1e-2), min_size=4, max_size=4), st.booleans())
-def test_no_buckets_make_a_step_shorter_than_the_least(case, seconds, is_measured):
+def test_no_buckets_beat_the_lower_bound(case, seconds, is_measured):
     job, costs = case
     if is_measured:  # neither convex nor monotone
         costs = replace(costs, curve=MeasuredCurve((1000, 30_000, 10**6, 3 * 10**7), tuple(seconds)))
@@ -97,7 +97,7 @@ def test_no_buckets_make_a_step_shorter_than_the_least(case, seconds, is_measure
             assert simulate(job, [*chosen, count], costs).step_s >= least_s - 1e-9
 
 
-def test_the_least_is_reached_where_all_bytes_move_in_one_message_or_the_last_one_follows():
+def test_the_lower_bound_is_reached():
     job = make_job([10, 10], [0.0, 1.0], 1.0)
     slow, quick = MachineCosts(line(0.0, 1.0)), MachineCosts(line(0.5, 100.0))
     assert estimate_least_s(job, slow) == pytest.approx(20.0) == simulate(job, (1, 2), slow).step_s

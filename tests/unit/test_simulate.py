@@ -136,7 +136,7 @@ def test_copies_launches_and_the_end_by_hand():
     assert step.step_s == pytest.approx(5.0 + step.over_s + 7.0)
 
 
-def test_a_bucket_waits_for_the_ones_in_front_of_it():
+def test_a_bucket_waits_for_earlier_ones():
     step = simulate(make_job([1, 1], [2.0, 1.0], 2.0), [1, 2], MachineCosts(curve=line(0.0, 1e9)))
     assert step.buckets[1].ready_s == 2.0
 
@@ -153,31 +153,19 @@ def test_a_plan_is_simulated_by_its_gradients():
         simulate(Job(tuple(gradients[1:]), (1.0, 2.0), 3.0), plan, MachineCosts(curve=line(0.0, 1.0)))
 
 
-@pytest.mark.parametrize("broken", [{"servers": 0}, {"pair_rate": -1.0}])
-def test_costs_that_cannot_be_are_refused(broken):
-    with pytest.raises(ConfigError):
-        MachineCosts(curve=line(0.0, 1.0), **broken)
-
-
-@pytest.mark.parametrize(("ready_s", "words"), [((2.0,), "outside backward"), ((1.0, 1.0), "2 ready times for 1")])
-def test_a_job_that_cannot_be_is_refused(ready_s, words):
-    with pytest.raises(ConfigError, match=words):
-        make_job([1], ready_s, 1.0)
-
-
 @pytest.mark.parametrize(
     ("device", "is_on_host", "spare_cores", "rate"),
     [("cpu", True, 0.0, 0.5), ("cpu", True, 0.5, 0.75), ("cpu", True, 3.0, 1.0), ("cpu", False, 0.0, 1.0),
      ("", True, 0.0, 1.0)],
 )  # fmt: skip
-def test_what_is_assumed_of_contention(device, is_on_host, spare_cores, rate):
+def test_assumed_contention(device, is_on_host, spare_cores, rate):
     assumed = Contention.assume(device, is_on_host, spare_cores)
     assert assumed.rates(10) == (rate, rate) and assumed.basis.startswith("assumed: ")
     assert ("half of a rank's core" in assumed.basis) == (device == "cpu" and is_on_host)
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
-def test_on_a_gpu_what_others_measured_is_assumed_and_its_spread_is_drawn(is_on_host):
+def test_contention_on_a_gpu_is_assumed_from_published_numbers_and_drawn(is_on_host):
     """arXiv 2507.03114: computing takes 18.9 % longer on average while messages move, and 40 % at most."""
     assumed = Contention.assume("cuda", is_on_host)
     assert assumed.rates(10) == (pytest.approx(1 / 1.189), 1.0) and "2507.03114" in assumed.basis
@@ -196,7 +184,7 @@ def test_an_assumed_share_of_a_core_is_drawn_around_its_value(is_on_host):
     assert is_on_host or {one.rates(10)[1] for one in drawn} == {1.0}
 
 
-def test_on_a_slower_link_a_message_costs_as_much_arithmetic_over_a_longer_time():
+def test_on_a_slower_link_a_message_costs_the_same_compute_over_a_longer_time():
     # A message of 100 bytes takes 2 s alone and 4 s next to arithmetic, which then loses 1 s of them.
     found = Contention((100,), (0.75,), (0.5,), alone_s=(2.0,))
     assert found.spread_over(line(0.0, 50.0)).rates(100) == pytest.approx((0.75, 0.5))
@@ -206,7 +194,7 @@ def test_on_a_slower_link_a_message_costs_as_much_arithmetic_over_a_longer_time(
     assert Contention().spread_over(line(0.0, 5.0)) == Contention()
 
 
-def test_where_bytes_slow_a_message_that_only_waits_costs_nothing():
+def test_contention_by_bytes_ignores_latency():
     found = Contention.assume("cuda", is_on_host=False)
     curve = line(1e-3, 2**30)  # 1 MiB takes about a millisecond more than its latency
     small, half, large = (found.spread_over(curve).rates(size)[0] for size in (4096, 2**20, 2**32))
@@ -237,17 +225,9 @@ def test_contention_is_interpolated_on_a_log_axis_and_constant_beyond(size, rate
     assert Contention((10, 100), (0.2, 0.5), (0.1, 0.3)).rates(size) == pytest.approx(rates)
 
 
-@pytest.mark.parametrize(
-    "broken", [((), (), ()), ((2, 1), (1.0, 1.0), (1.0, 1.0)), ((1,), (0.0,), (1.0,)), ((1,), (1.0,), (1.5,))]
-)
-def test_contention_that_cannot_be_is_refused(broken):
-    with pytest.raises(ConfigError):
-        Contention(*broken)
-
-
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=12), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=30)
-def test_a_queue_without_contention_ends_as_if_its_events_were_stepped_through(sizes, seed):
+def test_the_queue_without_contention_agrees_with_the_events(sizes, seed):
     source = random.Random(seed)
     job = make_job(sizes, [source.uniform(0, 0.05) for _ in sizes], 0.05)
     cuts = sorted({len(sizes), *(source.randrange(1, len(sizes) + 1) for _ in range(4))})

@@ -68,7 +68,7 @@ ON_GPU = replace(JOB, device="cuda")
 
 
 @pytest.mark.parametrize("marks", [False, True])
-def test_a_gpu_that_is_behind_when_the_trace_begins_does_not_make_its_first_step_long(marks):
+def test_a_gpu_backlog_at_the_start_does_not_lengthen_the_first_step(marks):
     """The host was 1.5 s ahead: its clock says nothing about when the first traced step began."""
     costs = MachineCosts(LINE)
     steps = read(made_on_gpu(ON_GPU, costs, CUTS, num_steps=6, behind_ms=1500.0, marks=marks))
@@ -78,7 +78,7 @@ def test_a_gpu_that_is_behind_when_the_trace_begins_does_not_make_its_first_step
     assert TracedJob(steps).spread == pytest.approx(0, abs=1e-6)
 
 
-def test_a_pause_of_the_host_between_steps_is_in_none_and_a_gpu_that_is_behind_works_through_it():
+def test_a_pause_between_steps_belongs_to_none_and_a_lagging_gpu_works_through_it():
     made = MadeTrace()
     starts = {0: (0.0, 10.0), 1: (50.0, 60.0), 2: (90.0, 95.0)}  # between steps the host pauses, in ms
     kernels = {0: (1.5, 2.5, 9.0), 1: (51.5, 53.5, 120.0), 2: (120.0, 130.0, 140.0)}  # forward, backward, end
@@ -124,7 +124,7 @@ def made_layers(beside_ms: float, shapes: bool = True) -> MadeTrace:
     return made
 
 
-def test_kernels_that_ran_next_to_messages_and_without_tell_what_messages_cost():
+def test_kernels_with_and_without_messages_measure_contention():
     for beside_ms, rate in ((12.5, 0.8), (10.0, 1.0)):
         steps = read(made_layers(beside_ms))
         assert [step.without_s / step.beside_s for step in steps] == pytest.approx([rate] * 3)
@@ -144,7 +144,7 @@ def test_a_gpu_that_waits_for_the_host_is_idle():
 
 
 @pytest.mark.parametrize("marks", [False, True])
-def test_the_job_and_other_buckets_come_out_of_the_trace_of_one(marks):
+def test_one_trace_gives_the_job_and_predicts_other_buckets(marks):
     job = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31)
     traced = TracedJob(read(made_on_cpu(job, FREE, CUTS, marks=marks, num_alone=2)))
     # A backward without messages took as long as one with them: nothing slows down.
@@ -161,7 +161,7 @@ def test_the_job_and_other_buckets_come_out_of_the_trace_of_one(marks):
         assert found.low_s <= found.step_s <= found.high_s
 
 
-def test_contention_is_undone_and_done_again():
+def test_contention_is_removed_and_added_again():
     """One gradient to a bucket, so that the simulator says when each is ready with messages under way."""
     costs = MachineCosts(LINE, 2, contention=HALF, pair_rate=0.5)
     cuts = tuple(range(1, len(SIZES) + 1))
@@ -180,7 +180,7 @@ LINKED = made_job((MIB, *[2 * MIB] * 8), range(2, 20, 2), 19)
 LINK = FamilyCurve("line", 2, 5e-4, 1.1e8)
 
 
-def test_messages_of_a_link_are_not_taken_to_be_slowed_by_computing():
+def test_messages_over_a_link_are_not_slowed_by_compute():
     """Ranks in containers of one machine have one host name: it does not tell that cores move the messages."""
     costs = MachineCosts(LINK, 2, launch_s=2e-4, pair_rate=0.5)
     traced = TracedJob(read(made_on_cpu(LINKED, costs, (1, 9))))
@@ -190,7 +190,7 @@ def test_messages_of_a_link_are_not_taken_to_be_slowed_by_computing():
         assert traced.predictor.predict(other).step_s == pytest.approx(simulate(LINKED, other, costs).step_s, rel=0.02)
 
 
-def test_of_larger_messages_next_to_computing_nothing_is_learned_about_contention():
+def test_larger_messages_next_to_compute_do_not_measure_contention():
     costs = MachineCosts(LINE, 2, contention=HALF, pair_rate=0.5)
     job = made_job((8 * MIB, 8 * MIB, 4 * KIB), (4, 16, 30), 31)
     slow = replace(costs, curve=FamilyCurve("line", 2, 3e-3, 2e9))  # the last one, of 4 KiB, takes 3 ms
@@ -209,7 +209,7 @@ def test_no_message_has_more_bandwidth_than_a_larger_one():
     assert traced.predictor.predict(each).step_s == pytest.approx(simulate(LINKED, each, costs).step_s, rel=0.03)
 
 
-def test_a_backward_without_messages_tells_what_messages_cost_it():
+def test_a_backward_without_messages_measures_contention():
     rates = Contention((1,), (0.7,), (0.7,))
     costs = MachineCosts(LINE, 2, contention=rates, pair_rate=0.5)
     cuts = tuple(range(1, len(SIZES) + 1))
@@ -235,7 +235,7 @@ def test_the_traced_buckets_take_as_long_as_they_did(data):
 
 
 @pytest.mark.parametrize("make", [made_on_cpu, made_on_gpu])
-def test_without_shapes_the_bytes_of_a_bucket_are_shared_by_the_times_of_its_copies(make):
+def test_without_shapes_bytes_are_divided_by_copy_times(make):
     """The hook of the smallest gradient, a bias, tells what a hook costs without its bytes."""
     costs, sizes = FREE if make is made_on_cpu else MachineCosts(LINE), (4 * MIB, 4 * KIB, 2 * MIB, 8 * MIB, 4 * KIB)
     step = read(make(made_job(sizes, (4, 8, 12, 18, 22), 31), costs, (2, 5), shapes=False))[-1]
@@ -251,7 +251,7 @@ def test_half_precision_counts_two_bytes_for_each_element():
     assert sum(step.gradient_bytes) == sum(SIZES) // 2
 
 
-def test_the_slowest_rank_is_the_job_and_messages_count_from_its_arrival():
+def test_the_slowest_rank_defines_the_job_and_the_start_of_messages():
     first = read(made_on_cpu(JOB, FREE, CUTS))
     other = read(made_on_cpu(JOB, FREE, CUTS, late_ms=0.1), rank=1)
     assert TracedJob([*first, *other]).rank == TracedJob([*other, *first]).rank == 0
@@ -261,7 +261,7 @@ def test_the_slowest_rank_is_the_job_and_messages_count_from_its_arrival():
     assert costs[0] == pytest.approx(costs[1]) and costs[2] > costs[1]
 
 
-def test_the_threads_of_gloo_may_begin_neighbours_in_the_other_order():
+def test_gloos_threads_may_swap_neighbouring_messages():
     cuts = (7, 8)  # buckets of unlike sizes
     made = made_on_cpu(JOB, FREE, cuts, num_steps=1)
     (plain,) = read(made)
@@ -276,7 +276,7 @@ def test_the_threads_of_gloo_may_begin_neighbours_in_the_other_order():
     assert [m.done_s for m in step.messages] == pytest.approx([m.done_s for m in plain.messages])
 
 
-def test_the_flags_of_unused_parameters_are_no_bucket():
+def test_the_flags_of_unused_parameters_are_not_a_bucket():
     made = made_on_cpu(JOB, FREE, CUTS, num_steps=1)
     end = max(e["ts"] + e["dur"] for e in made.events if e["name"].startswith(NODE)) / 1e3
     made.op(f"{NODE}Last", end, end + 0.3).op("c10d::allreduce_", end + 0.1, end + 0.2)
@@ -287,7 +287,7 @@ def test_the_flags_of_unused_parameters_are_no_bucket():
     assert step.layout == (8 * MIB, 8 * MIB, 3 * MIB, 2 * MIB)
 
 
-def test_what_another_node_than_a_hook_reduces_is_no_bucket():
+def test_an_all_reduce_of_another_autograd_node_is_not_a_bucket():
     """As SyncBatchNorm does, in its own node of autograd."""
     plain = read(made_on_cpu(JOB, FREE, CUTS, num_steps=2))
     made = made_on_cpu(JOB, FREE, CUTS, num_steps=2)
@@ -323,7 +323,7 @@ def test_the_nodes_are_the_traced_hosts_where_all_ranks_are_there():
     assert not jobs[0].build_fabric(ranks_per_node=1).build_curve(4).explain(MIB)[1]
 
 
-def test_a_factor_that_is_not_enough_is_the_nearer_end_and_doubtful():
+def test_an_insufficient_factor_is_at_its_bound_and_has_a_warning():
     steps = read(made_on_cpu(JOB, FREE, CUTS))
     assert not TracedJob(steps).is_off
     # Much longer than its parts: messages twice as long are not enough.
@@ -355,7 +355,7 @@ def test_two_jobs_are_refused():
     assert caught.value.code == "mismatch"
 
 
-def test_what_the_program_reduces_itself_is_no_bucket():
+def test_an_all_reduce_of_the_program_is_not_a_bucket():
     made = made_on_cpu(JOB, FREE, CUTS, num_steps=1)
     over = max(e["ts"] + e["dur"] for e in made.events if e["name"] == "gloo:all_reduce") / 1e3
     moved = next(e for e in made.events if e["name"].startswith("Optimizer"))
@@ -365,7 +365,7 @@ def test_what_the_program_reduces_itself_is_no_bucket():
     assert len(step.messages) == len(CUTS)
 
 
-def test_a_message_whose_end_is_noted_late_was_done_when_the_optimizer_began():
+def test_a_message_recorded_late_ends_when_the_optimizer_begins():
     made = made_on_cpu(JOB, FREE, CUTS)
     expected = [step.after_s for step in read(made)]
     last = max((e for e in made.events if e["name"] == "gloo:all_reduce"), key=lambda e: e["ts"])
@@ -387,7 +387,7 @@ def test_a_trace_that_lacks_something_is_refused_with_what(without, text):
         assert len(read(made)) == 3 and [e for e in made.events if e["name"] == FORWARD]
 
 
-def test_gloo_without_shapes_does_not_say_how_much_it_sends():
+def test_gloo_without_shapes_has_no_message_sizes():
     made = made_on_cpu(JOB, FREE, CUTS, shapes=False)
     for event in made.events:
         event["args"] = {}

@@ -44,7 +44,7 @@ def test_without_a_base_times_are_of_the_unix_clock():
     assert (trace.origin_ns, trace.rank) == (round(1.7e18), 1)
 
 
-def test_what_is_about_the_profiler_and_arguments_that_nobody_needs_are_left_out():
+def test_profiler_tracks_and_unused_arguments_are_dropped():
     kernel = {**event("k"), "cat": "kernel", "pid": 0, "args": {"stream": 7, "blocks per SM": 0.5, "Ev Idx": 12}}
     metadata = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "args": {"name": "stream 7"}}
     spans = [{**event(), "pid": "Spans"}, {**event(), "cat": "Trace"}, {"ph": "i", "name": "end", "pid": "", "ts": 1}]
@@ -77,7 +77,7 @@ def test_steps_are_ours_and_not_the_profilers():
         ("cpu_op", "c10d::allreduce_", False),
     ],
 )
-def test_messages_are_told_by_kind_and_name(kind, name, is_message):
+def test_messages_are_recognized_by_kind_and_name(kind, name, is_message):
     assert is_collective(kind, name) is is_message
 
 
@@ -107,7 +107,7 @@ def test_a_bucket_does_not_count_with_the_kernel_that_carries_it():
         (NCCL, False, False),
     ],
 )
-def test_names_of_kernels_tell_tensor_cores(name, matmul, tensor_cores):
+def test_kernel_names_show_tensor_cores(name, matmul, tensor_cores):
     assert (is_matmul(name), on_tensor_cores(name)) == (matmul, tensor_cores)
 
 
@@ -148,7 +148,7 @@ def test_ranks_are_processes_on_one_clock():
     assert sorted(order) == [0, 1]
 
 
-def test_flows_of_two_ranks_do_not_meet():
+def test_flows_of_two_ranks_stay_apart():
     flows = [(e["pid"], e["ph"], e["id"]) for e in merge_traces(two_ranks())["traceEvents"] if e["ph"] in "sf"]
     assert len(flows) == 4
     ids = {pid: {flow for p, _, flow in flows if p == pid} for pid in (1, 2)}
@@ -181,7 +181,7 @@ BEGIN = {"ph": "B", "name": "a", "pid": 1, "tid": 1, "ts": 1.0}
         (["text"], "an event that is a str"),
     ],
 )
-def test_what_a_viewer_would_stumble_over_is_found(events, found):
+def test_events_that_viewers_reject_are_found(events, found):
     document = merge_traces(two_ranks())
     broken = copy.deepcopy(document)
     broken["traceEvents"] += events

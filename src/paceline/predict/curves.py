@@ -12,7 +12,7 @@ import random
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -53,6 +53,7 @@ class CostCurve(ABC):
         return "measured", ""
 
 
+@dataclass
 class Resample:
     """The repetitions that a fit uses: all of them or, given a random source, a bootstrap sample drawn with
     replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
@@ -61,30 +62,20 @@ class Resample:
     model's own, `noise` that of the measured median, `shift` that of the network, `slowdown` that of ranks next to each
     other, and `latency` that of a message's latency."""
 
-    def __init__(
-        self,
-        source: random.Random | None = None,
-        is_unstable: bool = False,
-        error: float = 0.0,
-        noise: float = 0.0,
-        shift: float = 0.0,
-        slowdown: float = 0.0,
-        latency: float = 0.0,
-    ) -> None:
-        self.source = source
-        self.error = error
-        self.noise = noise
-        self.shift = shift
-        self.slowdown = slowdown
-        self.latency = latency
-        self._is_unstable = is_unstable
-        self._drawn: dict[int, Sequence[int]] = {}
+    source: random.Random | None = None
+    is_unstable: bool = False
+    error: float = 0.0
+    noise: float = 0.0
+    shift: float = 0.0
+    slowdown: float = 0.0
+    latency: float = 0.0
+    _drawn: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
 
     def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
         """The selected repetitions."""
         count = len(seconds)
         if count not in self._drawn:
-            drawn = 1 if self._is_unstable else count
+            drawn = 1 if self.is_unstable else count
             self._drawn[count] = self.source.choices(range(count), k=drawn) if self.source else range(count)
         return tuple(seconds[number] for number in self._drawn[count])
 
@@ -128,7 +119,7 @@ def draw(build: Callable[[Resample], T], count: int = DRAWS) -> tuple[T, list[T]
     return build(Resample()), [build(Resample(source, False, *errors)) for errors in _draw_errors(count)]
 
 
-def hold_draws(value: float, draws: Sequence[float]) -> tuple[float, float]:
+def find_interval(value: float, draws: Sequence[float]) -> tuple[float, float]:
     """The 90 % interval: from p5 to p95 of the draws, extended to include the value itself."""
     if not draws:
         return value, value
@@ -154,15 +145,16 @@ class MeasuredCurve(CostCurve):
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
-    _logs: tuple[tuple[float, float], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)) or self.sizes[0] < 1:
             raise MeasurementError(f"a curve needs two or more distinct sizes in ascending order, not {self.sizes}")
         if len(self.seconds) != len(self.sizes) or not all(0 < s < math.inf for s in self.seconds):
             raise MeasurementError("a curve needs a positive time for each size")
-        logs = tuple((math.log(x), math.log(t)) for x, t in zip(self.sizes, self.seconds, strict=True))
-        object.__setattr__(self, "_logs", logs)
+
+    @functools.cached_property
+    def _logs(self) -> tuple[tuple[float, float], ...]:
+        return tuple((math.log(x), math.log(t)) for x, t in zip(self.sizes, self.seconds, strict=True))
 
     def estimate_s(self, num_bytes: float) -> float:
         if num_bytes <= 0:
@@ -248,8 +240,6 @@ class FamilyCurve(CostCurve):
     ramp: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ConfigError(f"an all-reduce needs at least 1 rank, not {self.world_size}")
         if self.algorithm == "shared" and self.world_size > _MOST_ON_ONE_HOST:
             found = f"{self.world_size:,} ranks do not fit in the memory of one host; the limit is {_MOST_ON_ONE_HOST}"
             raise ConfigError(f"{found}: use fewer --ranks, or name a --network")
@@ -369,26 +359,29 @@ def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
 
 def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
     """For each message, the fastest algorithm for its size."""
-    return curves[0] if len(curves) == 1 else DerivedCurve(
+    if len(curves) == 1:
+        return curves[0]
+    return DerivedCurve(
         lambda num_bytes: min(curve.estimate_s(num_bytes) for curve in curves),
         lambda num_bytes: min(curves, key=lambda curve: curve.estimate_s(num_bytes)).explain(num_bytes),
-    )  # fmt: skip
+    )
 
 
-def scale_curve(measured: MeasuredCurve, there: FamilyCurve, here: FamilyCurve) -> CostCurve:
-    """A measured curve, scaled to another number of ranks by the family's ratio of `here` to `there`. The scaling
-    preserves the shape of the curve."""
+def scale_curve(measured: MeasuredCurve, family: FamilyCurve, measured_on: int, world_size: int) -> CostCurve:
+    """A curve that was measured on one number of ranks, scaled to another by the ratio of the family's times. The
+    scaling preserves the shape of the curve."""
+    there, here = (replace(family, world_size=count) for count in (measured_on, world_size))
 
     def estimate_s(num_bytes: float) -> float:
-        if num_bytes <= 0 or here.world_size == 1:
+        if num_bytes <= 0 or world_size == 1:
             return 0.0
         # Below the smallest measured size the curve is constant, so the factor must be constant, too.
         size = max(num_bytes, measured.sizes[0])
         return measured.estimate_s(size) * here.estimate_s(size) / there.estimate_s(size)
 
     def explain(num_bytes: float) -> tuple[str, str]:
-        is_own = here.world_size == there.world_size
-        name = "measured" if is_own else f"scaled from {there.world_size} ranks as {here.algorithm}"
+        is_own = world_size == measured_on
+        name = "measured" if is_own else f"scaled from {measured_on} ranks as {family.algorithm}"
         # The size limit is that of this curve: the fit may include larger sizes on other ranks.
         return name, "; ".join(filter(None, (here.explain(0)[1], measured.explain(num_bytes)[1])))
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paceline.errors import refuse
-from paceline.predict.curves import hold_draws
+from paceline.predict.curves import find_interval
 from paceline.records.kinds import CostRecord
 
 ALL_LOST = 0.05
@@ -261,7 +261,6 @@ class Faults:
 
     def __post_init__(self) -> None:
         refuse(
-            (self.ranks < 1, f"--ranks {self.ranks}: use 1 or more"),
             (not 0 < self.mtbf_s < math.inf, f"the mean time between faults must be above 0, not {self.mtbf_s:g} s"),
             (not 0 < self.all_lost <= 1, f"--all-lost {self.all_lost:.3%}: must be above 0 % and at most 100 %"),
         )
@@ -373,7 +372,7 @@ def estimate_goodput(
     found = []
     for policy, every_s, means, seen in zip(centers, intervals, shares, runs, strict=True):
         share, paid = policy.estimate_share(every_s), faults.ranks / (faults.ranks + policy.num_idle)
-        low, high = hold_draws(share, seen)
+        low, high = find_interval(share, seen)
         draws, best_s = tuple(one * paid for one in means), policy.find_best_interval()
         found.append(Goodput(policy, every_s, best_s, share, low, high, share * paid, draws))
     return sorted(found, key=lambda one: one.of_ranks, reverse=True)

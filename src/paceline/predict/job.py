@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Gradient, Rows, are_rows_worth, compare_rows, cut_by_cap
 from paceline.predict.curves import Resample
-from paceline.records import LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
+from paceline.records import LayerProfileRecord, LayerSizeRecord, LayerTimeRecord, ParameterTimes
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import UNSTABLE
 from paceline.strategy import Message
@@ -53,12 +53,6 @@ class Job:
     lookups: tuple[Lookup, ...] = ()
     tail: tuple[tuple[Lookup, int], ...] = ()
     whole: Job | None = field(default=None, compare=False)  # the job before it was split
-
-    def __post_init__(self) -> None:
-        if len(self.ready_s) != len(self.gradients):
-            raise ConfigError(f"{len(self.ready_s)} ready times for {len(self.gradients)} gradients")
-        if any(not 0 <= ready <= self.backward_s + 1e-9 for ready in self.ready_s):
-            raise ConfigError(f"a ready time lies outside backward, which takes {self.backward_s} s")
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -151,19 +145,12 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
     if gradients is not None and gradients not in GRADIENT_DTYPES:
         raise ConfigError(f"unknown gradient dtype {gradients!r}: use {', '.join(GRADIENT_DTYPES)}")
     total_s, cost = record.backward.median_s, record.backward_cost.value
-    found, ready, lookups = [], [], []
-    for parameter in record.parameters:
-        ready.append(total_s if parameter.median_s is None else min(total_s, parameter.median_s / cost))
-        num_bytes, dtype = parameter.num_bytes, parameter.dtype
-        item_bytes = max(1, num_bytes // max(1, parameter.num_elements))
-        if gradients is not None:
-            dtype, item_bytes = GRADIENT_DTYPES[gradients]
-            num_bytes = parameter.num_elements * item_bytes
-        found.append(Gradient(parameter.name, num_bytes, item_bytes, dtype, record.device, parameter.shape))
-        if parameter.num_rows:
-            rest_s = parameter.median_rest_s
-            rest_s = None if rest_s is None else min(total_s, rest_s / cost)
-            lookups.append(Lookup(parameter.name, parameter.num_rows, num_bytes // parameter.shape[0], rest_s))
+
+    def place(moment_s: float) -> float:
+        return min(total_s, moment_s / cost)
+
+    dtype = None if gradients is None else GRADIENT_DTYPES[gradients]
+    found, ready, lookups = read_parameters(record.parameters, place, total_s, record.device, dtype)
     before_s, after_s = _find_around(record, Resample())
     dtypes = sorted({gradient.dtype for gradient in found})
     size = format_bytes(sum(gradient.num_bytes for gradient in found))
@@ -178,7 +165,31 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
         notes.append(f"gradients of {' and '.join(dtypes)} share buckets here, unlike in a wrapper")
     if record.unused:
         notes.append(f"{len(record.unused)} parameters never had a gradient: assumed ready at the end of backward")
-    return Job(tuple(found), tuple(ready), total_s, before_s, after_s, record.device, tuple(notes), tuple(lookups))
+    return Job(found, ready, total_s, before_s, after_s, record.device, tuple(notes), lookups)
+
+
+def read_parameters(
+    parameters: Sequence[ParameterTimes],
+    place: Callable[[float], float],
+    unused_s: float,
+    device: str = "cpu",
+    dtype: tuple[str, int] | None = None,
+) -> tuple[tuple[Gradient, ...], tuple[float, ...], tuple[Lookup, ...]]:
+    """The gradients of profiled parameters, when they are ready, and their lookups. `place` maps a moment of the
+    profiled backward to one of the job's; parameters without a gradient are ready at `unused_s`. `dtype`, with the
+    bytes of an element, replaces their own."""
+    gradients = []
+    lookups = []
+    for one in parameters:
+        own = one.dtype, max(1, one.num_bytes // max(1, one.num_elements))
+        name, item_bytes = dtype or own
+        num_bytes = one.num_elements * item_bytes if dtype else one.num_bytes
+        gradients.append(Gradient(one.name, num_bytes, item_bytes, name, device, one.shape))
+        if one.num_rows:
+            rest_s = None if one.median_rest_s is None else place(one.median_rest_s)
+            lookups.append(Lookup(one.name, one.num_rows, num_bytes // one.shape[0], rest_s))
+    ready = tuple(unused_s if one.median_s is None else place(one.median_s) for one in parameters)
+    return tuple(gradients), ready, tuple(lookups)
 
 
 def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float, float]:

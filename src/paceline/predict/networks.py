@@ -7,6 +7,7 @@ fabric is an all-reduce sweep. `benchmarks/validate_networks.py` fits and valida
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
 import math
 import random
@@ -14,12 +15,12 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from paceline.errors import ConfigError, MeasurementError, RecordError, refuse, suggest
 from paceline.machine import canonical_backend
-from paceline.predict import curves, fabrics
+from paceline.predict import curves
 from paceline.predict.curves import CostCurve, FamilyCurve
-from paceline.predict.fabrics import PublicSweep
 from paceline.records import CollectiveRecord
 from paceline.records.samples import UNSTABLE, Samples, find_noise, group_by
 from paceline.records.traced_step import SERVERS
@@ -57,6 +58,37 @@ FIRST_NODE, FIRST_NODE_ERROR = ((MIB // 4, 1.5), (4 * MIB, 3.0)), 0.5
 # By family: the threads per rank that move its messages, and the power of (threads / cores) by which messages slow down
 # when threads wait for a core. A barrier in shared memory waits for all of them.
 _CROWDING = {"gloo": (2, 0.8), "shared": (1, 1.3)}
+
+
+@dataclass(frozen=True)
+class PublicSweep:
+    """A published table: out-of-place averages of nccl-tests for `first_bytes`, twice as many, and so on."""
+
+    source: str
+    ranks: int
+    nodes: int
+    first_bytes: int
+    times_us: tuple[float, ...]
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(bytes, seconds), in ascending order."""
+        return [(self.first_bytes << place, time_us * 1e-6) for place, time_us in enumerate(self.times_us)]
+
+
+def _load_published() -> dict[str, tuple[PublicSweep, ...]]:
+    """The published sweeps by the name of their hardware."""
+    with Path(__file__).with_name("published.csv").open(encoding="utf-8") as file:
+        by_name = group_by(csv.DictReader(file), lambda row: row["name"])
+    return {name: tuple(map(_read_published, rows)) for name, rows in by_name.items()}
+
+
+def _read_published(row: Mapping[str, str]) -> PublicSweep:
+    ranks, nodes, first_bytes = (int(row[name]) for name in ("ranks", "nodes", "first_bytes"))
+    return PublicSweep(row["source"], ranks, nodes, first_bytes, tuple(map(float, row["times_us"].split())))
+
+
+PUBLISHED = _load_published()
 
 
 @dataclass(frozen=True)
@@ -106,25 +138,28 @@ _SHEETS = (
     Network("10gbe", 30e-6, 1.25e9, "10 Gb/s Ethernet at line rate; TCP reaches about 1.2 GB/s"),
     Network("1gbe", 50e-6, 0.125e9, "1 Gb/s Ethernet at line rate"),
 )
+
+
+def _publish(
+    name: str, latency_s: float, bytes_per_s: float, note: str, tables: Sequence[str], ranks_per_node: int = 1
+) -> Network:
+    sweeps = tuple(sweep for table in tables for sweep in PUBLISHED[table])
+    return Network(name, latency_s, bytes_per_s, note, sweeps=sweeps, ranks_per_node=ranks_per_node)
+
+
 _MEASURED = (
-    Network("a100-nvlink", 2e-6, 300e9, "A100 in one node", sweeps=fabrics.A100, ranks_per_node=8),
-    Network("h100-nvlink", 2e-6, 450e9, "H100 in one node", sweeps=fabrics.H100, ranks_per_node=8),
-    Network("pcie4-4090", 5e-6, 31.5e9, "RTX 4090 in one node", sweeps=fabrics.PCIE4, ranks_per_node=8),
-    Network("pcie3-host", 5e-6, 15.8e9, "GPUs in one node without peer access", sweeps=fabrics.PCIE3, ranks_per_node=8),
-    Network("a100-hdr", 2e-6, 100e9, "8 A100 and 4 HDR links per node",
-            sweeps=fabrics.A100 + fabrics.A100_NODES, ranks_per_node=8),
-    Network("v100-edr", 2e-6, 25e9, "4 V100 and 2 EDR links per node",
-            sweeps=fabrics.V100 + fabrics.V100_NODES, ranks_per_node=4),
-    Network("h100-rdma", 2e-6, 200e9, "8 H100 per node, RDMA",
-            sweeps=fabrics.H100 + fabrics.H100_NODES, ranks_per_node=8),
-    Network("h100-tcpxo", 2e-6, 200e9, "8 H100 and 8 links of 200 Gb/s per node", sweeps=fabrics.H100_TCPXO,
-            ranks_per_node=8),
-    Network("gh200-slingshot", 2e-6, 100e9, "4 GH200 and 4 Slingshot links per node",
-            sweeps=fabrics.GH200, ranks_per_node=4),
-    Network("mi250x-slingshot", 2e-6, 100e9, "8 MI250X dies and 4 Slingshot links per node",
-            sweeps=fabrics.MI250X, ranks_per_node=8),
-    Network("h200-roce", 2e-6, 50e9, "one H200 and one 400 Gb/s link per node", sweeps=fabrics.H200_ROCE),
-)  # fmt: skip
+    _publish("a100-nvlink", 2e-6, 300e9, "A100 in one node", ("a100",), 8),
+    _publish("h100-nvlink", 2e-6, 450e9, "H100 in one node", ("h100",), 8),
+    _publish("pcie4-4090", 5e-6, 31.5e9, "RTX 4090 in one node", ("pcie4",), 8),
+    _publish("pcie3-host", 5e-6, 15.8e9, "GPUs in one node without peer access", ("pcie3",), 8),
+    _publish("a100-hdr", 2e-6, 100e9, "8 A100 and 4 HDR links per node", ("a100", "a100-nodes"), 8),
+    _publish("v100-edr", 2e-6, 25e9, "4 V100 and 2 EDR links per node", ("v100", "v100-nodes"), 4),
+    _publish("h100-rdma", 2e-6, 200e9, "8 H100 per node, RDMA", ("h100", "h100-nodes"), 8),
+    _publish("h100-tcpxo", 2e-6, 200e9, "8 H100 and 8 links of 200 Gb/s per node", ("h100-tcpxo",), 8),
+    _publish("gh200-slingshot", 2e-6, 100e9, "4 GH200 and 4 Slingshot links per node", ("gh200",), 4),
+    _publish("mi250x-slingshot", 2e-6, 100e9, "8 MI250X dies and 4 Slingshot links per node", ("mi250x",), 8),
+    _publish("h200-roce", 2e-6, 50e9, "one H200 and one 400 Gb/s link per node", ("h200-roce",)),
+)
 
 
 def _correct(network: Network) -> Network:
@@ -194,17 +229,16 @@ class AssumedFabric:
 
     def __post_init__(self) -> None:
         curves.check_algorithm(self.algorithm)
-        own, given = self.network.ranks_per_node, self.ranks_per_node
+        name, own, given = self.network.name, self.network.ranks_per_node, self.ranks_per_node
+        is_flat = self.algorithm == "two-level" and given == 1
+        has_nodes = own > 1 and isinstance(self.inside, MeasuredFabric)
         refuse(
             (given < 1, f"--ranks-per-node {given}: use 1 or more"),
             (self.algorithm == "shared", "shared memory is not a network: use an --allreduce run of a host"),
-            (self.algorithm == "two-level" and given == 1,
-             "algorithm two-level with 1 rank per node has only one level: set --ranks-per-node"),
-            (given > 1 and own > 1 and given != own,
-             f"--ranks-per-node {given}: {self.network.name} was measured with {own}; omit the option or use {own}"),
-            (own > 1 and isinstance(self.inside, MeasuredFabric),
-             f"{self.network.name} has its own nodes: omit --ranks-per-node to compare the sweep with it"),
-        )  # fmt: skip
+            (is_flat, "algorithm two-level with 1 rank per node has only one level: set --ranks-per-node"),
+            (1 < given != own > 1, f"--ranks-per-node {given}: {name} was measured with {own}; omit the option"),
+            (has_nodes, f"{name} has its own nodes: omit --ranks-per-node to compare the sweep with it"),
+        )
 
     @property
     def name(self) -> str:
@@ -218,12 +252,10 @@ class AssumedFabric:
     def assumptions(self) -> tuple[str, ...]:
         if self.ranks_per_node == 1 or self.network.ranks_per_node > 1:
             return (self.network.describe("out of each rank"),)
-        inside = self.inside
-        return (
-            self.network.describe(f"out of each node, shared by its {self.ranks_per_node} ranks"),
-            *(inside.assumptions if isinstance(inside, MeasuredFabric) else
-              (inside.describe("out of each rank inside a node"),)),
-        )  # fmt: skip
+        between = self.network.describe(f"out of each node, shared by its {self.ranks_per_node} ranks")
+        if isinstance(self.inside, MeasuredFabric):
+            return (between, *self.inside.assumptions)
+        return between, self.inside.describe("out of each rank inside a node")
 
     def build_curve(self, world_size: int) -> CostCurve:
         asked, per_node, inside = self.algorithm, self.ranks_per_node, self.inside
@@ -282,15 +314,19 @@ def _no_levels(name: str) -> ConfigError:
 @functools.cache
 def build_public_fabric(network: Network) -> MeasuredFabric:
     """The tables of a published network as one sweep; each source counts as a repetition."""
-    sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
-    for sweep in sorted(network.sweeps, key=lambda sweep: sweep.ranks):
-        by_size = sweeps.setdefault(sweep.ranks, {})
-        for size, seconds in sweep.points:
-            by_size[size] = (*by_size.get(size, ()), seconds)
     points = [(size, sweep.ranks, seconds) for sweep in network.sweeps for size, seconds in sweep.points]
     fits = tuple(curves.fit_family(points, name) for name in ("ring", "tree"))
-    sweeps = {count: dict(sorted(by_size.items())) for count, by_size in sweeps.items()}
+    sweeps = _group_sweeps((ranks, size, (seconds,)) for size, ranks, seconds in points)
     return MeasuredFabric(network.name, network.name, sweeps, fits, network.ranks_per_node, errors=SITE_ERRORS)
+
+
+def _group_sweeps(points: Iterable[tuple[int, int, tuple[float, ...]]]) -> dict[int, dict[int, tuple[float, ...]]]:
+    """The seconds of all repetitions by ranks and size, both ascending."""
+    sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
+    for ranks, size, seconds in sorted(points, key=lambda point: point[:2]):
+        by_size = sweeps.setdefault(ranks, {})
+        by_size[size] = by_size.get(size, ()) + seconds
+    return sweeps
 
 
 @dataclass(frozen=True)
@@ -357,10 +393,7 @@ class MeasuredFabric:
         measured = curves.fit_curve(
             (size, statistics.median(times) * crowd) for size, times in self.sweeps[nearest].items()
         )
-        scaled = curves.choose_best([
-            curves.scale_curve(measured, replace(fit, world_size=nearest), replace(fit, world_size=world_size))
-            for fit in self.fits
-        ])  # fmt: skip
+        scaled = curves.choose_best([curves.scale_curve(measured, fit, nearest, world_size) for fit in self.fits])
         error, power, doubt = ERROR_PER_DOUBLING * math.sqrt(abs(math.log2(world_size / nearest))), 0, ""
         if not alike and world_size > 1:
             error, power = math.hypot(error, FIRST_NODE_ERROR), 1 if is_beyond else -1
@@ -441,11 +474,8 @@ def build_measured_fabric(
         fits = tuple(curves.fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))
     except MeasurementError as error:
         raise RecordError(f"{kinds[0]}: {error}") from None
-    sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
-    for record in sorted(records, key=lambda record: (record.world_size, record.num_bytes)):
-        by_size = sweeps.setdefault(record.world_size, {})
-        by_size[record.num_bytes] = by_size.get(record.num_bytes, ()) + list_seconds(record)
-    sweeps = {count: by_size for count, by_size in sweeps.items() if len(by_size) > 1}
+    found = _group_sweeps((record.world_size, record.num_bytes, list_seconds(record)) for record in records)
+    sweeps = {count: by_size for count, by_size in found.items() if len(by_size) > 1}
     if not sweeps:
         raise RecordError("the run has one size per rank count: a curve needs two or more")
     fits_host = max(cores, *(record.world_size for record in records)) if cores else 0

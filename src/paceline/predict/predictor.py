@@ -15,12 +15,12 @@ from functools import cached_property
 from paceline.errors import MeasurementError
 from paceline.machine import canonical_backend
 from paceline.plan import Gradient, Plan, cut_like, plan_by_cuts
-from paceline.predict.curves import CostCurve, Resample, draw, fit_curve, hold_draws, median_noise
-from paceline.predict.job import Job, Lookup
+from paceline.predict.curves import CostCurve, Resample, draw, find_interval, fit_curve, median_noise
+from paceline.predict.job import Job, read_parameters
 from paceline.predict.race import Interval, Limit
 from paceline.predict.search import PLATEAU, estimate_caps, estimate_least_s, find_best_cuts
 from paceline.predict.simulate import MODEL_ERROR, Contention, Layout, MachineCosts, SimulatedStep, simulate
-from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, ParameterTimes, Record, StepRecord
+from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.traced_step import SERVERS
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes, format_duration, format_ms
@@ -149,23 +149,17 @@ def fit_job(
     emulated = Contention(basis="an emulated network uses no core")
     contention = emulated if is_emulated else rank.contention or assumed
     finish_s = buffers_s if is_ours else 0.0
-    gradients = (
-        Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype, shape=p.shape) for p in used
-    )
-    ready = (min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used)
     before_s += 0.0 if is_ours else buffers_s
-    job = Job(tuple(gradients), tuple(ready), backward_s, before_s, after_s, plain.device)
+
+    def place(moment_s: float) -> float:
+        return min(backward_s, moment_s * backward_s / profiled_s)
+
+    gradients, ready, lookups = read_parameters(used, place, backward_s)
+    job = Job(gradients, ready, backward_s, before_s, after_s, plain.device)
     if is_ours and not is_emulated and canonical_backend(plain.backend) != "shm" and plain.device != "cuda":
-        scale = backward_s / profiled_s
-        job = replace(job, lookups=tuple(_read_lookup(p, scale) for p in used if p.num_rows)).split(plain.world_size)
+        job = replace(job, lookups=lookups).split(plain.world_size)
     costs = MachineCosts(curve, servers, rank.launch_s, rank.gather_s_per_byte, contention, pair_rate, finish_s)
     return job, costs
-
-
-def _read_lookup(parameter: ParameterTimes, scale: float) -> Lookup:
-    rest_s = parameter.median_rest_s
-    row_bytes = parameter.num_bytes // parameter.shape[0]
-    return Lookup(parameter.name, parameter.num_rows, row_bytes, None if rest_s is None else rest_s * scale)
 
 
 def _limit(rate: float) -> float:
@@ -340,7 +334,7 @@ class Prediction:
             return value * self.step_s / self.high_s, value * self.step_s / self.low_s
         share = self.local_s / self.step_s
         drawn = (local_s / step_s for local_s, step_s in zip(self.drawn_local_s, self.drawn_s, strict=True))
-        low, high = hold_draws(share, list(drawn))
+        low, high = find_interval(share, list(drawn))
         return value * low / share, value * high / share
 
     @property
@@ -394,7 +388,7 @@ class Prediction:
         """The ratio of this step to another, with its interval. Both have the same draws."""
         value = self.step_s / other.step_s
         drawn = [here / there for here, there in zip(self.drawn_s, other.drawn_s, strict=True)]
-        return Interval(value, *hold_draws(value, drawn))
+        return Interval(value, *find_interval(value, drawn))
 
     def stretch(self, factor: float) -> Prediction:
         """The prediction for a machine on which everything takes this many times as long."""
@@ -456,7 +450,7 @@ class Predictor:
         step = simulate(self.job, best.layout or cuts, self.costs)
         step_s = step.step_s + best.wait_s
         drawn_s = tuple(one.estimate_s(cuts) for one in self.draws)
-        low_s, high_s = hold_draws(step_s, drawn_s)
+        low_s, high_s = find_interval(step_s, drawn_s)
         return Prediction(
             step_s=step_s,
             low_s=low_s,
@@ -484,7 +478,7 @@ class Predictor:
                 adds.append((1 + one.error) * step.exposed_s / step.step_s)
                 least_s = estimate_least_s(one.job, one.costs)
                 shares.append((1 + one.error) * max(0.0, 1 - least_s / step.step_s))
-            (_, share), (_, most) = (hold_draws(values[0], values[1:]) for values in (shares, adds))
+            (_, share), (_, most) = (find_interval(values[0], values[1:]) for values in (shares, adds))
             found = self._limits[tuple(cuts)] = Limit(max(shares[0], min(share, most)), max(0.0, most))
         return found
 

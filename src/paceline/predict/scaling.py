@@ -24,7 +24,7 @@ from paceline.predict.networks import (
 from paceline.predict.predictor import Draw, Prediction, Predictor, calibrate
 from paceline.predict.simulate import MODEL_ERROR, Contention, Layout, MachineCosts
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
-from paceline.records.samples import quantile
+from paceline.records.samples import find_noise
 from paceline.records.steps import find_straggler
 from paceline.units import format_ms
 
@@ -61,8 +61,7 @@ def estimate_wait(spread: float, count: int) -> float:
 
 def estimate_spread(seconds: Sequence[float]) -> float:
     """The relative standard deviation of repeated times, from p10 and p90 so that one outlier cannot dominate it."""
-    p10_to_p90 = 2 * statistics.NormalDist().inv_cdf(0.9)  # of a normal distribution, in standard deviations
-    return (quantile(seconds, 0.9) - quantile(seconds, 0.1)) / p10_to_p90 / statistics.median(seconds)
+    return find_noise(seconds) / statistics.NormalDist().inv_cdf(0.9)
 
 
 class ScalingEvidence:
@@ -76,7 +75,8 @@ class ScalingEvidence:
         every = [record for record in records if isinstance(record, StepRecord) and record.mode]
         steps = [record for record in every if record.role == "job"]
         alone = [record for record in steps if record.world_size == 1]
-        own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend, r.cell) == (wrapper, backend, cell)]
+        mine = [record for record in every if (record.wrapper, record.backend, record.cell) == (wrapper, backend, cell)]
+        own = [record for record in mine if record.role == "job" and record.world_size > 1]
         sweeps = [record for record in records if isinstance(record, CollectiveRecord)]
         # One rank's step by number of samples, for strong scaling. The wrapper's buckets by ranks depend on its
         # planner, not on times, so they are never held out.
@@ -89,9 +89,7 @@ class ScalingEvidence:
         silent = (r for r in every if r.role == "together" and r.cell == cell and r.world_size not in disturbed)
         self.together = {record.world_size: record for record in silent}
         # The wrapper on one rank, which sends nothing: its copies and launches.
-        own_cell = (wrapper, backend, cell)
-        local = (r for r in every if r.role == "local" and (r.wrapper, r.backend, r.cell) == own_cell)
-        self.local = next(local, None)
+        self.local = next((record for record in mine if record.role == "local"), None)
         if up_to:
             own = [record for record in own if record.world_size <= up_to]
             # One rank sends nothing, so the smallest sweep is kept for it.
@@ -113,8 +111,8 @@ class ScalingEvidence:
         self.profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
         self.jobs = [build_job_from_profile(profile) for profile in self.profiles]
         # The sweeps on the kind of memory that holds this wrapper's messages; None without sweeps.
-        wanted, memory = ("all_reduce", canonical_backend(backend)), "shared" if wrapper == "paceline" else "ordinary"
-        sweeps = [r for r in sweeps if (r.collective, canonical_backend(r.backend)) == wanted]
+        memory, wanted = "shared" if wrapper == "paceline" else "ordinary", canonical_backend(backend)
+        sweeps = [r for r in sweeps if r.collective == "all_reduce" and canonical_backend(r.backend) == wanted]
         cores = at_hand * self.alone.threads if self.alone.device == "cpu" else 0
         self.fabric = build_measured_fabric(sweeps, backend, memory=memory, cores=cores) if sweeps else None
         # Spread of the ranks' steps without communication, as a standard deviation relative to their median.
@@ -185,8 +183,6 @@ def simulate_scaling(
     evidence: ScalingEvidence, ranks: Sequence[int], networks: Sequence[Network] = ()
 ) -> list[Prediction]:
     """One point per rank count. Above the capacity of this host, one point per network between such hosts."""
-    if not ranks or min(ranks) < 1:
-        raise ConfigError(f"ranks {list(ranks)}: give one or more numbers of at least 1")
     here, alone = evidence.most_on_host, evidence.alone
     if max(ranks) > here and not networks:
         raise ConfigError(f"{max(ranks)} ranks do not fit on this host ({here}): give a --network between hosts")
@@ -249,7 +245,6 @@ class _ScalingCurve:
         self.fabric = evidence.fabric.draw(source) if evidence.fabric and source else evidence.fabric
         joined = [AssumedFabric(network, network) for network in networks]
         self.networks = [fabric.draw(source) if source else fabric for fabric in joined]
-        self._inside: dict[int, CostCurve] = {}
         self.corrections = {
             count: self._calibrate(count, max(0.0, resample.median(record.timing) - self.compute_s(count)))
             for count, record in zip(evidence.ranks[1:], evidence.shared, strict=True)
@@ -334,9 +329,7 @@ class _ScalingCurve:
             return self.networks[place].build_curve(nodes)
         if self.fabric is None:
             raise RecordError(f"no all-reduce on {self.evidence.backend} was measured: run `bench allreduce`")
-        if here not in self._inside:
-            self._inside[here] = self.fabric.build_curve(here)
-        inside = self._inside[here]
+        inside = self.fabric.build_curve(here)
         return inside if nodes == 1 else curves.join_levels(inside, self.networks[place].build_curve(nodes))
 
     def describe_doubt(self, world_size: int, place: int) -> str:

@@ -21,7 +21,8 @@ _MOST_SWEEPS = 30
 _MOST_CHANGED = 160
 
 
-def enumerate_caps(sizes: Sequence[int]) -> dict[tuple[int, ...], tuple[int, int]]:
+@functools.lru_cache(8)  # many predictions share one job
+def enumerate_caps(sizes: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, int]]:
     """Every distinct partition that one cap produces from gradients of these sizes (in ready order, of one dtype), with
     the smallest and the largest cap that produces it. The cuts stay the same up to the size of the smallest closed
     bucket, so the next cap to try is one byte larger and no partition is missed."""
@@ -47,11 +48,6 @@ def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
         cap = max(1, round(totals[-1] * 0.01 ** (1 - number / max(1, count - 1))))
         found.setdefault(cut_by_cap(totals, cap), min(cap, totals[-1]))
     return tuple(found.values())
-
-
-@functools.lru_cache(8)  # many predictions share one job
-def _list_caps(sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
-    return list(enumerate_caps(sizes).items())
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class CapCurve:
 def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
     """Simulate every partition that one cap can produce. If there are more than `most` (0 means no limit), simulate
     that many, evenly spaced. Caps below the smallest gradient produce the same partition as that gradient's size."""
-    caps, least = _list_caps(job.sizes), min(job.sizes)
+    caps, least = list(enumerate_caps(job.sizes).items()), min(job.sizes)
     if costs.sending is not None and costs.sending.strategy.outer:
         caps = caps[-1:]  # outer strategies have no buckets
     if 1 < most < len(caps):

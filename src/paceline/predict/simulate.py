@@ -50,12 +50,6 @@ class Contention:
     alone_s: tuple[float, ...] = ()
     is_by_bytes: bool = False
 
-    def __post_init__(self) -> None:
-        rates, is_ordered = (*self.compute_rates, *self.message_rates), list(self.sizes) == sorted(set(self.sizes))
-        has_all = 0 < len(self.sizes) == len(self.compute_rates) == len(self.message_rates)
-        if not has_all or not is_ordered or not all(0 < rate <= 1 for rate in rates):
-            raise ConfigError(f"contention needs ascending sizes and rates in (0, 1], not {self.sizes} and {rates}")
-
     @classmethod
     def assume(
         cls, device: str, is_on_host: bool, spare_cores: float = 0.0, source: random.Random | None = None
@@ -212,12 +206,6 @@ class MachineCosts:
     finish_s: float = 0.0
     sending: Sending | None = None
     inside: CostCurve | None = None
-
-    def __post_init__(self) -> None:
-        if self.servers < 1 or not 0 < self.pair_rate <= 1:
-            raise ConfigError(
-                f"servers={self.servers}, pair_rate={self.pair_rate}: servers must be at least 1, pair_rate in (0, 1]"
-            )
 
     @classmethod
     def assume(cls, curve: CostCurve, servers: int, contention: Contention) -> MachineCosts:

@@ -89,19 +89,16 @@ def fit_sending(
     if world_size == 1 or strategy.is_dense or (strategy.between_hosts and ranks_per_host > 1):
         return None
     plain = Sending(strategy, world_size, is_in_place=is_in_place, ranks_per_host=ranks_per_host)
-    if plain.is_plain and not strategy.is_sharded:
-        return None
     if plain.is_plain:
-        return plain
+        return plain if strategy.is_sharded else None
     resample, name = resample or Resample(), find_codec(records, strategy)
     mine = sorted((r for r in records if r.strategy == name), key=lambda r: (r.world_size, r.num_buckets))
-    large = [record for record in mine if record.num_buckets == 1 and record.num_bytes > LARGE_BYTES]
-    if rest := [record for record in mine if record not in large]:
-        mine = rest
-    else:  # one large gradient
-        large = []
     if not mine:
         return plain
+    large = [record for record in mine if record.num_buckets == 1 and record.num_bytes > LARGE_BYTES]
+    if len(large) == len(mine):  # one large gradient
+        large = []
+    mine = [record for record in mine if record not in large]
     count, medians = mine[0].world_size, {id(r): [resample.median(part) for part in r.parts] for r in mine}
     one, each = mine[0], [record for record in mine if record.world_size == count][-1]
     more = max(1, each.num_buckets - one.num_buckets)

@@ -32,6 +32,7 @@ _OPTIMIZER = "Optimizer.step#"
 # torch.profiler's names of element types, in lower case and without namespace.
 _ITEM_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2}
 _INTEGERS = ("int", "long", "byte", "char", "bool", "unsigned", "signed")
+_ByName = dict[str, list[Event]]
 _CALLS, _WORKS = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -59,7 +60,8 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
     """The complete steps of one rank's trace, in order. RecordError names what the trace lacks."""
     timed = sorted((event for event in trace.events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
     ranges = [event for event in timed if event.get("cat") == "user_annotation"]
-    backwards, device, sizes = _find_backwards(timed, ranges), _Device(timed), _Sizes(timed)
+    backwards, device = _find_backwards(timed, ranges), _Device(timed)
+    named = group_by(timed, lambda event: str(event["name"]))
     messages, calls = _find_sent(timed)
     refuse(
         (trace.world_size < 2, "it has only one rank, which sends nothing: trace a job of two or more"),
@@ -78,16 +80,15 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
         reached, previous = device.find_end(begin, end), end
         inside = [backward for backward in backwards if begin <= backward.begin < end]
         sent = [_pair(backward, calls, messages, device) for backward in inside]
-        chosen = max((k for k, one in enumerate(sent) if one.pairs), default=len(inside) - 1)
-        alone = [device.place(one) for k, one in enumerate(inside) if k != chosen and not sent[k].pairs]
+        chosen = max((k for k, (pairs, _) in enumerate(sent) if pairs), default=len(inside) - 1)
+        alone = [device.place(one) for k, one in enumerate(inside) if k != chosen and not sent[k][0]]
         if inside:
-            spans = (begin, end), (first, reached)
-            step = _build_step(trace, len(steps), inside[chosen], sent[chosen].pairs, sizes, device, *spans)
+            pairs, num_other = sent[chosen]
+            step = _build_step(trace, len(steps), inside[chosen], pairs, named, device, (begin, end), (first, reached))
             alone_s = tuple((last - first) * 1e-6 for first, last in alone)
-            steps.append(replace(step, alone_s=alone_s, num_other=sent[chosen].num_other))
-    refuse(
-        (not steps, "it has no complete step: trace two or more, up to the end of an optimizer step"), error=RecordError
-    )
+            steps.append(replace(step, alone_s=alone_s, num_other=num_other))
+    if not steps:
+        raise RecordError("it has no complete step: trace two or more, up to the end of an optimizer step")
     return steps
 
 
@@ -230,18 +231,13 @@ def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
     return messages, [e for e in timed if e.get("cat") == "cpu_op" and _LAUNCH.match(e["name"])]
 
 
-class _Sent(NamedTuple):
-    """The buckets of a backward, and the number of other all-reduces inside it."""
-
-    pairs: list[_Pair]
-    num_other: int
-
-
-def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device) -> _Sent:
-    """Match the all-reduces of a backward with their calls. A backend starts them in call order, except that gloo's
-    threads may swap neighbours, so the first ones belong to backward; later reductions by the program do not. The flags
-    of unused parameters are integers, not buckets; nor are all-reduces launched by autograd nodes other than gradient
-    hooks, such as SyncBatchNorm's."""
+def _pair(
+    backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device
+) -> tuple[list[_Pair], int]:
+    """The buckets of a backward, matched with their calls, and the number of other all-reduces inside it. A backend
+    starts them in call order, except that gloo's threads may swap neighbours, so the first ones belong to backward;
+    later reductions by the program do not. The flags of unused parameters are integers, not buckets; nor are
+    all-reduces launched by autograd nodes other than gradient hooks, such as SyncBatchNorm's."""
     moments = [device.launched.get(id(event), _begin(event)) for event in messages]
     launched = sorted(zip(moments, messages, strict=True), key=lambda pair: pair[0])
     sent = [event for moment, event in launched if backward.begin <= moment < backward.limit]
@@ -255,7 +251,7 @@ def _pair(backward: _Backward, calls: Sequence[Event], messages: Sequence[Event]
         sent.remove(pairs[-1].message)
     pairs = [pair for pair in pairs if not _name_type(pair.message, pair.call).startswith(_INTEGERS)]
     buckets = [pair for pair in pairs if _is_of_hook(backward, pair.call)]
-    return _Sent(buckets, len(pairs) - len(buckets))
+    return buckets, len(pairs) - len(buckets)
 
 
 def _is_of_hook(backward: _Backward, call: Event | None) -> bool:
@@ -263,15 +259,13 @@ def _is_of_hook(backward: _Backward, call: Event | None) -> bool:
     nested backward."""
     if call is None or call["cat"] == BUCKET:
         return True
-    around = [
-        node["name"] for node in backward.nodes
-        if node["ts"] <= call["ts"] <= _end(node) and node.get("tid") == call.get("tid")
-    ]  # fmt: skip
+    same = [node for node in backward.nodes if node.get("tid") == call.get("tid")]
+    around = [node["name"] for node in same if node["ts"] <= call["ts"] <= _end(node)]
     return not around or any(name.endswith(_ACCUMULATE) for name in around)
 
 
 def _build_step(
-    trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], sizes: _Sizes, device: _Device,
+    trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], named: _ByName, device: _Device,
     window: tuple[float, float], span: tuple[float, float],
 ) -> TracedStepRecord:  # fmt: skip
     """`window` is the host's time of the step, `span` the device's."""
@@ -281,7 +275,7 @@ def _build_step(
     # A gradient is ready when its hook ends, or when the hook launches a bucket.
     moments = [next((t for t in handed if node["ts"] <= t <= _end(node)), _end(node)) for node in hooks]
     ready = sorted(zip(moments, hooks, strict=True), key=lambda pair: pair[0])
-    gradients, sent, are_known = sizes.find(pairs, ready, device)
+    gradients, sent, are_known = _find_sizes(named, pairs, ready, device)
     backend, messages = _name_backend(pairs), list[TracedMessage]()
     servers = SERVERS.get(backend, 1)
     done, moving = [begin] * servers, list[tuple[float, float]]()
@@ -308,38 +302,29 @@ def _build_step(
     )  # fmt: skip
 
 
-class _Sizes:
-    """The bytes of gradients and messages, from the events inside hooks and calls."""
-
-    def __init__(self, timed: Sequence[Event]) -> None:
-        self._inner, self._comms = (
-            [event for event in timed if event["name"] == name] for name in (_ACCUMULATE, "record_param_comms")
-        )
-
-    def find(
-        self, pairs: Sequence[_Pair], ready: Sequence[tuple[float, Event]], device: _Device
-    ) -> tuple[list[int], list[int], bool]:
-        """Bytes of the gradients and of the messages, and whether the trace has the gradients' sizes. Otherwise the
-        bytes of each message are divided by the time of its gradients' hooks, which mostly copy into the bucket."""
-        handed = [pair.handed for pair in pairs]
-        bucket_of = [min(bisect.bisect_left(handed, moment), len(handed) - 1) for moment, _ in ready]
-        shapes = [size for _, node in ready if (size := _count_bytes(node, *_find_within(node, self._inner)))]
-        sent = [size for p in pairs if (size := _count_bytes(p.message, p.call, *_find_within(p.call, self._comms)))]
-        if len(shapes) < len(ready):
-            refuse(
-                (len(sent) < len(pairs),
-                 "it lacks the sizes of its all-reduces: trace with profile(..., record_shapes=True)"),
-                error=RecordError,
-            )  # fmt: skip
-            times = [device.measure(node["ts"], moment) for moment, node in ready]
-            return _distribute(sent, bucket_of, np.array(times) - min(times) + 1e-3), sent, False
+def _find_sizes(
+    named: _ByName, pairs: Sequence[_Pair], ready: Sequence[tuple[float, Event]], device: _Device
+) -> tuple[list[int], list[int], bool]:
+    """Bytes of the gradients and of the messages, from the events inside hooks and calls, and whether the trace has the
+    gradients' sizes. Otherwise the bytes of each message are divided by the time of its gradients' hooks, which mostly
+    copy into the bucket."""
+    inner, comms = named.get(_ACCUMULATE, []), named.get("record_param_comms", [])
+    handed = [pair.handed for pair in pairs]
+    bucket_of = [min(bisect.bisect_left(handed, moment), len(handed) - 1) for moment, _ in ready]
+    shapes = [size for _, node in ready if (size := _count_bytes(node, *_find_within(node, inner)))]
+    sent = [size for p in pairs if (size := _count_bytes(p.message, p.call, *_find_within(p.call, comms)))]
+    if len(shapes) < len(ready):
         if len(sent) < len(pairs):
-            members = [[s for s, k in zip(shapes, bucket_of, strict=True) if k == n] for n in range(len(pairs))]
-            sent = [max(1, sum(sizes)) for sizes in members]
-        if pairs:  # gradients of unused parameters are sent, too
-            shapes[-1] += max(0, sum(sent) - sum(shapes))
-        # A compressed message counts as many bytes as its gradients, as bucket caps do.
-        return shapes, [round(size * sum(shapes) / sum(sent)) for size in sent], True
+            raise RecordError("it lacks the sizes of its all-reduces: trace with profile(..., record_shapes=True)")
+        times = [device.measure(node["ts"], moment) for moment, node in ready]
+        return _distribute(sent, bucket_of, np.array(times) - min(times) + 1e-3), sent, False
+    if len(sent) < len(pairs):
+        members = [[s for s, k in zip(shapes, bucket_of, strict=True) if k == n] for n in range(len(pairs))]
+        sent = [max(1, sum(sizes)) for sizes in members]
+    if pairs:  # gradients of unused parameters are sent, too
+        shapes[-1] += max(0, sum(sent) - sum(shapes))
+    # A compressed message counts as many bytes as its gradients, as bucket caps do.
+    return shapes, [round(size * sum(shapes) / sum(sent)) for size in sent], True
 
 
 def _distribute(sent: Sequence[int], bucket_of: Sequence[int], weights: Floats) -> list[int]:

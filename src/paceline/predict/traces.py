@@ -3,7 +3,7 @@
 Each instant of a step counts once. With kernels in the trace it belongs to the first of: a compute kernel, a message, a
 copy, waiting for data, the host (an operator or a runtime call), other. Without kernels, operators are the compute and
 take precedence over messages, but operators that fetch data count as waiting for data. So `communication` is exposed
-communication: a message hidden by compute is free. Recording is in `measure.traces`.
+communication: a message hidden by compute is free. Recording is in `measure.recorder`.
 """
 
 import dataclasses
@@ -624,15 +624,34 @@ def overview_from_json(document: Mapping[str, Any]) -> Overview:
 
 @dataclass(frozen=True)
 class Lateness:
-    """The rank that is most often last at the message with the longest waits, and its share of the steps. `mean_s` is
-    the mean time, over steps, that the other ranks waited there on average."""
+    """The rank that is most often last, and its share of the steps. `mean_s` is how long the other ranks waited on
+    average, as a median over steps."""
 
     rank: int
     share: float
     mean_s: float
 
 
-def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
+def find_late(steps: Iterable[Iterable[Mapping[int, float]]]) -> Lateness | None:
+    """The rank that the others wait for, from the seconds that each rank spends in each message of each step. Moving
+    the bytes takes the same time everywhere and the rest is waiting. Later messages inherit the lateness of earlier
+    ones, so only the worst message of a step counts. None if no message has two ranks."""
+    last = Counter[int]()
+    late_s = []
+    for messages in steps:
+        compared = [row for row in messages if len(row) > 1]
+        if compared:
+            worst = max(compared, key=lambda row: sum(row.values()) - len(row) * min(row.values()))
+            rank = min(worst, key=worst.__getitem__)
+            last[rank] += 1
+            late_s.append((sum(worst.values()) - worst[rank]) / (len(worst) - 1) - worst[rank])
+    if not late_s:
+        return None
+    rank, times = last.most_common(1)[0]
+    return Lateness(rank, times / len(late_s), statistics.median(late_s))
+
+
+def _list_arrivals_ns(trace: RankTrace) -> list[list[float]]:
     """For each step, when this rank reached each message, in order."""
     found = find_messages(trace.events)
     # On gloo, a bucket appears twice, from the wrapper and from gloo; use the same one on every rank.
@@ -643,18 +662,12 @@ def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
 
 
 def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
-    """None if there is nothing to compare: one rank, no messages, or ranks with different messages. The ranks' clocks
-    must agree, as they do on one host."""
-    late_s, last = [], Counter[int]()
-    for steps in zip(*(_arrivals_ns(trace) for trace in traces), strict=False):
-        if len(traces) < 2 or not steps[0] or len({len(arrivals) for arrivals in steps}) > 1:
-            continue
-        # Later messages inherit the lateness of earlier ones, so only the worst counts, not the sum.
-        worst = max(zip(*steps, strict=True), key=lambda moments: len(moments) * max(moments) - sum(moments))
-        latest = max(worst)
-        late_s.append((latest - (sum(worst) - latest) / (len(worst) - 1)) / 1e9)
-        last[traces[worst.index(latest)].rank] += 1
-    if not late_s:
-        return None
-    rank, times = last.most_common(1)[0]
-    return Lateness(rank, times / len(late_s), statistics.fmean(late_s))
+    """The late rank by when ranks reach messages. Their clocks must agree, as they do on one host. None if there is
+    nothing to compare: one rank, no messages, or ranks with different messages."""
+    ranks = [trace.rank for trace in traces]
+    steps = []
+    for arrivals in zip(*map(_list_arrivals_ns, traces), strict=False):
+        if len({len(moments) for moments in arrivals}) == 1:
+            messages = zip(*arrivals, strict=True)
+            steps.append([{r: (max(row) - at) / 1e9 for r, at in zip(ranks, row, strict=True)} for row in messages])
+    return find_late(steps)

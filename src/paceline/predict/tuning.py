@@ -1,6 +1,6 @@
 """One tuning run: turns its records into the recommended plan, the answer, and the accuracy of the prediction.
 
-Pure, so a saved run always gives the same answer; the measurements are taken in `measure.tuning`.
+Pure, so a saved run always gives the same answer; the measurements are taken in `measure.plan_bench`.
 """
 
 import hashlib
@@ -96,24 +96,23 @@ class TuneSettings:
     def check(self, ranks: int) -> None:
         """Raise ConfigError if this number of ranks cannot be tuned."""
         check_options(self)
-        what = f"--network {self.network} with --ranks {ranks} and {self.network_ranks} on the network"
+        emulated = self.network is not None
+        what = f"--network {self.network} with --ranks {ranks} and --network-ranks {self.network_ranks}"
         refuse(
-            (self.network is None and ranks == 1,
-             "one rank sends nothing: tune 2 or more ranks, or emulate a --network"),
-            (self.network is not None and (ranks != 1 or self.network_ranks < 2),
-             f"{what}: an emulated network has one real rank: use --ranks 1 and --network-ranks 2 or more"),
+            (not emulated and ranks == 1, "one rank sends nothing: tune 2 or more ranks, or emulate a --network"),
+            (emulated and ranks != 1, f"{what}: an emulated network has one real rank: use --ranks 1"),
+            (emulated and self.network_ranks < 2, f"{what}: use --network-ranks 2 or more"),
             code="ranks",
-        )  # fmt: skip
+        )
+        instead = "use `paceline predict --strategy`"
+        is_ours = self.wrapper == "paceline"
+        has_hosts = any("hosts" in one.split("+") for one in self.strategies)
         refuse(
-            (self.strategies and self.wrapper != "paceline",
-             f"--strategy needs --wrapper paceline, not {self.wrapper}"),
-            (self.strategies and self.network is not None,
-             f"--strategy with --network {self.network}: codecs need real ranks; use `paceline predict --strategy`"),
-            (any("hosts" in one.split("+") for one in self.strategies),
-             "--strategy with +hosts: tuning cannot tell messages inside a host from those between hosts; use "
-             "`paceline predict --strategy` with --ranks-per-node"),
+            (self.strategies and not is_ours, f"--strategy needs --wrapper paceline, not {self.wrapper}"),
+            (self.strategies and emulated, f"--strategy with --network: codecs need real ranks; {instead}"),
+            (has_hosts, f"--strategy with +hosts: tuning has one level of messages; {instead} with --ranks-per-node"),
             code="strategy",
-        )  # fmt: skip
+        )
         self.build_curve()
         refuse((min(self.caps_bytes, default=1) < 1, f"--caps {self.caps_bytes}: use at least 1 byte each"))
 

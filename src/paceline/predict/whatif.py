@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
@@ -83,32 +83,6 @@ def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: 
     return job.stretch(estimate_slowdown(rank.neighbours, here, shift))
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What is known of a job, a fabric and what a rank pays, or a draw of that. `error` is the model's own error as a
-    share, `shift` the error of the slowdown next to other ranks in standard deviations, and `seed` draws codecs (None
-    for the best known costs)."""
-
-    alone: Job
-    fabric: Fabric
-    rank: RankCosts
-    error: float
-    shift: float
-    seed: int | None
-
-    def build(self, world_size: int, spread: float, send: Send) -> Draw:
-        job = _stretch(self.alone, self.fabric, world_size, self.rank, self.shift)
-        resample = Resample() if self.seed is None else Resample(random.Random(self.seed))
-        sending = send(world_size, job.backward_s / self.alone.backward_s, resample)
-        # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
-        is_ours = self.rank.wrapper == "paceline" and job.device != "cuda"
-        if is_ours and not is_shared(self.fabric) and (sending is None or sending.is_plain):
-            job = job.split(world_size)
-        costs = _build_costs(job, self.fabric, world_size, self.rank, sending)
-        wait_s = estimate_wait(spread, world_size) * job.computing_s
-        return Draw(job, costs, self.error, 0.0, wait_s, self.alone.local_s)
-
-
 def simulate_what_if(
     job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
     evidence: Evidence | None = None, known: RankCosts | None = None, send: Send = lambda *_: None, most_caps: int = 0,
@@ -120,20 +94,34 @@ def simulate_what_if(
     draws."""
     jobs = enumerate([job, *draws])
 
-    def build(resample: Resample) -> _Known:
+    def build(resample: Resample) -> Callable[[int], Draw]:
+        """What is known of the job, the fabric and what a rank pays, for any number of ranks."""
         number, alone = next(jobs)
         alone = alone.accumulate(accumulate)
         there = fabric if resample.source is None else fabric.draw(resample.source, resample.shift)
         rank = (known or RankCosts()) if evidence is None else fit_rank(evidence, resample)
         rank = _fill_contention(alone, there, rank, resample.source)
-        return _Known(alone, there, rank, MODEL_ERROR * resample.error, resample.slowdown, number or None)
+
+        def build_on(world_size: int) -> Draw:
+            mine = _stretch(alone, there, world_size, rank, resample.slowdown)
+            codecs = Resample(random.Random(number) if number else None)
+            sending = send(world_size, mine.backward_s / alone.backward_s, codecs)
+            # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
+            is_ours = rank.wrapper == "paceline" and mine.device != "cuda"
+            if is_ours and not is_shared(there) and (sending is None or sending.is_plain):
+                mine = mine.split(world_size)
+            costs = _build_costs(mine, there, world_size, rank, sending)
+            wait_s = estimate_wait(spread, world_size) * mine.computing_s
+            return Draw(mine, costs, MODEL_ERROR * resample.error, 0.0, wait_s, alone.local_s)
+
+        return build_on
 
     best, drawn = draw(build, len(draws))
+    alone = job.accumulate(accumulate)
     rows = []
     for world_size in ranks:
-        here, *others = (one.build(world_size, spread, send) for one in (best, *drawn))
-        model = Predictor(here, others)
-        rows.append(_choose_caps(model, fabric, world_size, best.alone, most_caps))
+        model = Predictor(best(world_size), [one(world_size) for one in drawn])
+        rows.append(_choose_caps(model, fabric, world_size, alone, most_caps))
     return rows
 
 

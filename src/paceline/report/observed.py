@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
 from paceline.plan import TORCH_CAP_BYTES
-from paceline.predict.advice import blame_buckets
-from paceline.predict.bottlenecks import find_late_rank, list_bottlenecks, remove_recording
+from paceline.predict.advice import blame_buckets, find_late_rank, list_bottlenecks, remove_recording
 from paceline.predict.predictor import Prediction
 from paceline.predict.race import Limit, Race, judge_race
 from paceline.predict.traces import Lateness

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
-from paceline.predict.bottlenecks import find_late_by_waits
-from paceline.predict.traces import Lateness
+from paceline.predict.traces import Lateness, find_late
 from paceline.records import TracedStepRecord
 from paceline.records import training as records
 from paceline.records.environment import Environment
@@ -63,7 +62,7 @@ class ObservedTraining(AttachedResult):
         return [row for row in waits if None not in row]
 
     def _find_late(self, recorded: Sequence[TracedStepRecord]) -> Lateness | None:
-        return find_late_by_waits(self._waits)
+        return find_late([dict(enumerate(row))] for row in self._waits)
 
     def _find_messages(self) -> tuple[float, float, float] | None:
         """Limits exposed communication to the value measured over all steps, of which only a few were recorded."""

@@ -7,14 +7,14 @@ import json
 import re
 import statistics
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
-from paceline.records import CodecRecord, CollectiveRecord, LayerProfileRecord, StepRecord, TracedStepRecord
+from paceline.records import CodecRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord, TracedStepRecord
 from paceline.records.doubts import find_doubts, is_busy
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import (
@@ -76,15 +76,14 @@ def predict(
     check_algorithm(algorithm)
     strategies = () if strategy is None else list_strategies(strategy)
     counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    has_network, has_sweep = network is not None, allreduce is not None
+    sets_dtype = f"--gradients {gradients} with --strategy, which already defines what is sent: leave it out"
     refuse(
-        (network is None and allreduce is None,
-         "no network to predict for: give --network NAMES, --allreduce RUN, or both"),
-        (backend is not None and allreduce is None,
-         f"--backend {backend} selects from an --allreduce run, but there is none: leave it out, or give one"),
-        (strategies and gradients is not None,
-         f"--gradients {gradients} with --strategy, which already defines what is sent: leave it out"),
+        (not has_network and not has_sweep, "no network to predict for: give --network, --allreduce RUN, or both"),
+        (backend is not None and not has_sweep, f"--backend {backend} selects from an --allreduce run: give one"),
+        (strategies and gradients is not None, sets_dtype),
         (strategies and max(counts, default=1) < 2, "--strategy with one rank, which sends nothing: give more --ranks"),
-    )  # fmt: skip
+    )
     _check_place(network, counts, ranks_per_node, inside)
     run = _get_run(profile)
     layers = find_profile(run)
@@ -111,21 +110,18 @@ def predict(
             PredictResult.build_sweep(sweep, config)
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
-    # The result refuses what cannot be simulated before a folder is created.
-    here = replace(capture_environment(), load_average=None)  # nothing is timed
-    records = (layers, *list_carried(run), *sweep)
     verb = "predict strategies" if strategies else "predict"
-    return _save(build(Run(verb, config, here, records, tuple(doubts))), out)
+    return _finish(build, verb, config, (layers, *list_carried(run), *sweep), doubts, out)
 
 
 def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int | None, inside: str | None) -> None:
+    is_flat = ranks_per_node in (None, 1)
     refuse(
-        (network is not None and inside is not None and ranks_per_node in (None, 1),
-         f"--inside {inside} connects the ranks of a node: give --ranks-per-node, too"),
-        (network is None and inside is not None, f"--inside {inside} needs a --network, but there is none"),
+        (inside and network and is_flat, f"--inside {inside} connects the ranks of a node: give --ranks-per-node"),
+        (inside and not network, f"--inside {inside} needs a --network, but there is none"),
         (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: at least 1 is needed"),
         (min(ranks, default=0) < 1, f"ranks {list(ranks)}: at least one number of at least 1 is needed"),
-    )  # fmt: skip
+    )
 
 
 @naming_damage()
@@ -161,8 +157,7 @@ def predict_csv(
     needs_rows = absent and any(record.of == "step" for record in steps)
     refuse((needs_rows, f"{what}, so steps cannot be predicted: add it, or give backward_s"))
     records = (*load_layer_sizes(sizes), *timed, *chosen, *steps)
-    result = CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), records))
-    return _save(result, out)
+    return _finish(CapsResult, "predict csv", {"csv": folder.name}, records, out=out)
 
 
 @naming_damage()
@@ -190,19 +185,19 @@ def predict_trace(
     check_algorithm(algorithm)
     places = (traces,) if isinstance(traces, str | Path) else tuple(traces)
     counts = None if ranks is None else [ranks] if isinstance(ranks, int) else list(ranks)
+    is_here = network is None and ranks is None
+    elsewhere = f"--ranks-per-node {ranks_per_node} is for other networks or ranks: give --network, --ranks, or both"
     refuse(
         (not places, "no trace is given: give one or more files"),
-        (ranks_per_node is not None and network is None and ranks is None,
-         f"--ranks-per-node {ranks_per_node} is for other networks or ranks: give --network, --ranks, or both"),
-    )  # fmt: skip
+        (ranks_per_node is not None and is_here, elsewhere),
+    )
     _check_place(network, [1] if counts is None else counts, ranks_per_node, inside)
     records = load_traced_steps([file for place in places for file in _list_traces(Path(place))])
     config = {
         "traces": [Path(place).name for place in places], "network": network, "ranks": counts, "inside": inside,
         "ranks_per_node": ranks_per_node, "algorithm": algorithm,
     }  # fmt: skip
-    here = replace(capture_environment(), load_average=None)  # nothing is timed
-    return _save(TracedResult(Run("predict trace", config, here, records)), out)
+    return _finish(TracedResult, "predict trace", config, records, out=out)
 
 
 _MOST_STEPS = 1000  # maximum number of step times kept from a run
@@ -247,12 +242,12 @@ def predict_goodput(
     from paceline.report.fault_policies import GoodputResult
     from paceline.report.result import describe_job
 
+    both = f"--mtbf {mtbf} and --mtbf-per-rank {mtbf_per_rank}: both set the fault rate; leave one out"
+    rates = [rate for rate in (mtbf, mtbf_per_rank) if rate is not None]
     refuse(
-        (mtbf is not None and mtbf_per_rank is not None,
-         f"--mtbf {mtbf} and --mtbf-per-rank {mtbf_per_rank}: both set the fault rate; leave one out"),
-        (mtbf is None and mtbf_per_rank is None,
-         "how often do faults occur? Give --mtbf 3h for the whole job, or --mtbf-per-rank 90d"),
-    )  # fmt: skip
+        (len(rates) > 1, both),
+        (not rates, "how often do faults occur? Give --mtbf 3h for the whole job, or --mtbf-per-rank 90d"),
+    )
     sources = [runs] if isinstance(runs, str) or not isinstance(runs, Sequence) else list(runs)
     loaded = [_load_measured(source) for source in sources]
     trained = [getattr(result, "world_size", 1) for result, _ in loaded if result.run.verb == "train"]
@@ -261,20 +256,16 @@ def predict_goodput(
         (ranks is None and not trained, "how many ranks does the job have? Give --ranks, or a training run"),
         (count < 1, f"--ranks {count}: at least 1 is needed"),
     )
-    typed = {
-        "step": step_seconds, "save": save_seconds, "detect": detect_seconds, "restart": restart_seconds,
-        "spare": spare_seconds, "shrink": shrink_seconds,
-    }  # fmt: skip
+    typed = {"step": step_seconds, "save": save_seconds, "detect": detect_seconds}
+    typed |= {"restart": restart_seconds, "spare": spare_seconds, "shrink": shrink_seconds}
     for name, seconds in typed.items():
         asked = f"--{name}-seconds {seconds}: a finite number {'above' if name == 'step' else 'from'} 0 is needed"
         is_good = seconds is None or 0 < seconds <= _MOST_SECONDS or (seconds == 0 and name != "step")
         refuse((not is_good, asked))
+    mtbf_s = parse_duration(rates[0], "--mtbf-per-rank" if mtbf is None else "--mtbf") / (count if mtbf is None else 1)
     usable = [_count_usable(result, count) for result, _ in loaded if result.run.verb == "train"]
-    faults = Faults(
-        parse_duration(mtbf, "--mtbf") if mtbf is not None else
-        parse_duration(mtbf_per_rank or "", "--mtbf-per-rank") / count,
-        count, _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair"), (usable or [None])[-1],
-    )  # fmt: skip
+    all_lost_share, repair_s = _read_share(all_lost, "--all-lost"), parse_duration(repair, "--repair")
+    faults = Faults(mtbf_s, count, all_lost_share, repair_s, usable[-1] if usable else None)
     horizon_s = parse_duration(horizon, "--horizon")
     interval_s = None if save_every is None else parse_duration(save_every, "--save-every")
     refuse(
@@ -282,9 +273,7 @@ def predict_goodput(
         (interval_s == 0, f"--save-every {save_every}: above 0 is needed"),
     )
     records = []
-    gave = "no run is given"
-    if sources:
-        gave = f"{', '.join(map(_name_source, sources))} did not measure it"
+    gave = f"{', '.join(map(_name_source, sources))} did not measure it" if sources else "no run is given"
     for name in COSTS:
         parts = [one for _, found in loaded for one in found if one.name == name]
         seconds = typed.get(name)
@@ -293,9 +282,9 @@ def predict_goodput(
         elif parts:
             note = ", ".join(dict.fromkeys(one.note for one in parts))
             records.append(CostRecord(name=name, seconds=sum((one.seconds for one in parts), ()), note=note))
-        else:
-            text = f"how long does a {name} take? {gave}: give --{name}-seconds, or {_SOURCES.get(name)}"
-            refuse((name in _SOURCES, text))
+        elif name in _SOURCES:
+            missing = f"how long does a {name} take? {gave}: give --{name}-seconds, or {_SOURCES[name]}"
+            raise ConfigError(missing)
     measured = {_name_source(source): one.run for source, (one, _) in zip(sources, loaded, strict=True)}
     doubts, busy = list_doubts(measured)
     config = {
@@ -304,8 +293,7 @@ def predict_goodput(
         "measured_ranks": trained[-1] if trained else None, "usable_ranks": faults.usable,
         "job": next((describe_job(one.config) for one, _ in reversed(loaded) if one.run.verb == "train"), ""),
     }  # fmt: skip
-    here = replace(capture_environment(), load_average=None)  # nothing is timed
-    return _save(GoodputResult(Run("predict goodput", config, here, tuple(records), tuple(doubts))), out)
+    return _finish(GoodputResult, "predict goodput", config, records, doubts, out)
 
 
 def _name_source(source: Result | str | Path) -> str:
@@ -363,8 +351,7 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
 def _list_traces(place: Path) -> list[Path]:
     if not place.is_dir():
         return [place]
-    found = sorted(path for path in place.iterdir() if path.name.endswith((".json", ".json.gz")) and path.is_file())
-    found = [path for path in found if _is_trace(path)]
+    found = [path for path in sorted(place.iterdir()) if path.name.endswith((".json", ".json.gz")) and _is_trace(path)]
     refuse((not found, f"--trace {place}: no *.json or *.json.gz in this folder is a trace of torch.profiler"))
     return found
 
@@ -372,7 +359,7 @@ def _list_traces(place: Path) -> list[Path]:
 def _is_trace(file: Path) -> bool:
     """Whether it has events, or cannot be read; the caller then reports the error when it loads the file."""
     try:
-        return b'"traceEvents"' in _read_content(file)
+        return file.is_file() and b'"traceEvents"' in _read_content(file)
     except (OSError, EOFError, zlib.error):
         return True
 
@@ -383,24 +370,26 @@ def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
     from paceline.predict.trace_steps import read_steps
     from paceline.predict.traces import find_span, read_ranks
 
-    seen: dict[int, tuple[Path, int]] = {}
+    file_of: dict[int, Path] = {}
     spans: dict[str, tuple[Path, int, int]] = {}  # file, start and end of the first trace of each host
     records: list[TracedStepRecord] = []
+    size = 0
     for file in files:
         try:
             for trace in read_ranks(_load_document(file)):
-                first, _ = seen.setdefault(trace.rank, (file, trace.world_size))
-                others = {size for _, size in seen.values()} - {trace.world_size}
+                first = file_of.setdefault(trace.rank, file)
+                size = size or trace.world_size
                 begin, end = find_span(trace)
                 other, least, most = spans.setdefault(trace.host, (file, begin, end))
-                there = f"it has {trace.world_size} ranks, but others have {min(others, default=0)}"
+                is_apart = trace.host and (end < least or most < begin)
+                counts = f"it has {trace.world_size} ranks, but others have {size}"
+                times = f"it was recorded at a different time from {other} on the same host"
                 refuse(
                     (first != file, f"it is of rank {trace.rank}, and so is {first}: give one trace per rank"),
-                    (others, f"{there}: give traces of one job"),
-                    (trace.host and (end < least or most < begin),
-                     f"it was recorded at a different time from {other} on the same host: give traces of one run"),
+                    (trace.world_size != size, f"{counts}: give traces of one job"),
+                    (is_apart, f"{times}: give traces of one run"),
                     error=RecordError,
-                )  # fmt: skip
+                )
                 records += read_steps(trace)
         except RecordError as error:
             raise RecordError(f"--trace {file}: {error}", code=error.code) from None
@@ -421,7 +410,17 @@ def _load_document(file: Path) -> Any:
         raise RecordError(f"it is not a complete JSON file: {error}", code="damaged") from None
 
 
-def _save(result: R, out: str | Path | None) -> R:
+def _finish(
+    build: Callable[[Run], R],
+    verb: str,
+    config: dict[str, Any],
+    records: Iterable[Record],
+    doubts: Iterable[str] = (),
+    out: Place = None,
+) -> R:
+    """The result, saved in a new folder if `out` names a place. It refuses what cannot be simulated before that."""
+    here = replace(capture_environment(), load_average=None)  # nothing is timed
+    result = build(Run(verb, config, here, tuple(records), tuple(doubts)))
     if out is not None:
         with create_folder(out, "predict") as folder:
             result.save(folder)
