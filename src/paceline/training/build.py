@@ -124,23 +124,7 @@ def build_job(
         # Expected number of global batches per epoch; one if neither the length nor --steps is known.
         per_epoch = train.count_windows(settings.batches.accumulate, world.world_size)
         num_samples = (per_epoch or settings.steps or 1) * settings.batches.global_batch_size
-    size, epochs, num_steps = settings.batches.global_batch_size, settings.epochs, settings.steps
-    # Refuses data that is smaller than one batch.
-    per_epoch = EpochOrder(num_samples, size, settings.seed, 0, settings.tail).num_windows
-    if num_steps is not None:
-        epochs = -(-num_steps // per_epoch)
-    batch_schedule = BatchSchedule(
-        global_batch_size=size, num_samples=num_samples, epochs=epochs, growths=settings.batch_growth,
-        tail=settings.tail,
-    )  # fmt: skip
-    batch_schedule.check()
-    num_steps = num_steps or batch_schedule.num_steps
-    if settings.lr_warmup >= num_steps:
-        raise ConfigError(f"--lr-warmup {settings.lr_warmup} covers all {num_steps} steps: leave some to train at --lr")
-    schedule = Schedule(
-        shape=settings.schedule, peak=settings.lr, num_steps=num_steps, warmup_steps=settings.lr_warmup,
-        drops=settings.lr_drops,
-    )  # fmt: skip
+    schedule, batch_schedule = settings.build_schedules(num_samples)
     return Job(settings, world, settings.batches, train, test, learner, schedule, batch_schedule)
 
 

@@ -23,9 +23,10 @@ from paceline.records.kinds import decode
 from paceline.records.training import count_usable_ranks
 from paceline.runtime.faults.monitor import find_hang_timeout
 from paceline.strategy import Strategy
-from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
+from paceline.training import schedules
+from paceline.training.schedules import GROWS, SCHEDULES, BatchSchedule, Growths, Schedule
 from paceline.units import format_memory, format_number_of, parse_duration, shorten
-from paceline.workloads.data import TAILS, DataRequest, check_request, is_own, is_own_data, parse_data
+from paceline.workloads.data import TAILS, DataForm, DataRequest, check_request, is_own, is_own_data, parse_data
 from paceline.workloads.external import check_own
 from paceline.workloads.registry import MODELS, ModelOptions, check_model, default_form
 
@@ -204,6 +205,30 @@ class TrainSettings:
         """The largest number of ranks, up to `most`, that divides the global batch equally."""
         return count_usable_ranks(self.batches.global_batch_size, most)
 
+    def build_schedules(self, num_samples: int) -> tuple[Schedule, BatchSchedule]:
+        """The learning rates and the batches of a run on this many training samples."""
+        size = self.batches.global_batch_size
+        batches = BatchSchedule(
+            global_batch_size=size,
+            num_samples=num_samples,
+            epochs=self.epochs,
+            growths=self.batch_growth,
+            tail=self.tail,
+        )
+        per_epoch = batches.count_steps(0)
+        few = f"{num_samples} samples do not fill one global batch of {size}: use a smaller batch or --tail keep"
+        refuse((per_epoch == 0, few))
+        if self.steps is not None:
+            batches = dataclasses.replace(batches, epochs=-(-self.steps // per_epoch))
+        batches.check()
+        steps = self.steps or batches.num_steps
+        few = f"--lr-warmup {self.lr_warmup} covers all {steps} steps: train longer, or use a shorter warm-up"
+        refuse((self.lr_warmup >= steps, few))
+        schedule = Schedule(
+            shape=self.schedule, peak=self.lr, num_steps=steps, warmup_steps=self.lr_warmup, drops=self.lr_drops
+        )
+        return schedule, batches
+
     @property
     def stays_in_memory(self) -> bool:
         """Whether the surviving ranks keep running after a fault."""
@@ -242,12 +267,12 @@ class TrainSettings:
         find_hang_timeout(self.hang_timeout)
         faults_s = None if self.mtbf is None else parse_duration(self.mtbf, "--mtbf")
         _ = self.batches
-        check_growths(self.batch_growth)
+        schedules.check_growths(self.batch_growth)
         strategy = self.parsed_strategy
         sends = f"--strategy {self.strategy}"
         what = "trains in one process" if self.wrapper == "none" else "uses the GPUs of one process"
         steps = f"--steps {self.steps}"
-        growth = format_growths(self.batch_growth)
+        growth = schedules.format_growths(self.batch_growth)
         trust = f"--trust-coefficient {self.trust_coefficient}"
         refuse(
             (faults_s == 0, f"--mtbf {self.mtbf}: above 0 is needed"),
@@ -291,7 +316,7 @@ class TrainSettings:
              f"--max-faults {self.max_faults} with --on-fault stop, which ends the run at the first fault: leave it "
              "out, or use --on-fault restart"),
         )  # fmt: skip
-        check_drops(self.lr_drops, self.schedule)
+        schedules.check_drops(self.lr_drops, self.schedule)
 
     def check_policy(self) -> None:
         """Refuse recovery from the memory of another rank if no other rank holds the lost state."""
@@ -325,48 +350,38 @@ class TrainSettings:
         where = "the run's configuration"
         if not isinstance(values, dict):
             raise ConfigError(f"{where} is not a JSON object: give the folder of a run of this Paceline")
-        if unknown := sorted(set(values) - set(NAMES)):
-            raise ConfigError(f"{where} has unknown settings: {', '.join(unknown)[:200]}")
-        grown = values.get("batch_growth", ())
-        pairs = isinstance(grown, list | tuple) and all(
-            isinstance(mark, list | tuple) and len(mark) == 2 for mark in grown
-        )
-        if not pairs or not all(type(number) in (int, float) for mark in grown for number in mark):
-            raise ConfigError(f"{where} has batch_growth {str(grown)[:40]!r}: must be pairs of a fraction and a factor")
+        marks = values.get("batch_growth", ())
         try:
-            found: TrainSettings = decode(
-                cls, {name: value for name, value in values.items() if name != "batch_growth"}
-            )
-        except (RecordError, RecursionError, OverflowError) as error:
-            raise ConfigError(f"{where} is damaged: {str(error)[:200]}", code="damaged") from None
-        return dataclasses.replace(found, batch_growth=tuple(map(tuple, grown)))
+            found: TrainSettings = decode(cls, values | {"batch_growth": ()})
+            growths = tuple((decode(float, a, "batch_growth"), decode(int, b, "batch_growth")) for a, b in marks)
+        except (TypeError, ValueError, RecursionError, OverflowError) as error:
+            text = str(error) if isinstance(error, RecordError) else f"batch_growth {marks!r:.40} is not pairs"
+            raise ConfigError(f"{where} is damaged: {text[:200]}", code="damaged") from None
+        return dataclasses.replace(found, batch_growth=growths)
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 
 
-def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
+def estimate_least_bytes(settings: TrainSettings) -> dict[str, int]:
     """A lower bound for the memory that each option needs on one rank; the model's own needs are not included."""
-    form = default_form(settings.model) if settings.data == "synthetic" and settings.model in MODELS else None
-    shape, is_text = (form.shape, form.kind in ("tokens", "pairs")) if form is not None else ((1,), False)
-    shape = (settings.context or shape[0],) if is_text else shape
-    size = math.prod(shape)
-    item = 1 if form is not None and form.kind == "images" else 8 if is_text else 4
+    is_synthetic = settings.data.startswith("synthetic")
+    has_form = settings.data == "synthetic" and settings.model in MODELS
+    form = MODELS[settings.model].form if has_form else DataForm("numbers", (1,))
+    is_text = form.kind in ("tokens", "pairs")
+    context = settings.context or 0
+    size = context or form.shape[0] if is_text else math.prod(form.shape)
     batch = settings.batches.batch_size
-    found = {
+    channels = settings.channels or (64,)
+    return {
         "batch_size": batch * size * 4,
-        "context": batch * (settings.context or 0) * max(1, form.vocabulary if form is not None else 1) * 4,
+        "context": 4 * context * max(batch * max(1, form.vocabulary), 2000 * is_synthetic),
         "workers": settings.workers * 10_000,
+        "samples": is_synthetic * (settings.samples or 0) * size * (1 if form.kind == "images" else 4),
+        # Weights and gradients. The last convolution leaves at least one pixel per channel for the hidden layer.
+        "channels": 2 * 4 * 9 * sum(a * b for a, b in itertools.pairwise((1, *channels))),
+        "hidden": 2 * 4 * (settings.hidden or 0) * (size if settings.model == "mlp" else channels[-1]),
     }
-    if settings.data.startswith("synthetic"):
-        found["samples"] = (settings.samples or 0) * size * item
-        found["context"] = max(found["context"], (settings.context or 0) * 1000 * 8)
-    # Weights and gradients. The last convolution leaves at least one pixel per channel for the hidden layer.
-    channels = settings.channels or ()
-    hidden = settings.hidden or 0
-    found["channels"] = 2 * 4 * 9 * sum(a * b for a, b in itertools.pairwise((1, *channels)))
-    found["hidden"] = 2 * 4 * hidden * (size if settings.model == "mlp" else (channels or (64,))[-1])
-    return found
 
 
 def check_size(settings: TrainSettings) -> None:
@@ -378,7 +393,7 @@ def check_size(settings: TrainSettings) -> None:
     gpus = 0 if settings.device == "cpu" else machine.count_gpus()
     have = max(machine.available_memory_bytes(), gpus * _LARGEST_GPU_BYTES)
     most = max(1024, 16 * machine.count_cores())
-    for name, need in count_least_bytes(settings).items():
+    for name, need in estimate_least_bytes(settings).items():
         value = settings.batches.batch_size if name == "batch_size" else getattr(settings, name)
         if need > have:
             shown = " ".join(map(shorten, value)) if isinstance(value, tuple) else shorten(value or 0)
@@ -414,8 +429,9 @@ def check_job(settings: TrainSettings) -> None:
 
 def list_job_warnings(settings: TrainSettings) -> list[str]:
     """Warnings about settings that work but measure little."""
-    text = "--wrapper dp on one GPU: nn.DataParallel has nothing to distribute and acts as if there were no wrapper"
-    return [text] if settings.wrapper == "dp" and machine.count_gpus() < 2 else []
+    if settings.wrapper != "dp" or machine.count_gpus() > 1:
+        return []
+    return ["--wrapper dp on one GPU: nn.DataParallel has nothing to distribute and acts as if there were no wrapper"]
 
 
 def takes_cap_lists() -> bool:
