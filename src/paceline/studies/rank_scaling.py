@@ -266,10 +266,7 @@ _FIRST = (
     *raw_columns("record.data", "record.precision", "record.threads", "record.accumulate", "record.batch_size"),
     *raw_columns("record.cell_size", "record.wrapper", "record.backend", num_repetitions="record.timing.count"),
 )
-_MARK = (
-    Column("mark", lambda s: "disturbed" if s.is_disturbed else "", is_key=True),
-    *raw_columns("is_disturbed"),
-)
+_MARK = (Column("mark", lambda s: "disturbed" if s.is_disturbed else "", is_key=True), *raw_columns("is_disturbed"))
 _LAST = (*_MARK, *text_columns("record.source", priority=-2))
 
 # Efficiencies are fractions of 1, `alone_s` is one rank's step in the same cell.
@@ -325,10 +322,7 @@ def match_predictions(predicted: Sequence[Prediction], points: Sequence[ScalePoi
         point = known.get((row.label, (row.mode, row.cell_size), row.world_size))
         if point is not None:
             row = replace(
-                row,
-                measured=point.record,
-                measured_efficiency=point.efficiency,
-                is_disturbed=point.is_disturbed,
+                row, measured=point.record, measured_efficiency=point.efficiency, is_disturbed=point.is_disturbed
             )
         found.append(row)
     return found

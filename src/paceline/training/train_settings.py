@@ -128,12 +128,7 @@ class TrainSettings:
     clip: float | None = option(None, "Clip gradients to this norm.", LEARNING, above=0)
     lr: float = option(0.05, "Peak learning rate.", LEARNING, least=0)
     momentum: float = option(
-        0.9,
-        "Momentum of sgd (Nesterov) or lars.",
-        LEARNING,
-        least=0,
-        below=1,
-        advice=", or updates grow without bound",
+        0.9, "Momentum of sgd (Nesterov) or lars.", LEARNING, least=0, below=1, advice=", or updates grow without bound"
     )
     trust_coefficient: float | None = option(None, "lars: a layer's step relative to its weights.", LEARNING, above=0)
     weight_decay: float = option(0.0, "Weight decay, except of biases and norms.", LEARNING, least=0)
@@ -181,11 +176,11 @@ class TrainSettings:
         parts = ranks * batch_size
         words = f"{words} x --batch-size {batch_size}"
         needed = size // parts
-        refuse(
-            (size % parts, f"{asked} is not a multiple of {parts} ({words}): use one, or leave out --batch-size"),
-            (accumulate not in (None, needed),
-             f"{asked} needs --accumulate {needed} with {words}, not {accumulate}: leave one of them out"),
-        )  # fmt: skip
+        if size % parts:
+            raise ConfigError(f"{asked} is not a multiple of {parts} ({words}): use one, or leave out --batch-size")
+        if accumulate not in (None, needed):
+            found = f"{asked} needs --accumulate {needed} with {words}, not {accumulate}"
+            raise ConfigError(f"{found}: leave one of them out")
         return Batches(ranks, batch_size, needed)
 
     def on_ranks(self, count: int) -> TrainSettings:
@@ -265,81 +260,97 @@ class TrainSettings:
         check_options(self)
         parse_save_every(self.save_every)
         find_hang_timeout(self.hang_timeout)
-        faults_s = None if self.mtbf is None else parse_duration(self.mtbf, "--mtbf")
-        _ = self.batches
         schedules.check_growths(self.batch_growth)
+        schedules.check_drops(self.lr_drops, self.schedule)
+        self._check_batches()
+        self._check_ranks()
+        # An option for another optimizer, norm or policy would silently do nothing.
+        if self.mtbf is not None and parse_duration(self.mtbf, "--mtbf") == 0:
+            raise ConfigError(f"--mtbf {self.mtbf}: above 0 is needed")
+        if self.mtbf is not None and self.save_every != AUTO:
+            found = f"--mtbf {self.mtbf} with --save-every {self.save_every}"
+            raise ConfigError(f"{found}: it is for auto only; leave it out, or use that")
+        if self.trust_coefficient is not None and self.optimizer != "lars":
+            found = f"--trust-coefficient {self.trust_coefficient} with --optimizer {self.optimizer}"
+            raise ConfigError(f"{found}: leave it out, or use lars")
+        if self.ghost_batchnorm is not None and self.sync_batchnorm:
+            why = "one shrinks the batch that BatchNorm sees, the other enlarges it"
+            raise ConfigError(f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: {why}; leave one out")
+        if self.spares > 1 and self.on_fault != "spare":
+            found = f"--spares {self.spares} with --on-fault {self.on_fault}"
+            raise ConfigError(f"{found}: leave it out, or use --on-fault spare")
+        if self.max_faults != TrainSettings.max_faults and self.on_fault == "stop":
+            found = f"--max-faults {self.max_faults} with --on-fault stop, which ends the run at the first fault"
+            raise ConfigError(f"{found}: leave it out, or use --on-fault restart")
+
+    def _check_batches(self) -> None:
+        """Refuse contradictory batches and lengths of a run."""
+        _ = self.batches
+        if self.steps is not None and self.epochs != 1:
+            found = f"--steps {self.steps} with --epochs {self.epochs}"
+            raise ConfigError(f"{found}: a run has only one length; leave one out")
+        if self.steps is not None and self.batch_growth:
+            found = f"--batch-growth {schedules.format_growths(self.batch_growth)} with --steps {self.steps}"
+            raise ConfigError(f"{found}: it counts in fractions of all samples of the run; use --epochs")
+        if self.grow != GROWS[0] and not self.batch_growth:
+            raise ConfigError(f"--grow {self.grow} has no effect without --batch-growth: leave it out, or give both")
+
+    def _check_ranks(self) -> None:
+        """Refuse combinations of ranks or workers, their wrapper, and their strategy that do not work."""
+        wrapper = f"--wrapper {self.wrapper}"
+        workers = f"--workers {self.workers}"
         strategy = self.parsed_strategy
         sends = f"--strategy {self.strategy}"
-        what = "trains in one process" if self.wrapper == "none" else "uses the GPUs of one process"
-        steps = f"--steps {self.steps}"
-        growth = schedules.format_growths(self.batch_growth)
-        trust = f"--trust-coefficient {self.trust_coefficient}"
-        refuse(
-            (faults_s == 0, f"--mtbf {self.mtbf}: above 0 is needed"),
-            (faults_s is not None and self.save_every != AUTO,
-             f"--mtbf {self.mtbf} with --save-every {self.save_every}: it is for auto only; leave it out, or use that"),
-            (self.steps is not None and self.epochs != 1,
-             f"{steps} with --epochs {self.epochs}: a run has only one length; leave one out"),
-            (self.steps is not None and self.batch_growth,
-             f"--batch-growth {growth} with {steps}: it counts in fractions of all samples of the run; use --epochs"),
-            (self.grow != GROWS[0] and not self.batch_growth,
-             f"--grow {self.grow} has no effect without --batch-growth: leave it out, or give both"),
-            (self.wrapper in ("none", "dp") and self.ranks > 1,
-             f"--wrapper {self.wrapper} {what}, but --ranks is {self.ranks}: use --ranks 1"),
-            (self.plan is not None and self.wrapper not in ("paceline", "torch"),
-             f"--plan needs --wrapper paceline or torch, not {self.wrapper}"),
-            (self.workers > 1 and self.ranks > 1,
-             f"--workers {self.workers} share one process, but --ranks is {self.ranks}: use one or the other"),
-            (self.workers > 1 and (strategy.is_sharded or strategy.between_hosts),
-             f"{sends} with --workers {self.workers}: use --ranks {self.workers}"),
-            (self.workers > 1 and self.precision == "fp16",
-             f"--precision fp16 with --workers {self.workers}: each would need its own loss scale; use bf16"),
-            (not strategy.is_dense and self.wrapper not in ("paceline", "torch"),
-             f"{sends} needs --wrapper paceline, not {self.wrapper}"),
-            (not strategy.is_hook and self.wrapper == "torch",
-             f"{sends} cannot be a communication hook of torch's wrapper: use --wrapper paceline"),
-            (strategy.dgc and self.optimizer != "sgd",
-             f"{sends} includes SGD momentum: leave out dgc, or use --optimizer sgd"),
-            (strategy.dgc and self.momentum not in (TrainSettings.momentum, strategy.dgc),
-             f"--momentum {self.momentum} with {sends}, whose momentum is {strategy.dgc:g}: write dgc={self.momentum}"),
-            (self.sync_batchnorm and self.wrapper == "dp",
-             "--sync-batchnorm does not work with --wrapper dp: use paceline or torch"),
-            # Options for another optimizer, schedule or norm would silently do nothing.
-            (self.trust_coefficient is not None and self.optimizer != "lars",
-             f"{trust} with --optimizer {self.optimizer}: leave it out, or use lars"),
-            (self.ghost_batchnorm is not None and self.sync_batchnorm,
-             f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: one shrinks the batch that BatchNorm "
-             "sees, the other enlarges it; leave one out"),
-            (self.spares > 1 and self.on_fault != "spare",
-             f"--spares {self.spares} with --on-fault {self.on_fault}: leave it out, or use --on-fault spare"),
-            (self.max_faults != TrainSettings.max_faults and self.on_fault == "stop",
-             f"--max-faults {self.max_faults} with --on-fault stop, which ends the run at the first fault: leave it "
-             "out, or use --on-fault restart"),
-        )  # fmt: skip
-        schedules.check_drops(self.lr_drops, self.schedule)
+        has_buckets = self.wrapper in ("paceline", "torch")
+        if not has_buckets and self.ranks > 1:
+            what = "trains in one process" if self.wrapper == "none" else "uses the GPUs of one process"
+            raise ConfigError(f"{wrapper} {what}, but --ranks is {self.ranks}: use --ranks 1")
+        if self.plan is not None and not has_buckets:
+            raise ConfigError(f"--plan needs --wrapper paceline or torch, not {self.wrapper}")
+        if self.sync_batchnorm and self.wrapper == "dp":
+            raise ConfigError("--sync-batchnorm does not work with --wrapper dp: use paceline or torch")
+        if self.workers > 1 and self.ranks > 1:
+            raise ConfigError(f"{workers} share one process, but --ranks is {self.ranks}: use one or the other")
+        if self.workers > 1 and (strategy.is_sharded or strategy.between_hosts):
+            raise ConfigError(f"{sends} with {workers}: use --ranks {self.workers}")
+        if self.workers > 1 and self.precision == "fp16":
+            raise ConfigError(f"--precision fp16 with {workers}: each would need its own loss scale; use bf16")
+        if not strategy.is_dense and not has_buckets:
+            raise ConfigError(f"{sends} needs --wrapper paceline, not {self.wrapper}")
+        if not strategy.is_hook and self.wrapper == "torch":
+            raise ConfigError(f"{sends} cannot be a communication hook of torch's wrapper: use --wrapper paceline")
+        if strategy.dgc and self.optimizer != "sgd":
+            raise ConfigError(f"{sends} includes SGD momentum: leave out dgc, or use --optimizer sgd")
+        if strategy.dgc and self.momentum not in (TrainSettings.momentum, strategy.dgc):
+            found = f"--momentum {self.momentum} with {sends}, whose momentum is {strategy.dgc:g}"
+            raise ConfigError(f"{found}: write dgc={self.momentum}")
 
     def check_policy(self) -> None:
         """Refuse recovery from the memory of another rank if no other rank holds the lost state."""
         if not self.stays_in_memory:
             return
-        strategy = self.parsed_strategy
         asked = f"--on-fault {self.on_fault}"
-        has_own_size = self.batch_size is None and self.global_batch_size is None
-        sends = f"{asked} with --strategy {self.strategy}"
         instead = "use --on-fault restart"
-        refuse(
-            (self.ranks == 1, f"{asked} with --ranks 1: no other rank has a copy of the state; {instead}"),
-            (self.wrapper != "paceline", f"{asked} needs --wrapper paceline, not {self.wrapper}; or {instead}"),
-            (strategy.is_sharded,
-             f"{sends}: a lost rank takes its shard of the optimizer state with it; {instead}"),
-            (strategy.outer,
-             f"{sends}: a lost rank takes its updates since the last sync with it; {instead}"),
-            (strategy.codec not in ("dense", "bf16") or strategy.between_hosts,
-             f"{sends}: a lost rank takes its residuals with it; {instead}"),
-            (self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)),
-             f"{asked} with your own data: give --global-batch-size, so that fewer ranks can divide it"),
-            code="on-fault",
-        )  # fmt: skip
+        if self.ranks == 1:
+            what = f"{asked} with --ranks 1: no other rank has a copy of the state; {instead}"
+            raise ConfigError(what, code="on-fault")
+        if self.wrapper != "paceline":
+            raise ConfigError(f"{asked} needs --wrapper paceline, not {self.wrapper}; or {instead}", code="on-fault")
+        strategy = self.parsed_strategy
+        lost = ""
+        if strategy.is_sharded:
+            lost = "shard of the optimizer state"
+        elif strategy.outer:
+            lost = "updates since the last sync"
+        elif strategy.codec not in ("dense", "bf16") or strategy.between_hosts:
+            lost = "residuals"
+        if lost:
+            what = f"{asked} with --strategy {self.strategy}: a lost rank takes its {lost} with it; {instead}"
+            raise ConfigError(what, code="on-fault")
+        has_own_size = self.batch_size is None and self.global_batch_size is None
+        if self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)):
+            what = f"{asked} with your own data: give --global-batch-size, so that fewer ranks can divide it"
+            raise ConfigError(what, code="on-fault")
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
