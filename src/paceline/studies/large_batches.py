@@ -153,7 +153,7 @@ def _check_length(cell: TrainingCell, num_samples: int) -> None:
         raise ConfigError(f"recipe {cell.recipe!r} at {cell.global_batch_size}: {error}") from None
 
 
-def _plan_growth(start: float, growth: float) -> Growths:
+def _list_growths(start: float, growth: float) -> Growths:
     """Grow the batch by factors of up to four until it is `growth` times as large, from the share `start` on."""
     factors = []
     factor = 1
@@ -261,7 +261,7 @@ class Recipe:
             elif name == "warmup":
                 changes["lr_warmup"] = max(1, round(value * num_updates))
             elif name == "grow":  # replaces the decay of the learning rate
-                changes |= {"global_batch_size": base_batch_size, "batch_growth": _plan_growth(value, growth)}
+                changes |= {"global_batch_size": base_batch_size, "batch_growth": _list_growths(value, growth)}
                 changes |= {"schedule": "constant", "lr_drops": ()}
             elif name == "ghost":
                 changes["ghost_batchnorm"] = int(value)

@@ -374,7 +374,7 @@ class TrainSettings:
 NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 
 
-def estimate_least_bytes(settings: TrainSettings) -> dict[str, int]:
+def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
     """A lower bound for the memory that each option needs on one rank; the model's own needs are not included."""
     is_synthetic = settings.data.startswith("synthetic")
     has_form = settings.data == "synthetic" and settings.model in MODELS
@@ -404,7 +404,7 @@ def check_size(settings: TrainSettings) -> None:
     gpus = 0 if settings.device == "cpu" else machine.count_gpus()
     have = max(machine.available_memory_bytes(), gpus * _LARGEST_GPU_BYTES)
     most = max(1024, 16 * machine.count_cores())
-    for name, need in estimate_least_bytes(settings).items():
+    for name, need in count_least_bytes(settings).items():
         value = settings.batches.batch_size if name == "batch_size" else getattr(settings, name)
         if need > have:
             shown = " ".join(map(shorten, value)) if isinstance(value, tuple) else shorten(value or 0)
