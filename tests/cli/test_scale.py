@@ -300,12 +300,9 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((*RANKS, "--backend", "glo"), "backend 'glo' is unknown: did you mean gloo?"),
         ((*RANKS, "--network", "10gb"), "unknown network '10gb'"),
         ((*RANKS, "--predict-ranks", "many"), "--predict-ranks 'many' is not a whole number"),
         ((*BATCH, "--batch-size", "4,x"), "--batch-size 'x' is not a whole number"),
-        ((*LARGE, "--recipes", "nonsense"), "recipe 'nonsense': 'nonsense' is unknown; use none, linear"),
-        ((*LARGE, "--recipes", "linear+sqrt"), "linear and sqrt exclude each other"),
         ((*LARGE, "--at-once", "0"), "--at-once 0: at least 1 is needed"),
         (("scale", "batch", "--resume", "nowhere"), "--resume nowhere: nowhere/study.json does not exist"),
         (("scale", "report", "nowhere"), "nowhere"),
@@ -370,21 +367,6 @@ def test_a_study_that_cannot_be_leaves_nothing_behind():
     assert_refused(
         type_alone(*LARGE, "--global-batch-size", "64"), "48 samples are fewer than a batch of 64: leave it out"
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "flag"),
-    [
-        ((*RANKS, "--plan", "plan.json"), "--plan"),
-        ((*RANKS, "--sync-batchnorm"), "--sync-batchnorm"),
-        ((*BATCH, "--wrapper", "torch"), "--wrapper"),
-        ((*BATCH, "--ranks", "2"), "--ranks"),
-        ((*LARGE, "--accumulate", "2"), "--accumulate"),
-    ],
-)
-def test_options_that_would_change_nothing_do_not_exist(command, arguments, flag):
-    answer = command(*arguments)
-    assert answer.code == 2 and "No such option" in answer.err and flag in answer.err
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_a_loss_that_is_no_number_exits_with_1(command, tmp_path):
         ('{"format": "paceline-run", "version": 3}', '"format": "paceline-train"'),
         ('{"format": "paceline-train", "version": 2}', "has version 2"),
         ('{"format": "paceline-train", "version": 1}', "has no settings"),
-        ('{"format": "paceline-train", "version": 1, "settings": {"warmth": 3}}', "unknown settings: warmth"),
+        ('{"format": "paceline-train", "version": 1, "settings": {"warmth": 3}}', "no field warmth"),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(command, tmp_path, content, words):

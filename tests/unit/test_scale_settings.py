@@ -196,7 +196,7 @@ def test_a_table_can_say_what_a_recipe_set(cells):
         (
             {"recipes": ("warmup:0.9",), "global_batch_sizes": (64,)},
             64,
-            "'warmup:0.9' at 64: a warm-up of 3 updates in a run of 3",
+            "'warmup:0.9' at 64: --lr-warmup 3 covers all 3 steps",
         ),
         (
             {"recipes": ("grow:0.9",), "global_batch_sizes": (64,)},

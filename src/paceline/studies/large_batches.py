@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import sqrt
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 from paceline.errors import ConfigError, refuse
 from paceline.options import check_counts, option
@@ -18,7 +17,7 @@ from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.studies import training_grid as grid
 from paceline.studies.study import refuse_unused, run_study
 from paceline.studies.training_grid import SeedSummary, TrainingCell
-from paceline.training.schedules import BatchSchedule
+from paceline.training.schedules import Growths
 from paceline.training.train_settings import TrainSettings
 from paceline.units import format_number_of
 from paceline.verbs.jobs import Counts, Names, Place, brings_data, choose_world, list_counts, list_names
@@ -147,75 +146,43 @@ class LargeBatchSettings(grid.GridSettings):
 
 def _check_length(cell: TrainingCell, num_samples: int) -> None:
     """Refuse a warm-up or batch growth for which the run is too short, before anything is trained."""
-    s, what = cell.settings, f"recipe {cell.recipe!r} at {cell.global_batch_size}"
-    s.check()
-    steps = BatchSchedule(
-        global_batch_size=s.batches.global_batch_size, num_samples=num_samples, epochs=s.epochs,
-        growths=s.batch_growth, tail=s.tail,
-    )  # fmt: skip
+    cell.settings.check()
     try:
-        steps.check()
+        cell.settings.build_schedules(num_samples)
     except ConfigError as error:
-        raise ConfigError(f"{what}: {error}") from None
-    if s.lr_warmup >= steps.num_steps:
-        found = f"a warm-up of {s.lr_warmup} updates in a run of {steps.num_steps}"
-        raise ConfigError(f"{what}: {found}; use more --epochs, or a shorter warm-up")
+        raise ConfigError(f"recipe {cell.recipe!r} at {cell.global_batch_size}: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Context:
-    """What a switch may use: the settings so far, its number, the growth over the base batch, the base batch size, and
-    the number of updates."""
-
-    settings: TrainSettings
-    value: float
-    growth: float
-    base_batch_size: int
-    num_updates: int
-
-
-def _grow(context: _Context) -> dict[str, Any]:
-    """Grow from the base batch to this one by factors of up to four, from this share of the run on. The learning rate
-    stays constant, because growth replaces its decay."""
-    factors, factor = [], 1
-    while factor < context.growth:
-        factor = min(4 * factor, int(context.growth))
+def _list_growths(start: float, growth: float) -> Growths:
+    """Grow the batch by factors of up to four until it is `growth` times as large, from the share `start` on."""
+    factors = []
+    factor = 1
+    while factor < growth:
+        factor = min(4 * factor, int(growth))
         factors.append(factor)
-    spacing = (1 - context.value) / (len(factors) + 1)
-    growths = tuple((round(context.value + spacing * number, 4), factor) for number, factor in enumerate(factors))
-    size = context.base_batch_size
-    return {"global_batch_size": size, "batch_growth": growths, "schedule": "constant", "lr_drops": ()}
+    spacing = (1 - start) / (len(factors) + 1)
+    return tuple((round(start + spacing * number, 4), factor) for number, factor in enumerate(factors))
 
 
-@dataclass(frozen=True)
-class Switch:
-    """What a name in a recipe changes. `default` is its number if none is given; NaN: the base batch size."""
+class Switch(NamedTuple):
+    """A name in a recipe. `default` is its number if none is given; None: the base batch size."""
 
-    default: float
-    change: Callable[[_Context], dict[str, Any]]
+    default: float | None
     excludes: tuple[str, ...] = ()
     is_share: bool = False
 
 
 SWITCHES: Mapping[str, Switch] = {
-    # The learning rate times the growth of the batch, which preserves the progress per epoch while gradients change
-    # little (Goyal 2017) and needs a warm-up; or times its square root, which preserves the noise of a step (Krizhevsky
-    # 2014).
-    "linear": Switch(1.0, lambda c: {"lr": c.settings.lr * c.growth * c.value}, ("sqrt", "lars", "lamb")),
-    "sqrt": Switch(1.0, lambda c: {"lr": c.settings.lr * sqrt(c.growth) * c.value}, ("linear", "lars", "lamb")),
-    # A layer-wise optimizer needs its own learning rate: the number is the one at the base batch. LARS applies the rate
-    # to biases and norms without a trust ratio. So the coefficient is larger than the paper's, and the rate smaller by
-    # the same factor: layers step as far, and biases and norms not much farther than with SGD.
-    "lars": Switch(
-        0.15, lambda c: {"optimizer": "lars", "trust_coefficient": 0.02, "lr": c.value * sqrt(c.growth)}, ("lamb",)
-    ),
-    "lamb": Switch(0.004, lambda c: {"optimizer": "lamb", "lr": c.value * sqrt(c.growth)}, ("lars",)),
-    "warmup": Switch(0.2, lambda c: {"lr_warmup": max(1, round(c.value * c.num_updates))}, is_share=True),
+    "linear": Switch(1.0, ("sqrt", "lars", "lamb")),
+    "sqrt": Switch(1.0, ("linear", "lars", "lamb")),
+    "lars": Switch(0.15, ("lamb",)),
+    "lamb": Switch(0.004, ("lars",)),
+    "warmup": Switch(0.2, is_share=True),
     # The others set the rate for the large batch, but this one starts with the small batch.
-    "grow": Switch(0.4, _grow, ("linear", "sqrt", "lars", "lamb", "warmup"), is_share=True),
-    "ghost": Switch(math.nan, lambda c: {"ghost_batchnorm": int(c.value)}, ("sync",)),
-    "sync": Switch(1.0, lambda c: {"sync_batchnorm": True}, ("ghost",)),
-    "smoothing": Switch(0.1, lambda c: {"label_smoothing": c.value}, is_share=True),
+    "grow": Switch(0.4, ("linear", "sqrt", "lars", "lamb", "warmup"), is_share=True),
+    "ghost": Switch(None, ("sync",)),
+    "sync": Switch(1.0, ("ghost",)),
+    "smoothing": Switch(0.1, is_share=True),
 }
 
 
@@ -224,38 +191,40 @@ class Recipe:
     """Switches with their values, such as `linear+warmup:0.1`; `none` has no switches."""
 
     text: str
-    switches: tuple[tuple[str, float], ...]
+    switches: tuple[tuple[str, float | None], ...]
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
         text = "".join(text.split())  # spaces do not make another recipe
         if text == NO_RECIPE:
             return cls(text, ())
-        found: list[tuple[str, float]] = []
+        found: list[tuple[str, float | None]] = []
         for part in text.split("+"):
-            name, colon, number = part.strip().partition(":")
+            name, colon, number = part.partition(":")
             if name not in SWITCHES:
                 raise ConfigError(f"recipe {text!r}: {name!r} is unknown; use none, {', '.join(SWITCHES)}")
-            try:
-                value = float(number) if colon else SWITCHES[name].default
-            except ValueError:
-                raise ConfigError(f"recipe {text!r}: {number!r} after {name} is not a number") from None
-            is_size = value >= 2 and value % 1 == 0
-            is_odd = value <= 0 or math.isinf(value) or (colon and math.isnan(value))
-            typed = f"recipe {text!r}: {number} after {name}"
-            refuse(
-                (is_odd, f"{typed}: a number above 0 is needed"),
-                (SWITCHES[name].is_share and value >= 1, f"{typed} is a fraction: below 1 is needed"),
-                (name == "ghost" and colon and not is_size, f"{typed}: an integer of at least 2 is needed"),
-                (name == "sync" and colon, f"{typed}, which does not take a number"),
-            )
-            found.append((name, value))
+            found.append((name, cls._parse_number(text, name, number) if colon else SWITCHES[name].default))
         names = [name for name, _ in found]
         for name in names:
             clash = next((other for other in SWITCHES[name].excludes if other in names), None)
             if clash is not None or names.count(name) > 1:
                 raise ConfigError(f"recipe {text!r}: {name} and {clash or name} exclude each other; leave one out")
         return cls(text, tuple(found))
+
+    @staticmethod
+    def _parse_number(text: str, name: str, number: str) -> float:
+        try:
+            value = float(number)
+        except ValueError:
+            raise ConfigError(f"recipe {text!r}: {number!r} after {name} is not a number") from None
+        typed = f"recipe {text!r}: {number} after {name}"
+        refuse(
+            (not 0 < value < math.inf, f"{typed}: a number above 0 is needed"),
+            (SWITCHES[name].is_share and value >= 1, f"{typed} is a fraction: below 1 is needed"),
+            (name == "ghost" and (value < 2 or value % 1), f"{typed}: an integer of at least 2 is needed"),
+            (name == "sync", f"{typed}, which does not take a number"),
+        )
+        return value
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -274,15 +243,33 @@ class Recipe:
     def apply(
         self, base: TrainSettings, global_batch_size: int, base_batch_size: int, num_updates: int
     ) -> TrainSettings:
-        """The base settings at this global batch with all switches applied, in the order of `SWITCHES`."""
-        settings, values = replace(base, global_batch_size=global_batch_size), dict(self.switches)
-        for name, switch in SWITCHES.items():
-            if name in values:
-                value = float(base_batch_size) if math.isnan(values[name]) else values[name]
-                growth = global_batch_size / base_batch_size
-                context = _Context(settings, value, growth, base_batch_size, num_updates)
-                settings = replace(settings, **switch.change(context))
-        return settings
+        """The base settings at this global batch with all switches applied."""
+        growth = global_batch_size / base_batch_size
+        changes: dict[str, Any] = {"global_batch_size": global_batch_size}
+        for name, number in self.switches:
+            value = base_batch_size if number is None else number
+            if name == "linear":  # preserves the progress per epoch while gradients change little (Goyal 2017)
+                changes["lr"] = base.lr * growth * value
+            elif name == "sqrt":  # preserves the noise of a step (Krizhevsky 2014)
+                changes["lr"] = base.lr * math.sqrt(growth) * value
+            elif name in ("lars", "lamb"):  # need their own learning rate: the number is the one at the base batch
+                changes |= {"optimizer": name, "lr": value * math.sqrt(growth)}
+                if name == "lars":
+                    # LARS applies the rate to biases and norms without a trust ratio. A larger coefficient than the
+                    # paper's, and a smaller rate, make them step not much farther than with SGD.
+                    changes["trust_coefficient"] = 0.02
+            elif name == "warmup":
+                changes["lr_warmup"] = max(1, round(value * num_updates))
+            elif name == "grow":  # replaces the decay of the learning rate
+                changes |= {"global_batch_size": base_batch_size, "batch_growth": _list_growths(value, growth)}
+                changes |= {"schedule": "constant", "lr_drops": ()}
+            elif name == "ghost":
+                changes["ghost_batchnorm"] = int(value)
+            elif name == "sync":
+                changes["sync_batchnorm"] = True
+            else:
+                changes["label_smoothing"] = value
+        return replace(base, **changes)
 
 
 def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:

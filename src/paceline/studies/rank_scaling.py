@@ -6,6 +6,7 @@ What the ranks run is in `rank_steps`; what the numbers mean, in `records.steps`
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from paceline import machine
-from paceline.errors import MeasurementError, PacelineError, refuse
+from paceline.errors import ConfigError, MeasurementError, PacelineError, refuse
 from paceline.measure.bench_settings import BACKENDS, CollectiveSettings
 from paceline.options import Option, option
 from paceline.predict.networks import find_links, find_networks
@@ -122,8 +123,12 @@ class ScaleSettings(StudySettings):
         refuse_unused(job, ("plan",), "wrappers are compared with their default buckets")
         refuse_unused(job, ("sync_batchnorm",), "it would wait for ranks that do not take part in a turn")
         find_links(network)  # refuses an unknown one
-        counts, sizes, device = _choose_counts(ranks), list_counts(batch_size, "batch_size"), choose_device(device)
-        wrappers, backends, most = list_names(wrapper), list_names(backend), max(counts)
+        counts = _choose_counts(ranks)
+        most = max(counts)
+        sizes = list_counts(batch_size, "batch_size")
+        device = choose_device(device)
+        wrappers = list_names(wrapper)
+        backends = list_names(backend)
         if backends == ("auto",):
             on_gpu = ("nccl",) if machine.can_serve_nccl(machine.count_gpus(), most) else ("gloo",)
             backends = on_gpu if device == "cuda" else ("gloo", "shm")
@@ -163,17 +168,21 @@ class ScaleSettings(StudySettings):
         super().check()
         Option(choices=("paceline", "torch", "dp")).check("wrapper", tuple(setup.wrapper for setup in self.setups))
         Option(choices=BACKENDS).check("backend", tuple(setup.backend for setup in self.setups))
-        ranks, most, parts, gpus = self.ranks, max(self.ranks), self.job.accumulate or 1, machine.count_gpus()
-        how, shares = f" in {parts} micro-batches" if parts > 1 else "", ", ".join(str(n * parts) for n in ranks)
-        with_dp = any(setup.wrapper == "dp" for setup in self.setups)
-        refuse(
-            (most < 2, f"--ranks {','.join(map(str, ranks))}: scaling compares one rank with two or more"),
-            *((size % (n * parts),
-               f"--global-batch-size {size} cannot be shared equally by {n} ranks{how}: use a multiple of {shares}")
-              for size in self.global_batch_sizes for n in ranks),
-            (with_dp and (gpus < most or self.job.device == "cpu"),
-             f"--wrapper dp puts {most} GPUs into one process, and {gpus} can be used here: leave it out"),
-        )  # fmt: skip
+        most = self.num_ranks
+        parts = self.job.accumulate or 1
+        if most < 2:
+            found = f"--ranks {','.join(map(str, self.ranks))}"
+            raise ConfigError(f"{found}: scaling compares one rank with two or more")
+        for size, count in itertools.product(self.global_batch_sizes, self.ranks):
+            if size % (count * parts):
+                how = f" in {parts} micro-batches" if parts > 1 else ""
+                needed = f"use a multiple of {', '.join(str(n * parts) for n in self.ranks)}"
+                what = f"--global-batch-size {size} cannot be shared equally by {count} ranks{how}"
+                raise ConfigError(f"{what}: {needed}")
+        gpus = machine.count_gpus()
+        if any(setup.wrapper == "dp" for setup in self.setups) and (gpus < most or self.job.device == "cpu"):
+            found = f"--wrapper dp puts {most} GPUs into one process, and {gpus} can be used here"
+            raise ConfigError(f"{found}: leave it out")
 
     def sweep(self, num_bytes: int, on_one_host: bool = True) -> CollectiveSettings:
         """All-reduces alone, up to the size of all gradients: the peak bandwidth, and the basis of a prediction."""
@@ -205,10 +214,6 @@ class ScaleSettings(StudySettings):
             sweep = here + "measure_allreduce"
             tasks.append(Task("allreduce", sweep, ranks=most, weight=2.0, follow=sweep_up_to_all))
         return session.run(tasks)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        return super().from_json(values | {"setups": [Setup(**value) for value in values["setups"]]})
 
 
 def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
@@ -266,10 +271,7 @@ _FIRST = (
     *raw_columns("record.data", "record.precision", "record.threads", "record.accumulate", "record.batch_size"),
     *raw_columns("record.cell_size", "record.wrapper", "record.backend", num_repetitions="record.timing.count"),
 )
-_MARK = (
-    Column("mark", lambda s: "disturbed" if s.is_disturbed else "", is_key=True),
-    *raw_columns("is_disturbed"),
-)
+_MARK = (Column("mark", lambda s: "disturbed" if s.is_disturbed else "", is_key=True), *raw_columns("is_disturbed"))
 _LAST = (*_MARK, *text_columns("record.source", priority=-2))
 
 # Efficiencies are fractions of 1, `alone_s` is one rank's step in the same cell.
@@ -325,10 +327,7 @@ def match_predictions(predicted: Sequence[Prediction], points: Sequence[ScalePoi
         point = known.get((row.label, (row.mode, row.cell_size), row.world_size))
         if point is not None:
             row = replace(
-                row,
-                measured=point.record,
-                measured_efficiency=point.efficiency,
-                is_disturbed=point.is_disturbed,
+                row, measured=point.record, measured_efficiency=point.efficiency, is_disturbed=point.is_disturbed
             )
         found.append(row)
     return found

@@ -14,6 +14,7 @@ from paceline.errors import refuse
 from paceline.options import Option, check_counts, check_options
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.environment import Environment
+from paceline.records.kinds import decode
 from paceline.records.store import Study
 from paceline.report.result import Result
 from paceline.runtime.ranks.place import is_launched, read_place
@@ -75,9 +76,9 @@ class StudySettings:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        known = {field.name for field in fields(cls)}
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
-        return cls(**values | {"job": TrainSettings.from_json(values["job"])})
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        found: Self = decode(cls, known | {"job": TrainSettings.from_json(values["job"])})
+        return found
 
 
 def build_settings(kind: type[StudySettings], **given: Any) -> StudySettings:

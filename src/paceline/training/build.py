@@ -2,9 +2,10 @@
 
 import contextlib
 import copy
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, refuse
+from paceline.options import LEARNING
 from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm, comm_hook
 from paceline.plan import Plan
 from paceline.runtime.faults.monitor import find_hang_timeout
@@ -36,10 +38,8 @@ from paceline.workloads.registry import build_model, default_form
 # The training set, and the test set if there is one.
 Sets = tuple[DataSet | OwnData, DataSet | OwnData | None]
 # Settings that have no effect on a user's own step.
-_OURS = (
-    "optimizer", "lr", "momentum", "trust_coefficient", "weight_decay", "schedule", "lr_warmup", "lr_drops", "clip",
-    "label_smoothing", "precision", "batch_growth",
-)  # fmt: skip
+_LEARNING = (field.name for field in dataclasses.fields(TrainSettings) if field.metadata["option"].panel == LEARNING)
+_OURS = ("accumulate", "precision", *(name for name in _LEARNING if name not in ("epochs", "steps")))
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Job:
     def check_length(self) -> None:
         """Refuse to train for whole epochs on a stream of unknown length."""
         train = self.train
-        if isinstance(train, OwnData) and train.is_stream and self.settings.steps is None:
+        if self.settings.steps is not None or not isinstance(train, OwnData) or not train.is_stream:
+            return
+        if not train.count_windows(self.batches.accumulate, self.world.world_size):
             what = f"{train.describe()}: the length of an epoch is unknown"
-            advice = "give the data a __len__, or train with --steps"
-            unknown = not train.count_windows(self.batches.accumulate, self.world.world_size)
-            refuse((unknown, f"{what}; {advice}"), code="no-length")
+            raise ConfigError(f"{what}; give the data a __len__, or train with --steps", code="no-length")
 
     def seed_step(self, step: int) -> None:
         """Seed the random numbers of a step (dropout) from the run's seed, the rank and the step number alone.
@@ -124,23 +124,7 @@ def build_job(
         # Expected number of global batches per epoch; one if neither the length nor --steps is known.
         per_epoch = train.count_windows(settings.batches.accumulate, world.world_size)
         num_samples = (per_epoch or settings.steps or 1) * settings.batches.global_batch_size
-    size, epochs, num_steps = settings.batches.global_batch_size, settings.epochs, settings.steps
-    # Refuses data that is smaller than one batch.
-    per_epoch = EpochOrder(num_samples, size, settings.seed, 0, settings.tail).num_windows
-    if num_steps is not None:
-        epochs = -(-num_steps // per_epoch)
-    batch_schedule = BatchSchedule(
-        global_batch_size=size, num_samples=num_samples, epochs=epochs, growths=settings.batch_growth,
-        tail=settings.tail,
-    )  # fmt: skip
-    batch_schedule.check()
-    num_steps = num_steps or batch_schedule.num_steps
-    if settings.lr_warmup >= num_steps:
-        raise ConfigError(f"--lr-warmup {settings.lr_warmup} covers all {num_steps} steps: leave some to train at --lr")
-    schedule = Schedule(
-        shape=settings.schedule, peak=settings.lr, num_steps=num_steps, warmup_steps=settings.lr_warmup,
-        drops=settings.lr_drops,
-    )  # fmt: skip
+    schedule, batch_schedule = settings.build_schedules(num_samples)
     return Job(settings, world, settings.batches, train, test, learner, schedule, batch_schedule)
 
 
@@ -170,20 +154,22 @@ def open_parts(settings: TrainSettings, world: World, form: DataForm | None) -> 
     parts, taken = open_own(settings.model, form, **_list_facts(settings, world))
     name = settings.model
     models = list_models(parts.model)
-    defaults = TrainSettings(accumulate=1)
     several = models != [parts.model]
     params = [p for model in models for p in model.parameters() if p.requires_grad]
+    is_shared = len(set(params)) < len(params)
+    shared = f"two models of {name} share a parameter, but each has its own wrapper: put shared layers into one model"
     refuse(
         (several and parts.step is None, f"model {name} returned several models: return a step with them"),
-        (len(set(params)) < len(params),
-         f"two models of {name} share a parameter, but each has its own wrapper: put shared layers into one model"),
+        (is_shared, shared),
         (several and settings.plan, f"--plan: {name} has several models, but a plan is for one; leave it out"),
         code="own-type",
-    )  # fmt: skip
-    given = {option: getattr(settings, option) for option in _OURS} | {"accumulate": settings.batches.accumulate}
-    for option, value in given.items() if parts.step is not None else ():
-        what = f"--{option.replace('_', '-')} {value}: the step of {name} decides it; leave it out"
-        refuse((value != getattr(defaults, option), what), code="unused")
+    )
+    if parts.step is not None:
+        given = dataclasses.replace(settings, accumulate=settings.batches.accumulate)
+        for option in _OURS:
+            if (value := getattr(given, option)) != getattr(TrainSettings(accumulate=1), option):
+                what = f"--{option.replace('_', '-')} {value}: the step of {name} decides it; leave it out"
+                raise ConfigError(what, code="unused")
     return parts, taken
 
 
@@ -218,7 +204,7 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
     train, test = sets
     if isinstance(train, OwnData):
         if settings.batch_size is None and settings.global_batch_size is None:
-            settings = replace(settings, batch_size=train.batch_size)
+            settings = dataclasses.replace(settings, batch_size=train.batch_size)
         tail = f"--tail {settings.tail}: {train.describe()}"
         grows = settings.batch_growth
         refuse(
@@ -243,7 +229,7 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
     what = f"--tail pad: the loader of {settings.data or settings.model} has drop_last=True; remove one of them"
     refuse((drops and settings.tail == "pad", what))
     if drops or (needs_all and settings.tail == "keep"):
-        settings = replace(settings, tail="drop")
+        settings = dataclasses.replace(settings, tail="drop")
     return settings, (train, test)
 
 
@@ -254,19 +240,18 @@ def _check_shares(data: OwnData, world: World) -> list[tuple[int, int]]:
     """
     name = f"data {data.name}, {data.split}"
     everyone = world.share((len(data), data.checksum))
-    advice = "make the order of the stream follow from the seed, or shard it yourself by rank and world_size"
-    if not data.is_stream:
-        advice = "return the same whole set on every rank; Paceline then divides its samples"
+    checksums = [checksum for _, checksum in everyone]
     for rank in range(1, world.world_size):
-        before = [other for other in range(rank) if everyone[other][1] == everyone[rank][1]]
-        refuse(
-            (data.is_sharded and before,
-             f"{name}: ranks {(*before, 0)[0]} and {rank} get the same samples; use the function's rank and world_size "
-             "arguments to give each rank its own part"),
-            (not data.is_sharded and everyone[rank] != everyone[0],
-             f"{name}: rank {rank} has different samples from rank 0, so they cannot be divided; {advice}"),
-            code="shares",
-        )  # fmt: skip
+        first = checksums.index(checksums[rank])
+        if data.is_sharded and first < rank:
+            advice = "use the function's rank and world_size arguments to give each rank its own part"
+            raise ConfigError(f"{name}: ranks {first} and {rank} get the same samples; {advice}", code="shares")
+        if not data.is_sharded and everyone[rank] != everyone[0]:
+            advice = "return the same whole set on every rank; Paceline then divides its samples"
+            if data.is_stream:
+                advice = "make the order of the stream follow from the seed, or shard it by rank and world_size"
+            found = f"{name}: rank {rank} has different samples from rank 0, so they cannot be divided"
+            raise ConfigError(f"{found}; {advice}", code="shares")
     return everyone
 
 

@@ -162,26 +162,27 @@ class RunFiles:
         meta, state, learner = loaded.meta, loaded.state, job.learner
         found, size = f"checkpoint {loaded.path}", job.batches.global_batch_size
         num_workers = 1 if learner.workers is None else len(learner.workers.learners)
+        had_workers = len(state["workers"]["memory"]) if "workers" in state else 1
         grown = [tuple(mark) for mark in meta["growth"]]
         wanted = list(job.batch_schedule.marks)
-        refuse(
-            ((meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size),
-             f"{found} was trained on {meta['num_samples']} samples in batches of {meta['global_batch_size']}, but "
-             f"this job has {len(job.train)} in batches of {size}: keep both"),
-            (meta["tail"] != job.settings.tail,
-             f"{found} was trained with --tail {meta['tail']}, but now it is {job.settings.tail} (because of the "
-             f"loader's drop_last, or of {self._world.world_size} ranks), which changes the steps per epoch: keep it"),
-            (_count_workers(state) != num_workers,
-             f"{found} has {format_number_of(_count_workers(state), 'worker')}, but this job has {num_workers}: "
-             "keep --workers"),
-            (grown != wanted,
-             f"{found} grows its batch {_format_growth(grown)}, but this job "
-             f"{_format_growth(wanted)}: keep --batch-growth and --epochs"),
-            (meta["checksum"] != job.train.checksum,
-             f"{found} was trained on other samples than {job.train.describe()}: name the data that it was trained on "
-             "(synthetic data also differs between cpu and cuda)"),
-            code="mismatch",
-        )  # fmt: skip
+        other = ""
+        if (meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size):
+            other = f"was trained on {meta['num_samples']} samples in batches of {meta['global_batch_size']}, but this "
+            other += f"job has {len(job.train)} in batches of {size}: keep both"
+        elif meta["tail"] != job.settings.tail:
+            other = (
+                f"was trained with --tail {meta['tail']}, but now it is {job.settings.tail} (because of the loader's "
+            )
+            other += f"drop_last, or of {self._world.world_size} ranks), which changes the steps per epoch: keep it"
+        elif had_workers != num_workers:
+            other = f"has {format_number_of(had_workers, 'worker')}, but this job has {num_workers}: keep --workers"
+        elif grown != wanted:
+            other = f"grows its batch {_format_growth(grown)}, but this job {_format_growth(wanted)}: "
+            other += "keep --batch-growth and --epochs"
+        elif meta["checksum"] != job.train.checksum:
+            other = f"was trained on other samples than {job.train.describe()}: name the data that it was trained on "
+            other += "(synthetic data also differs between cpu and cuda)"
+        refuse((other, f"{found} {other}"), code="mismatch")
         expected = disk.fingerprint(learner.module.state_dict())
         disk.check_fingerprint(disk.fingerprint(loaded.model), expected, found)
         learner.module.load_state_dict(loaded.model)
@@ -329,10 +330,6 @@ def build_meta(job: Job, position: Position) -> dict[str, Any]:
         "growth": [list(mark) for mark in job.batch_schedule.marks], "num_samples": len(job.train),
         "tail": job.settings.tail, "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
     }  # fmt: skip
-
-
-def _count_workers(state: dict[str, Any]) -> int:
-    return len(state["workers"]["memory"]) if "workers" in state else 1
 
 
 def find_strategy(model: nn.Module) -> tuple[Callable[[], dict[str, Any]], Callable[..., None]]:

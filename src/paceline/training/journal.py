@@ -214,11 +214,14 @@ def _build_row(ranks: Sequence[Mapping[str, Any]], num_ranks: int = 0) -> dict[s
     more = max(1.0, num_ranks / len(ranks))
     known = [rank["correct"] for rank in ranks if rank["correct"] is not None]
     return {
-        "step": about["step"], "epoch": about["epoch"],
+        "step": about["step"],
+        "epoch": about["epoch"],
         "loss": sum(rank["loss"] for rank in ranks) * more / targets,
         "accuracy": sum(known) * more / targets if len(known) == len(ranks) else None,
-        "samples": about["samples"], "lr": about["lr"],
+        "samples": about["samples"],
+        "lr": about["lr"],
         "exposed_comm_s": sum(exposed) / len(exposed) if exposed else None,
         **{name: max(rank["times"][name] for rank in ranks) for name in ranks[0]["times"]},
-        "ranks": each, **({"messages": recorded} if len(recorded) == len(ranks) else {}),
-    }  # fmt: skip
+        "ranks": each,
+        **({"messages": recorded} if len(recorded) == len(ranks) else {}),
+    }

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import ConfigError, TrainingError, refuse
+from paceline.errors import ConfigError, TrainingError
 from paceline.parallel import DataParallel, is_torchs
 from paceline.parallel.replicas import read_replica
 from paceline.parallel.zero import ShardedOptimizer
@@ -81,18 +81,15 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 place = (epoch + 1, 0) if ends else (epoch, window.number + 1)
                 position = Position(*place, position.step + 1)
                 is_last = position.step == num_steps
-                yield TakenStep(
-                    position, epoch, rate, window.num_samples, num_targets, waited_s, outcome, ends, is_last
-                )
+                about = window.num_samples, num_targets, waited_s
+                yield TakenStep(position, epoch, rate, *about, outcome, ends, is_last)
                 if is_last:
                     return
                 begin_s = time.perf_counter()
-        refuse(
-            (position == begin,
-             f"epoch {epoch + 1} of {job.train.describe()} has no batch {begin.window} or later, but "
-             f"{num_steps - position.step} steps remain: is the data shorter than before?"),
-            error=TrainingError,
-        )  # fmt: skip
+        if position == begin:
+            found = f"epoch {epoch + 1} of {job.train.describe()} has no batch {begin.window} or later"
+            remain = f"{num_steps - position.step} steps remain"
+            raise TrainingError(f"{found}, but {remain}: is the data shorter than before?")
 
 
 def _agree(world: World, num_samples: int) -> int:

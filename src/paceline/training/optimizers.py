@@ -47,12 +47,12 @@ class _LayerwiseOptimizer(Optimizer):
         group = {**self.defaults, **param_group}
         betas = group.get("betas", (0.0, 0.0))
         is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+        is_still = group.get("nesterov") and group.get("momentum") == 0
         refuse(
             (not isinstance(group["adapt"], bool), f"{owner}: adapt {group['adapt']!r}: True or False is needed"),
             (not is_pair, f"{owner}: betas {betas!r}: two numbers are needed"),
-            (group.get("nesterov") and group.get("momentum") == 0,
-             f"{owner}: nesterov with momentum 0: give a momentum, or leave out nesterov"),
-        )  # fmt: skip
+            (is_still, f"{owner}: nesterov with momentum 0: give a momentum, or leave out nesterov"),
+        )
         numbers = [(name, group[name], below) for name, below in _LIMITS.items() if name in group]
         for name, value, below in (*numbers, *(("a beta of", beta, 1.0) for beta in betas)):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

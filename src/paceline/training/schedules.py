@@ -17,12 +17,10 @@ SCHEDULES = ("constant", "cosine", "linear", "piecewise")
 def check_drops(drops: tuple[float, ...], shape: str, name: str = "--lr-drops") -> None:
     """Refuse drops that are not increasing fractions of a run, or that are used without the piecewise schedule."""
     found = f"{name} {','.join(map(str, drops)) or 'none'}"
-    rises = itertools.pairwise((0.0, *drops, 1.0))
-    refuse(
-        (bool(drops) != (shape == "piecewise"),
-         f"{found} with schedule {shape}: piecewise, and only piecewise, needs drops, such as 0.5,0.75"),
-        (not all(a < b for a, b in rises), f"{found}: increasing fractions of the run between 0 and 1 are needed"),
-    )  # fmt: skip
+    if bool(drops) != (shape == "piecewise"):
+        raise ConfigError(f"{found} with schedule {shape}: only piecewise has drops, and it needs them: 0.5,0.75")
+    if not all(a < b for a, b in itertools.pairwise((0.0, *drops, 1.0))):
+        raise ConfigError(f"{found}: increasing fractions of the run between 0 and 1 are needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +150,9 @@ class BatchSchedule:
     @cached_property
     def num_steps(self) -> int:
         """Number of steps in the whole run."""
-        steps = self.epochs * self.count_steps(0)
-        return steps if not self.growths else sum(self.count_steps(epoch) for epoch in range(self.epochs))
+        if not self.growths:
+            return self.epochs * self.count_steps(0)
+        return sum(map(self.count_steps, range(self.epochs)))
 
     @cached_property
     def growth_steps(self) -> tuple[int | None, ...]:
@@ -168,13 +167,11 @@ class BatchSchedule:
 
     def check(self) -> None:
         """Refuse growths that do not fit this data, rather than train without them."""
+        flag = f"--batch-growth {format_growths(self.growths)}:"
         for (share, factor), (_, size), step in zip(self.growths, self.marks, self.growth_steps, strict=True):
-            flag = f"--batch-growth {format_growths(self.growths)}:"
-            grown = f"{factor} x {self.global_batch_size}"
-            refuse(
-                (size > self.num_samples,
-                 f"{flag} {grown} is more than the {self.num_samples} samples of an epoch; use a smaller factor"),
-                (step is None,
-                 f"{flag} no step uses the growth at {share}: it comes too late, or the next one replaces it; "
-                 "move it, or leave it out"),
-            )  # fmt: skip
+            if size > self.num_samples:
+                found = f"{factor} x {self.global_batch_size} is more than the {self.num_samples} samples of an epoch"
+                raise ConfigError(f"{flag} {found}; use a smaller factor")
+            if step is None:
+                why = "it comes too late, or the next one replaces it"
+                raise ConfigError(f"{flag} no step uses the growth at {share}: {why}; move it, or leave it out")

@@ -23,9 +23,10 @@ from paceline.records.kinds import decode
 from paceline.records.training import count_usable_ranks
 from paceline.runtime.faults.monitor import find_hang_timeout
 from paceline.strategy import Strategy
-from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
+from paceline.training import schedules
+from paceline.training.schedules import GROWS, SCHEDULES, BatchSchedule, Growths, Schedule
 from paceline.units import format_memory, format_number_of, parse_duration, shorten
-from paceline.workloads.data import TAILS, DataRequest, check_request, is_own, is_own_data, parse_data
+from paceline.workloads.data import TAILS, DataForm, DataRequest, check_request, is_own, is_own_data, parse_data
 from paceline.workloads.external import check_own
 from paceline.workloads.registry import MODELS, ModelOptions, check_model, default_form
 
@@ -127,12 +128,7 @@ class TrainSettings:
     clip: float | None = option(None, "Clip gradients to this norm.", LEARNING, above=0)
     lr: float = option(0.05, "Peak learning rate.", LEARNING, least=0)
     momentum: float = option(
-        0.9,
-        "Momentum of sgd (Nesterov) or lars.",
-        LEARNING,
-        least=0,
-        below=1,
-        advice=", or updates grow without bound",
+        0.9, "Momentum of sgd (Nesterov) or lars.", LEARNING, least=0, below=1, advice=", or updates grow without bound"
     )
     trust_coefficient: float | None = option(None, "lars: a layer's step relative to its weights.", LEARNING, above=0)
     weight_decay: float = option(0.0, "Weight decay, except of biases and norms.", LEARNING, least=0)
@@ -180,11 +176,11 @@ class TrainSettings:
         parts = ranks * batch_size
         words = f"{words} x --batch-size {batch_size}"
         needed = size // parts
-        refuse(
-            (size % parts, f"{asked} is not a multiple of {parts} ({words}): use one, or leave out --batch-size"),
-            (accumulate not in (None, needed),
-             f"{asked} needs --accumulate {needed} with {words}, not {accumulate}: leave one of them out"),
-        )  # fmt: skip
+        if size % parts:
+            raise ConfigError(f"{asked} is not a multiple of {parts} ({words}): use one, or leave out --batch-size")
+        if accumulate not in (None, needed):
+            found = f"{asked} needs --accumulate {needed} with {words}, not {accumulate}"
+            raise ConfigError(f"{found}: leave one of them out")
         return Batches(ranks, batch_size, needed)
 
     def on_ranks(self, count: int) -> TrainSettings:
@@ -203,6 +199,30 @@ class TrainSettings:
     def usable_ranks(self, most: int) -> int:
         """The largest number of ranks, up to `most`, that divides the global batch equally."""
         return count_usable_ranks(self.batches.global_batch_size, most)
+
+    def build_schedules(self, num_samples: int) -> tuple[Schedule, BatchSchedule]:
+        """The learning rates and the batches of a run on this many training samples."""
+        size = self.batches.global_batch_size
+        batches = BatchSchedule(
+            global_batch_size=size,
+            num_samples=num_samples,
+            epochs=self.epochs,
+            growths=self.batch_growth,
+            tail=self.tail,
+        )
+        per_epoch = batches.count_steps(0)
+        few = f"{num_samples} samples do not fill one global batch of {size}: use a smaller batch or --tail keep"
+        refuse((per_epoch == 0, few))
+        if self.steps is not None:
+            batches = dataclasses.replace(batches, epochs=-(-self.steps // per_epoch))
+        batches.check()
+        steps = self.steps or batches.num_steps
+        few = f"--lr-warmup {self.lr_warmup} covers all {steps} steps: train longer, or use a shorter warm-up"
+        refuse((self.lr_warmup >= steps, few))
+        schedule = Schedule(
+            shape=self.schedule, peak=self.lr, num_steps=steps, warmup_steps=self.lr_warmup, drops=self.lr_drops
+        )
+        return schedule, batches
 
     @property
     def stays_in_memory(self) -> bool:
@@ -240,81 +260,97 @@ class TrainSettings:
         check_options(self)
         parse_save_every(self.save_every)
         find_hang_timeout(self.hang_timeout)
-        faults_s = None if self.mtbf is None else parse_duration(self.mtbf, "--mtbf")
+        schedules.check_growths(self.batch_growth)
+        schedules.check_drops(self.lr_drops, self.schedule)
+        self._check_batches()
+        self._check_ranks()
+        # An option for another optimizer, norm or policy would silently do nothing.
+        if self.mtbf is not None and parse_duration(self.mtbf, "--mtbf") == 0:
+            raise ConfigError(f"--mtbf {self.mtbf}: above 0 is needed")
+        if self.mtbf is not None and self.save_every != AUTO:
+            found = f"--mtbf {self.mtbf} with --save-every {self.save_every}"
+            raise ConfigError(f"{found}: it is for auto only; leave it out, or use that")
+        if self.trust_coefficient is not None and self.optimizer != "lars":
+            found = f"--trust-coefficient {self.trust_coefficient} with --optimizer {self.optimizer}"
+            raise ConfigError(f"{found}: leave it out, or use lars")
+        if self.ghost_batchnorm is not None and self.sync_batchnorm:
+            why = "one shrinks the batch that BatchNorm sees, the other enlarges it"
+            raise ConfigError(f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: {why}; leave one out")
+        if self.spares > 1 and self.on_fault != "spare":
+            found = f"--spares {self.spares} with --on-fault {self.on_fault}"
+            raise ConfigError(f"{found}: leave it out, or use --on-fault spare")
+        if self.max_faults != TrainSettings.max_faults and self.on_fault == "stop":
+            found = f"--max-faults {self.max_faults} with --on-fault stop, which ends the run at the first fault"
+            raise ConfigError(f"{found}: leave it out, or use --on-fault restart")
+
+    def _check_batches(self) -> None:
+        """Refuse contradictory batches and lengths of a run."""
         _ = self.batches
-        check_growths(self.batch_growth)
+        if self.steps is not None and self.epochs != 1:
+            found = f"--steps {self.steps} with --epochs {self.epochs}"
+            raise ConfigError(f"{found}: a run has only one length; leave one out")
+        if self.steps is not None and self.batch_growth:
+            found = f"--batch-growth {schedules.format_growths(self.batch_growth)} with --steps {self.steps}"
+            raise ConfigError(f"{found}: it counts in fractions of all samples of the run; use --epochs")
+        if self.grow != GROWS[0] and not self.batch_growth:
+            raise ConfigError(f"--grow {self.grow} has no effect without --batch-growth: leave it out, or give both")
+
+    def _check_ranks(self) -> None:
+        """Refuse combinations of ranks or workers, their wrapper, and their strategy that do not work."""
+        wrapper = f"--wrapper {self.wrapper}"
+        workers = f"--workers {self.workers}"
         strategy = self.parsed_strategy
         sends = f"--strategy {self.strategy}"
-        what = "trains in one process" if self.wrapper == "none" else "uses the GPUs of one process"
-        steps = f"--steps {self.steps}"
-        growth = format_growths(self.batch_growth)
-        trust = f"--trust-coefficient {self.trust_coefficient}"
-        refuse(
-            (faults_s == 0, f"--mtbf {self.mtbf}: above 0 is needed"),
-            (faults_s is not None and self.save_every != AUTO,
-             f"--mtbf {self.mtbf} with --save-every {self.save_every}: it is for auto only; leave it out, or use that"),
-            (self.steps is not None and self.epochs != 1,
-             f"{steps} with --epochs {self.epochs}: a run has only one length; leave one out"),
-            (self.steps is not None and self.batch_growth,
-             f"--batch-growth {growth} with {steps}: it counts in fractions of all samples of the run; use --epochs"),
-            (self.grow != GROWS[0] and not self.batch_growth,
-             f"--grow {self.grow} has no effect without --batch-growth: leave it out, or give both"),
-            (self.wrapper in ("none", "dp") and self.ranks > 1,
-             f"--wrapper {self.wrapper} {what}, but --ranks is {self.ranks}: use --ranks 1"),
-            (self.plan is not None and self.wrapper not in ("paceline", "torch"),
-             f"--plan needs --wrapper paceline or torch, not {self.wrapper}"),
-            (self.workers > 1 and self.ranks > 1,
-             f"--workers {self.workers} share one process, but --ranks is {self.ranks}: use one or the other"),
-            (self.workers > 1 and (strategy.is_sharded or strategy.between_hosts),
-             f"{sends} with --workers {self.workers}: use --ranks {self.workers}"),
-            (self.workers > 1 and self.precision == "fp16",
-             f"--precision fp16 with --workers {self.workers}: each would need its own loss scale; use bf16"),
-            (not strategy.is_dense and self.wrapper not in ("paceline", "torch"),
-             f"{sends} needs --wrapper paceline, not {self.wrapper}"),
-            (not strategy.is_hook and self.wrapper == "torch",
-             f"{sends} cannot be a communication hook of torch's wrapper: use --wrapper paceline"),
-            (strategy.dgc and self.optimizer != "sgd",
-             f"{sends} includes SGD momentum: leave out dgc, or use --optimizer sgd"),
-            (strategy.dgc and self.momentum not in (TrainSettings.momentum, strategy.dgc),
-             f"--momentum {self.momentum} with {sends}, whose momentum is {strategy.dgc:g}: write dgc={self.momentum}"),
-            (self.sync_batchnorm and self.wrapper == "dp",
-             "--sync-batchnorm does not work with --wrapper dp: use paceline or torch"),
-            # Options for another optimizer, schedule or norm would silently do nothing.
-            (self.trust_coefficient is not None and self.optimizer != "lars",
-             f"{trust} with --optimizer {self.optimizer}: leave it out, or use lars"),
-            (self.ghost_batchnorm is not None and self.sync_batchnorm,
-             f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: one shrinks the batch that BatchNorm "
-             "sees, the other enlarges it; leave one out"),
-            (self.spares > 1 and self.on_fault != "spare",
-             f"--spares {self.spares} with --on-fault {self.on_fault}: leave it out, or use --on-fault spare"),
-            (self.max_faults != TrainSettings.max_faults and self.on_fault == "stop",
-             f"--max-faults {self.max_faults} with --on-fault stop, which ends the run at the first fault: leave it "
-             "out, or use --on-fault restart"),
-        )  # fmt: skip
-        check_drops(self.lr_drops, self.schedule)
+        has_buckets = self.wrapper in ("paceline", "torch")
+        if not has_buckets and self.ranks > 1:
+            what = "trains in one process" if self.wrapper == "none" else "uses the GPUs of one process"
+            raise ConfigError(f"{wrapper} {what}, but --ranks is {self.ranks}: use --ranks 1")
+        if self.plan is not None and not has_buckets:
+            raise ConfigError(f"--plan needs --wrapper paceline or torch, not {self.wrapper}")
+        if self.sync_batchnorm and self.wrapper == "dp":
+            raise ConfigError("--sync-batchnorm does not work with --wrapper dp: use paceline or torch")
+        if self.workers > 1 and self.ranks > 1:
+            raise ConfigError(f"{workers} share one process, but --ranks is {self.ranks}: use one or the other")
+        if self.workers > 1 and (strategy.is_sharded or strategy.between_hosts):
+            raise ConfigError(f"{sends} with {workers}: use --ranks {self.workers}")
+        if self.workers > 1 and self.precision == "fp16":
+            raise ConfigError(f"--precision fp16 with {workers}: each would need its own loss scale; use bf16")
+        if not strategy.is_dense and not has_buckets:
+            raise ConfigError(f"{sends} needs --wrapper paceline, not {self.wrapper}")
+        if not strategy.is_hook and self.wrapper == "torch":
+            raise ConfigError(f"{sends} cannot be a communication hook of torch's wrapper: use --wrapper paceline")
+        if strategy.dgc and self.optimizer != "sgd":
+            raise ConfigError(f"{sends} includes SGD momentum: leave out dgc, or use --optimizer sgd")
+        if strategy.dgc and self.momentum not in (TrainSettings.momentum, strategy.dgc):
+            found = f"--momentum {self.momentum} with {sends}, whose momentum is {strategy.dgc:g}"
+            raise ConfigError(f"{found}: write dgc={self.momentum}")
 
     def check_policy(self) -> None:
         """Refuse recovery from the memory of another rank if no other rank holds the lost state."""
         if not self.stays_in_memory:
             return
-        strategy = self.parsed_strategy
         asked = f"--on-fault {self.on_fault}"
-        has_own_size = self.batch_size is None and self.global_batch_size is None
-        sends = f"{asked} with --strategy {self.strategy}"
         instead = "use --on-fault restart"
-        refuse(
-            (self.ranks == 1, f"{asked} with --ranks 1: no other rank has a copy of the state; {instead}"),
-            (self.wrapper != "paceline", f"{asked} needs --wrapper paceline, not {self.wrapper}; or {instead}"),
-            (strategy.is_sharded,
-             f"{sends}: a lost rank takes its shard of the optimizer state with it; {instead}"),
-            (strategy.outer,
-             f"{sends}: a lost rank takes its updates since the last sync with it; {instead}"),
-            (strategy.codec not in ("dense", "bf16") or strategy.between_hosts,
-             f"{sends}: a lost rank takes its residuals with it; {instead}"),
-            (self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)),
-             f"{asked} with your own data: give --global-batch-size, so that fewer ranks can divide it"),
-            code="on-fault",
-        )  # fmt: skip
+        if self.ranks == 1:
+            what = f"{asked} with --ranks 1: no other rank has a copy of the state; {instead}"
+            raise ConfigError(what, code="on-fault")
+        if self.wrapper != "paceline":
+            raise ConfigError(f"{asked} needs --wrapper paceline, not {self.wrapper}; or {instead}", code="on-fault")
+        strategy = self.parsed_strategy
+        lost = ""
+        if strategy.is_sharded:
+            lost = "shard of the optimizer state"
+        elif strategy.outer:
+            lost = "updates since the last sync"
+        elif strategy.codec not in ("dense", "bf16") or strategy.between_hosts:
+            lost = "residuals"
+        if lost:
+            what = f"{asked} with --strategy {self.strategy}: a lost rank takes its {lost} with it; {instead}"
+            raise ConfigError(what, code="on-fault")
+        has_own_size = self.batch_size is None and self.global_batch_size is None
+        if self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)):
+            what = f"{asked} with your own data: give --global-batch-size, so that fewer ranks can divide it"
+            raise ConfigError(what, code="on-fault")
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -325,21 +361,14 @@ class TrainSettings:
         where = "the run's configuration"
         if not isinstance(values, dict):
             raise ConfigError(f"{where} is not a JSON object: give the folder of a run of this Paceline")
-        if unknown := sorted(set(values) - set(NAMES)):
-            raise ConfigError(f"{where} has unknown settings: {', '.join(unknown)[:200]}")
-        grown = values.get("batch_growth", ())
-        pairs = isinstance(grown, list | tuple) and all(
-            isinstance(mark, list | tuple) and len(mark) == 2 for mark in grown
-        )
-        if not pairs or not all(type(number) in (int, float) for mark in grown for number in mark):
-            raise ConfigError(f"{where} has batch_growth {str(grown)[:40]!r}: must be pairs of a fraction and a factor")
+        marks = values.get("batch_growth", ())
         try:
-            found: TrainSettings = decode(
-                cls, {name: value for name, value in values.items() if name != "batch_growth"}
-            )
-        except (RecordError, RecursionError, OverflowError) as error:
-            raise ConfigError(f"{where} is damaged: {str(error)[:200]}", code="damaged") from None
-        return dataclasses.replace(found, batch_growth=tuple(map(tuple, grown)))
+            found: TrainSettings = decode(cls, values | {"batch_growth": ()})
+            growths = tuple((decode(float, a, "batch_growth"), decode(int, b, "batch_growth")) for a, b in marks)
+        except (TypeError, ValueError, RecursionError, OverflowError) as error:
+            text = str(error) if isinstance(error, RecordError) else f"batch_growth {marks!r:.40} is not pairs"
+            raise ConfigError(f"{where} is damaged: {text[:200]}", code="damaged") from None
+        return dataclasses.replace(found, batch_growth=growths)
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
@@ -347,26 +376,23 @@ NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 
 def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
     """A lower bound for the memory that each option needs on one rank; the model's own needs are not included."""
-    form = default_form(settings.model) if settings.data == "synthetic" and settings.model in MODELS else None
-    shape, is_text = (form.shape, form.kind in ("tokens", "pairs")) if form is not None else ((1,), False)
-    shape = (settings.context or shape[0],) if is_text else shape
-    size = math.prod(shape)
-    item = 1 if form is not None and form.kind == "images" else 8 if is_text else 4
+    is_synthetic = settings.data.startswith("synthetic")
+    has_form = settings.data == "synthetic" and settings.model in MODELS
+    form = MODELS[settings.model].form if has_form else DataForm("numbers", (1,))
+    is_text = form.kind in ("tokens", "pairs")
+    context = settings.context or 0
+    size = context or form.shape[0] if is_text else math.prod(form.shape)
     batch = settings.batches.batch_size
-    found = {
+    channels = settings.channels or (64,)
+    return {
         "batch_size": batch * size * 4,
-        "context": batch * (settings.context or 0) * max(1, form.vocabulary if form is not None else 1) * 4,
+        "context": 4 * context * max(batch * max(1, form.vocabulary), 2000 * is_synthetic),
         "workers": settings.workers * 10_000,
+        "samples": is_synthetic * (settings.samples or 0) * size * (1 if form.kind == "images" else 4),
+        # Weights and gradients. The last convolution leaves at least one pixel per channel for the hidden layer.
+        "channels": 2 * 4 * 9 * sum(a * b for a, b in itertools.pairwise((1, *channels))),
+        "hidden": 2 * 4 * (settings.hidden or 0) * (size if settings.model == "mlp" else channels[-1]),
     }
-    if settings.data.startswith("synthetic"):
-        found["samples"] = (settings.samples or 0) * size * item
-        found["context"] = max(found["context"], (settings.context or 0) * 1000 * 8)
-    # Weights and gradients. The last convolution leaves at least one pixel per channel for the hidden layer.
-    channels = settings.channels or ()
-    hidden = settings.hidden or 0
-    found["channels"] = 2 * 4 * 9 * sum(a * b for a, b in itertools.pairwise((1, *channels)))
-    found["hidden"] = 2 * 4 * hidden * (size if settings.model == "mlp" else (channels or (64,))[-1])
-    return found
 
 
 def check_size(settings: TrainSettings) -> None:
@@ -414,8 +440,9 @@ def check_job(settings: TrainSettings) -> None:
 
 def list_job_warnings(settings: TrainSettings) -> list[str]:
     """Warnings about settings that work but measure little."""
-    text = "--wrapper dp on one GPU: nn.DataParallel has nothing to distribute and acts as if there were no wrapper"
-    return [text] if settings.wrapper == "dp" and machine.count_gpus() < 2 else []
+    if settings.wrapper != "dp" or machine.count_gpus() > 1:
+        return []
+    return ["--wrapper dp on one GPU: nn.DataParallel has nothing to distribute and acts as if there were no wrapper"]
 
 
 def takes_cap_lists() -> bool:

@@ -102,9 +102,8 @@ class Workers:
             {"model": learner.module.state_dict(), "optimizer": learner.optimizer.state_dict()}
             for learner in self.learners[1:]
         ]
-        return {
-            "step": self._step, "rate": self._rate, "strides": self._strides, "memory": memory, "others": others,
-        }  # fmt: skip
+        state = {"step": self._step, "rate": self._rate, "strides": self._strides}
+        return state | {"memory": memory, "others": others}
 
     @property
     def _strides(self) -> list[list[int]]:
@@ -153,7 +152,7 @@ def average_statistics(modules: Sequence[nn.Module]) -> None:
     ]
     own = [[buffer for buffer in buffers if buffer is not None] for buffers in own]
     if own[0]:
-        # In one operation: on a GPU each call is a kernel launch.
+        # One operation, because on a GPU each call is a kernel launch.
         mean = torch.stack([torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in own]).mean(0)
         for buffers in own:
             torch._foreach_copy_(buffers, list(mean.split([buffer.numel() for buffer in buffers])))

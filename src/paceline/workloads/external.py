@@ -232,23 +232,23 @@ def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, 
         return OwnParts(found), taken
     if isinstance(found, tuple) and len(found) in (2, 3):
         found = dict(zip(("model", "data", "step") if len(found) == 3 else ("model", "step"), found, strict=True))
-    keys, said = (list(map(str, found)) if isinstance(found, Mapping) else []), f"model {name} returned a"
+    said = f"model {name} returned a"
+    keys = list(map(str, found)) if isinstance(found, Mapping) else []
     what = f"{said} {type(found).__name__}{' with ' * bool(keys)}{', '.join(keys)}: it must return {_RETURNS}"
     refuse((not {"model", "step"} <= set(keys) <= set(OwnParts._fields), what), code="own-type")
     parts = OwnParts(**found)
-    state, evaluate = {} if parts.state is None else parts.state, parts.evaluate
-    parts_of = state if isinstance(state, Mapping) else {}
-    odd = [str(key) for key, part in parts_of.items() if not hasattr(part, "load_state_dict")]
-    refuse(
-        (not isinstance(parts.model, nn.Module),
-         f"{said} {type(parts.model).__name__} as model: a torch.nn.Module is needed, or several in an nn.ModuleDict"),
-        (not callable(parts.step), f"{said} {type(parts.step).__name__} as step: a function (model, batch) is needed"),
-        (parts_of is not state, f"{said} {type(state).__name__} as state: a dict of optimizers and the like is needed"),
-        (evaluate is not None and not callable(evaluate),
-         f"{said} {type(evaluate).__name__} as evaluate: a function (model, batch) is needed"),
-        (odd, f"{said} state with parts that lack load_state_dict: {', '.join(odd)}; optimizers, for example, have it"),
-        code="own-type",
-    )  # fmt: skip
+    state = {} if parts.state is None else parts.state
+    is_a = {
+        "model": (isinstance(parts.model, nn.Module), "a torch.nn.Module is needed, or several in an nn.ModuleDict"),
+        "step": (callable(parts.step), "a function (model, batch) is needed"),
+        "state": (isinstance(state, Mapping), "a dict of optimizers and the like is needed"),
+        "evaluate": (parts.evaluate is None or callable(parts.evaluate), "a function (model, batch) is needed"),
+    }
+    for key, (fits, needed) in is_a.items():
+        refuse((not fits, f"{said} {type(getattr(parts, key)).__name__} as {key}: {needed}"), code="own-type")
+    odd = ", ".join(str(key) for key, part in state.items() if not hasattr(part, "load_state_dict"))
+    what = f"{said} state with parts that lack load_state_dict: {odd}; optimizers, for example, have it"
+    refuse((odd, what), code="own-type")
     return parts, taken
 
 

@@ -96,10 +96,10 @@ class OwnData:
         loader = DataLoader(dataset, batch_size=batch_size, drop_last=self.drops_last, **self.options)
         return replace(self, items=loader, batch_size=batch_size)
 
-    def take(self, indices: torch.Tensor | int) -> OwnBatch:
+    def take(self, indices: torch.Tensor) -> OwnBatch:
         """The samples at these indices, loaded in this process."""
         here = {"num_workers": 0, "prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
-        return OwnBatch(next(self.load([torch.as_tensor(indices).reshape(-1).tolist()], 0, **here)))
+        return OwnBatch(next(self.load([indices.tolist()], 0, **here)))
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
         return batch
@@ -160,27 +160,22 @@ class _OwnRandom:
     previous context ended, and leaves the state outside untouched."""
 
     def __init__(self, seed: int) -> None:
-        self._other: Any = seed
+        self._other: Any = seed  # the state that is not installed, or the seed to make it from
 
     def __enter__(self) -> None:
-        self._other = _swap_random(self._other)
+        # Swap numpy's generator itself: copying its state takes longer than loading a small sample.
+        before = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
+        if isinstance(self._other, int):
+            mtrand.set_bit_generator(numpy.random.MT19937())
+            _seed_all(self._other)
+        else:
+            torch.set_rng_state(self._other[0])
+            mtrand.set_bit_generator(self._other[1])
+            random.setstate(self._other[2])
+        self._other = before
 
     def __exit__(self, *_: object) -> None:
-        self._other = _swap_random(self._other)
-
-
-def _swap_random(state: Any) -> Any:
-    """Install a state, or one made from a seed, and return the previous state."""
-    # Swap numpy's generator itself: copying its state takes longer than loading many a sample.
-    before = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
-    if isinstance(state, int):
-        mtrand.set_bit_generator(numpy.random.MT19937())
-        _seed_all(state)
-    else:
-        torch.set_rng_state(state[0])
-        mtrand.set_bit_generator(state[1])
-        random.setstate(state[2])
-    return before
+        self.__enter__()
 
 
 def _seed_all(seed: int) -> None:
@@ -257,28 +252,30 @@ def _look(data: OwnData) -> OwnData:
         with contextlib.closing(data.read(0, 1)) as batches:
             found = next(batches, [])
     refuse((len(found) == 0, f"data {data.name}, {data.split}: it has no samples; return at least one"), code="empty")
-    data.head = OwnBatch(found[0]) if data.is_stream else data.take(0)
-    _check_batch(data)
-    data.batch_size = data.batch_size or (len(data.head) if data.is_stream else None)
-    places = () if data.is_stream else (len(data) // 2, len(data) - 1)
+    places = torch.tensor([[0], [len(data) // 2], [len(data) - 1]])
+    data.head = OwnBatch(found[0]) if data.is_stream else data.take(places[0])
+    leaves = list(list_leaves(data.head.content))
+    _check_batch(data, leaves)
+    if data.is_stream:
+        data.batch_size = data.batch_size or len(data.head)
     # Only one sample of a batch, whose size may change on resume; but shards may start with equal samples.
-    first = list(list_leaves(data.head.content))
     if not data.is_sharded:
-        first = [leaf[:1] if is_tensor(leaf) and leaf.dim() else leaf for leaf in first]
-    data.checksum = digest([first, *(data.take(place).content for place in places)])
+        leaves = [leaf[:1] if is_tensor(leaf) and leaf.dim() else leaf for leaf in leaves]
+    data.checksum = digest([leaves, *(data.take(place).content for place in places[1:] if not data.is_stream)])
     return data
 
 
-def _check_batch(data: OwnData) -> None:
+def _check_batch(data: OwnData, leaves: Sequence[Any]) -> None:
     """Refuse batches whose tensors cannot be found and moved to a device."""
-    leaves = list(list_leaves(data.head.content))
     others = [leaf for leaf in leaves if not is_tensor(leaf) and not isinstance(leaf, _VALUES)]
     hidden = [leaf for leaf in others if any(map(is_tensor, getattr(leaf, "__dict__", {}).values()))]
-    hidden = [data.head.content] if len(others) == len(leaves) else hidden
-    kind = " ".join(type(leaf).__name__ for leaf in hidden[:1])
-    what = f"data {data.name}, {data.split}: a batch holds a {kind}, whose tensors cannot be found"
-    advice = "use dicts, lists, tuples or dataclasses of tensors, or give the class a method to(device)"
-    refuse((hidden, f"{what}: {advice}"), code="batch")
+    if len(others) == len(leaves):
+        hidden = [data.head.content]
+    if hidden:
+        kind = type(hidden[0]).__name__
+        what = f"data {data.name}, {data.split}: a batch holds a {kind}, whose tensors cannot be found"
+        advice = "use dicts, lists, tuples or dataclasses of tensors, or give the class a method to(device)"
+        raise ConfigError(f"{what}: {advice}", code="batch")
 
 
 def find_form(data: OwnData) -> DataForm:
