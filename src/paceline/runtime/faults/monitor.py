@@ -47,9 +47,9 @@ LOOK_S = 0.1
 _MOST_S = 2.5 * LOOK_S
 _STOPPED_S = 1.5  # a process may be stopped briefly
 _OOM_S = 1.0  # an OOM kill within the last one or two of these periods is blamed for the end of a rank
-# A process that keeps running this long after an error of its world has handled the error; one that is exiting because
-# of it may take longer.
-_HANDLED_S, _ENDED_S = 1.0, 30.0
+# A process that keeps running this long after an error of its world has handled the error.
+_HANDLED_S = 1.0
+_EXIT_S = 30.0  # the exit of a process with an error may take this long, or the hang timeout if that is longer
 # A rank is named once a phase of a step takes this many times as long as a slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
 # The same limit before the first step and for the first few, when there are not enough steps to learn from.
@@ -344,8 +344,8 @@ class HangDetector:
         own = [rank for rank, one in waiting.items() if one.snapshot.phase != WAIT]
         if len(own) == 1 < len(there):  # it is in a collective outside the wrapper, and all others are in the wrapper's
             return Suspicion("collective", own[0], waiting[own[0]].phase_s)
-        if (odd := self._find_odd(waiting)) is not None:  # or its buckets only became ready in another order
-            return self._suspect("desynchronised", odd, waiting[odd].phase_s, self.hang_timeout_s)
+        if (odd := self._find_odd(waiting)) is not None:
+            return Suspicion("desynchronised", odd, waiting[odd].phase_s)
         if len(there) > 1 and min(one.phase_s for one in waiting.values()) > 2 * limit_s:
             # If all ranks wait for the same message, it may just be large.
             awaited = {-2 if rank in own else one.snapshot.bucket for rank, one in waiting.items()}
@@ -543,22 +543,28 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._left_s = min(self._left_s, time.monotonic())
         # A rank with an error may be about to exit because of it; one that keeps running has handled it.
         failed = [one for one in self._processes.values() if pulse.read_text(one.page, pulse.ERROR) and not one.is_gone]
-        limit_s = _ENDED_S if any(one.is_ending for one in failed) else _HANDLED_S
-        return not failed or time.monotonic() - self._left_s > limit_s
+        if any(one.is_ending for one in failed):  # until it has exited, or `find_ended` gives up on it
+            return False
+        return not failed or time.monotonic() - self._left_s > _HANDLED_S
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
-        """The ranks that ended by a signal or an error: how, and whether the error only reports a lost rank."""
+        """The ranks that ended by a signal or an error: how, and whether the error only reports a lost rank. Includes
+        ranks whose exit hangs after an error: closing an NCCL group may wait for a collective that never ends."""
         found = {}
         for rank, one in self._processes.items():
             error = pulse.read_text(one.page, pulse.ERROR)
-            if one.handle is None or not one.handle.is_gone:
+            exit_s = self._find_exit_s(rank) if error else 0.0
+            is_stuck = exit_s > max(_EXIT_S, self._detector.hang_timeout_s)
+            if one.handle is None or not (one.is_gone or is_stuck):
                 continue
             if (status := one.handle.find_status()) == 0:  # it handled an error of its world
                 continue
             where, waiting = self.describe(rank), self.describe_waiting(rank)
             if status is None and not error and one.has_left:
                 continue
-            if error:
+            if error and is_stuck and not one.is_gone:
+                how = f"{error} {where}, and has not exited for {exit_s:.0f} s; Paceline ended it"
+            elif error:
                 how = f"{error} {where}"
             elif status is None:  # before Linux 6.15, if its parent has already reaped it
                 how = f"ended {where} with an unknown exit code"
@@ -566,6 +572,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 how = self.describe_end(rank, os.waitstatus_to_exitcode(status))
             found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
         return found
+
+    def _find_exit_s(self, rank: int) -> float:
+        """How long the interpreter of a rank has been exiting."""
+        history = self._detector.seen.get(rank)
+        is_exiting = self._processes[rank].is_ending and self._processes[rank].has_left
+        return history.phase_s if history is not None and is_exiting else 0.0
 
     def find_step(self, rank: int | None = None) -> tuple[int, int] | None:
         """The current or last step of a rank, and how many steps the furthest rank has completed; None before the first
@@ -630,6 +642,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             return Verdict(
                 kind, None, "all ranks have waited for each other", waiting, since_s, text, ends=found.ends, limit=limit
             )
+        if kind == "left" and (error := pulse.read_text(self._processes[rank].page, pulse.ERROR)):
+            return Verdict("ended", rank, error, self.describe(rank), waiting=self.describe_waiting(rank))
         if (not is_certain or self._imports) and time.monotonic() - self._asked_s < 2.0:
             return None
         self._asked_s = time.monotonic()
