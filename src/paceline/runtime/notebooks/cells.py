@@ -69,17 +69,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Interrupt:
-    """Raise KeyboardInterrupt in the cell of this number, if it still runs."""
+    """Raise KeyboardInterrupt in the cell of this number, if it still runs. If `pids` holds those of all ranks, make
+    the collectives fail in which it waits instead."""
 
     number: int
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Make the collectives fail in which the cell of this number waits; `pids` are those of all ranks."""
-
-    number: int
-    pids: tuple[int, ...]
+    pids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,12 +98,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Shown:
-    """A rich result: mime types and their data, as in Jupyter's `display_data`."""
+    """A rich result: the arguments of IPython's `DisplayPublisher.publish`."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] = field(default_factory=dict)
-    display_id: str = ""
-    is_update: bool = False
+    transient: dict[str, Any] = field(default_factory=dict)
+    update: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,7 +216,7 @@ class _DisplayPublisher(DisplayPublisher):
     def publish(
         self, data: Any, metadata: Any = None, *_: Any, transient: Any = None, update: bool = False, **__: Any
     ) -> None:
-        self.shell.show(Shown(data, metadata or {}, (transient or {}).get("display_id", ""), update))
+        self.shell.show(Shown(data, metadata or {}, transient or {}, update))
 
     def clear_output(self, wait: bool = False) -> None:
         self.shell.show(Cleared(wait))
@@ -411,17 +405,16 @@ class CellRank:
                 os._exit(1)  # the launcher has closed the link or is gone
             if isinstance(request, Locate):
                 self._send(self._locate(request.number))
-            elif not isinstance(request, Interrupt | Abort):
+            elif not isinstance(request, Interrupt):
                 self._requests.put(request)
                 if request is None:
                     return
+            elif request.number == self._running and request.pids:
+                self._aborted = request.number
+                # On a thread of its own, because closing may wait, and further requests must be read.
+                threading.Thread(target=abort_collectives, args=(request.pids,), daemon=True).start()
             elif request.number == self._running:
-                if isinstance(request, Interrupt):
-                    signal.pthread_kill(self._main, signal.SIGINT)
-                else:
-                    self._aborted = request.number
-                    # On a thread of its own, because closing may wait, and further requests must be read.
-                    threading.Thread(target=abort_collectives, args=(request.pids,), daemon=True).start()
+                signal.pthread_kill(self._main, signal.SIGINT)
 
     def _locate(self, number: int) -> Located:
         frame = sys._current_frames().get(self._main)
@@ -464,11 +457,10 @@ def abort_collectives(pids: tuple[int, ...]) -> None:
 
     Our backend and NCCL have a call for it. gloo has none: it notices when a connection is shut down.
     """
+    from paceline.runtime.ranks.world import abort_groups
     from paceline.torch_internals import list_groups
 
-    for group in list_groups():
-        with contextlib.suppress(Exception):
-            group.abort()
+    abort_groups(list_groups())
 
     def list_connections(pid: int) -> list[Any]:
         process = psutil.Process(pid)
