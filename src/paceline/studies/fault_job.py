@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline import machine
 from paceline.runtime.faults.pulse import slow
 from paceline.runtime.ranks.world import separate_hosts
-from paceline.studies.fault_places import OUT, VARIABLE, Asked
+from paceline.studies.fault_places import BATCH_SIZE, OUT, VARIABLE, Asked
 from paceline.torch_internals import gpu_sleep
 
 NUM_INPUTS = 784
@@ -44,19 +44,6 @@ def read_asked() -> Asked:
 
 class EndOfDataError(Exception):
     """This rank has no more batches."""
-
-
-def _fill_disk(folder: Path) -> None:
-    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1 << 20))
-
-
-def _run_out_of_memory(group: Path) -> None:
-    """Run out of memory in a control group with a limit, so that the kernel kills no other process."""
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    taken = [torch.ones(1 << 22) for _ in range(64)]  # a gigabyte
-    raise RuntimeError(f"{len(taken)} blocks were allocated without running out of memory")
 
 
 def inject(fault: str) -> None:
@@ -119,20 +106,18 @@ class Noise:
             return
         self._counts[self._next] += 1
         self._path.write_text(json.dumps(self._counts))
-        self._make(self._next)
-        self._due_s, self._next = time.monotonic() + self._draw.uniform(1.0, 5.0), self._draw.choice([*NOISES])
-
-    def _make(self, what: str) -> None:
-        match what:
+        match self._next:
             case "marked evaluation":
                 with slow("evaluate"):
                     inject("evaluate")
             case "compile":
-                _compile(64 + self._counts[what])
+                _compile(64 + self._counts["compile"])
             case "loaded machine":
                 _load_machine(_LOAD_S)
-            case _:
-                inject(what)
+            case pause:
+                inject(pause)
+        self._due_s = time.monotonic() + self._draw.uniform(1.0, 5.0)
+        self._next = self._draw.choice([*NOISES])
 
 
 def _compile(size: int) -> None:
@@ -201,9 +186,13 @@ class Net(nn.Module):
                 for param in self.parameters():
                     param.grad = None
             case "disk-full":
-                _fill_disk(Path(self._asked.folder) / OUT)
-            case "oom":
-                _run_out_of_memory(Path(self._asked.group))
+                with contextlib.suppress(OSError), Path(self._asked.folder, OUT, "filler").open("wb", 0) as file:
+                    while True:
+                        file.write(bytes(1 << 20))
+            case "oom":  # in a control group with a limit, so that the kernel kills no other process
+                Path(self._asked.group, "cgroup.procs").write_text(str(os.getpid()))
+                taken = [torch.ones(1 << 22) for _ in range(64)]  # a gigabyte
+                raise RuntimeError(f"{len(taken)} blocks were allocated without running out of memory")
             case _:
                 inject(fault)
 
@@ -265,7 +254,7 @@ def main() -> None:
         net.load_state_dict(saved["model"])
         first = net.num_steps = saved["step"]
     for step in range(first, asked.steps):
-        inputs = torch.randn(asked.batch_size, NUM_INPUTS, device=device)
+        inputs = torch.randn(BATCH_SIZE, NUM_INPUTS, device=device)
         model(inputs).square().mean().backward()
         try:
             optimizer.step()

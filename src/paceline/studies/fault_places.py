@@ -23,6 +23,7 @@ from paceline.errors import MeasurementError
 
 VARIABLE = "PACELINE_FAULT"  # holds the fields of `Asked` as JSON
 OUT = "out"  # where a job saves, in its folder
+BATCH_SIZE = 8
 _DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
 # The two hosts, each in a namespace of its own.
 HOST_ADDRESS, HOST_PORT = "10.213.9", 29400
@@ -44,7 +45,6 @@ class Asked(NamedTuple):
     wrapper: str = "paceline"
     backend: str = "gloo"
     device: str = "cpu"
-    batch_size: int = 8
     width: int = 256
     group: str = ""  # the control group whose memory runs out
     pause_s: float = 0.0  # before the step of the fault, for a spare to get ready

@@ -41,7 +41,7 @@ from paceline.runtime.hosts.agent import build_guard
 from paceline.runtime.ranks.launch import check_rank_count
 from paceline.runtime.ranks.session import Task, open_session
 from paceline.studies import fault_places
-from paceline.studies.fault_places import OUT, VARIABLE, Asked, open_place
+from paceline.studies.fault_places import BATCH_SIZE, OUT, VARIABLE, Asked, open_place
 from paceline.training.train_settings import POLICIES
 from paceline.units import format_duration, format_number_of, parse_size
 from paceline.verbs.jobs import Names, Place, check_resume, finish, list_names
@@ -386,7 +386,7 @@ def _build_command(trial: Trial, asked: Asked, place: fault_places.Place, policy
     train += [] if place.spaces else ["--ranks", ranks, "--on-fault", policy]
     return [
         *train, "--model", f"{_JOB}:build", "--data", "synthetic:images", "--backend", trial.backend, "--device",
-        trial.device, "--batch-size", str(asked.batch_size), "--steps", str(asked.steps), "--save-every",
+        trial.device, "--batch-size", str(BATCH_SIZE), "--steps", str(asked.steps), "--save-every",
         f"{asked.save_every}steps", "--out", str(out),
     ]  # fmt: skip
 
@@ -542,15 +542,11 @@ _NAMES = {
 _format_s = "{:.2f}".format
 
 
-def _find_p95(values: Sequence[float | None]) -> float | None:
-    """The 95th percentile; None if more than one value in twenty is missing."""
-    known, place = sorted(one for one in values if one is not None), math.ceil(0.95 * len(values)) - 1
-    return known[place] if known and place < len(known) else None
-
-
-def _find_median(values: Sequence[float | None]) -> float | None:
-    known = [one for one in values if one is not None]
-    return statistics.median(known) if known else None
+def _summarize(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """The median of the known values, and the 95th percentile of all, which is None if it is unknown."""
+    known = sorted(one for one in values if one is not None)
+    place = math.ceil(0.95 * len(values)) - 1
+    return statistics.median(known) if known else None, known[place] if 0 <= place < len(known) else None
 
 
 class _Row:
@@ -566,14 +562,12 @@ class _Row:
         self.left_over = sum(bool(one.left_over) for one in trials)
         self.steps_lost = max((one.steps_lost for one in trials if one.steps_lost is not None), default=None)
         self.policy = ", ".join(sorted({one.policy for one in trials} - {"stop"}))
-        detected_s = [one.detected_s for one in trials]
-        self.median_s, self.p95_s = _find_median(detected_s), _find_p95(detected_s)
-        # Only some trials are restarted.
-        restart_s = [one.restart_s for one in trials if one.restart_s is not None]
-        self.restart_s, self.restart_p95_s = _find_median(restart_s), _find_p95(restart_s)
+        self.median_s, self.p95_s = _summarize([one.detected_s for one in trials])
+        restart_s = [one.restart_s for one in trials if one.restart_s is not None]  # only some trials are restarted
+        self.restart_s, self.restart_p95_s = _summarize(restart_s)
         # From the report of the fault to the end of the next step, where the run continued.
         recovered_s = [one.recovered_s for one in trials if one.recovered_s is not None]
-        self.recovered_s, self.recovered_p95_s = _find_median(recovered_s), _find_p95(recovered_s)
+        self.recovered_s, self.recovered_p95_s = _summarize(recovered_s)
         # Only of faults that were identified and have a known step.
         steps = [one.names_step for one in trials if one.names_step is not None]
         self.step_right = f"{sum(steps)} of {len(steps)}" if steps else ""

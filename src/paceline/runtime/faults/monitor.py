@@ -188,16 +188,16 @@ class _Span:
 
     def __init__(self, cpu_s: float) -> None:
         self.cpu_s = cpu_s
-        self.s = self.asleep_s = self.disk_s = 0.0
+        self.lasted_s = self.asleep_s = self.disk_s = 0.0
 
     def add(self, state: str, took_s: float) -> None:
-        self.s += took_s
+        self.lasted_s += took_s
         self.asleep_s += took_s if state == "S" else 0.0
         self.disk_s += took_s if state == "D" else 0.0
 
     @property
     def is_asleep(self) -> bool:
-        return self.asleep_s >= _BLOCKED * self.s
+        return self.asleep_s >= _BLOCKED * self.lasted_s
 
 
 class _History:
@@ -245,7 +245,7 @@ class _History:
     @property
     def may_wait(self) -> bool:
         """Whether it waits, or may wait, for other ranks: a program's own collectives are not marked."""
-        return self.phase.s > 1.0 and (self.waits or self.phase.is_asleep)
+        return self.phase.lasted_s > 1.0 and (self.waits or self.phase.is_asleep)
 
 
 class HangDetector:
@@ -322,45 +322,45 @@ class HangDetector:
         end_s = {SLOW: limit_s, START: math.inf}.get(snapshot.phase, max(limit_s, self.hang_timeout_s))
         cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
         phase, silence = one.phase, one.silence
-        if silence.s > held_s and (silence.is_asleep or snapshot.cpu_s - silence.cpu_s >= cpu_s):
-            return self._suspect("gil", rank, silence.s, end_s)
-        if one.waits or phase.s <= limit_s:
+        if silence.lasted_s > held_s and (silence.is_asleep or snapshot.cpu_s - silence.cpu_s >= cpu_s):
+            return self._suspect("gil", rank, silence.lasted_s, end_s)
+        if one.waits or phase.lasted_s <= limit_s:
             return None
-        if phase.disk_s >= _BLOCKED * phase.s:
-            return self._suspect("disk", rank, phase.s, end_s)
+        if phase.disk_s >= _BLOCKED * phase.lasted_s:
+            return self._suspect("disk", rank, phase.lasted_s, end_s)
         if phase.is_asleep:
-            return self._suspect("blocked", rank, phase.s, end_s)
+            return self._suspect("blocked", rank, phase.lasted_s, end_s)
         if snapshot.cpu_s - phase.cpu_s < cpu_s or snapshot.phase == START:
             return None
         # Between steps, a loop cannot be told from an evaluation, and ranks that wait for it have their own timeouts.
-        return self._suspect("loop", rank, phase.s, math.inf if snapshot.phase == BETWEEN else end_s)
+        return self._suspect("loop", rank, phase.lasted_s, math.inf if snapshot.phase == BETWEEN else end_s)
 
     def _find_unmatched(self) -> Suspicion | None:
         """Find ranks that wait for one whose GPU does not finish, for one that left, for one in a collective of its
         own, or for each other."""
         there, limit_s = self._there(), self.limit_s
-        waiting = {rank: one for rank, one in there.items() if one.waits and one.phase.s > limit_s}
+        waiting = {rank: one for rank, one in there.items() if one.waits and one.phase.lasted_s > limit_s}
         for rank, one in waiting.items():
             if one.snapshot.is_busy:
-                return self._suspect("kernel", rank, one.phase.s, self.hang_timeout_s)
+                return self._suspect("kernel", rank, one.phase.lasted_s, self.hang_timeout_s)
         if not waiting or self.has_others:
             return None
         spins = any(one.snapshot.num_started for one in waiting.values())  # waiting for NCCL does not sleep
         for rank, one in there.items():
             is_outside = one.snapshot.phase in (BETWEEN, START) and not one.waits
-            if is_outside and one.phase.s > limit_s and (spins or one.phase.is_asleep):
-                return Suspicion("collective", rank, one.phase.s, is_certain=False)
+            if is_outside and one.phase.lasted_s > limit_s and (spins or one.phase.is_asleep):
+                return Suspicion("collective", rank, one.phase.lasted_s, is_certain=False)
         if len(waiting) < len(there):  # the others may wait for a rank that is only slow
             return None
-        since_s = max(one.phase.s for one in waiting.values())
+        since_s = max(one.phase.lasted_s for one in waiting.values())
         if left := [rank for rank, one in self.seen.items() if not one.is_there]:
             return Suspicion("left", left[0], since_s)
         own = [rank for rank, one in waiting.items() if one.snapshot.phase != WAIT]
         if len(own) == 1 < len(there):  # it is in a collective outside the wrapper, and all others are in the wrapper's
-            return Suspicion("collective", own[0], waiting[own[0]].phase.s)
+            return Suspicion("collective", own[0], waiting[own[0]].phase.lasted_s)
         if (odd := self._find_odd(waiting)) is not None:
-            return Suspicion("desynchronised", odd, waiting[odd].phase.s)
-        if len(there) > 1 and min(one.phase.s for one in waiting.values()) > 2 * limit_s:
+            return Suspicion("desynchronised", odd, waiting[odd].phase.lasted_s)
+        if len(there) > 1 and min(one.phase.lasted_s for one in waiting.values()) > 2 * limit_s:
             # If all ranks wait for the same message, it may just be large.
             awaited = {-2 if rank in own else one.snapshot.bucket for rank, one in waiting.items()}
             return self._suspect("all-wait", None, since_s, None if len(awaited) > 1 else self.hang_timeout_s)
@@ -404,21 +404,11 @@ class _Process:
                 return None
             self.handle = Handle(words[pulse.PID])
         state, cpu_s = self.handle.read_state()
-        return RankSnapshot(
-            state,
-            cpu_s,
-            words[pulse.SERIAL],
-            words[pulse.STEP],
-            self.find_phase()[0],
-            words[pulse.BUCKET],
-            words[pulse.BEAT_NS],
-            words[pulse.NUM_STEPS],
-            self._find_p99(),
-            words[pulse.LONGEST_NS + BETWEEN] / 1e9,
-            bool(words[pulse.IS_BUSY]),
-            self.find_most_s(),
-            words[pulse.NUM_STARTED],
-        )
+        serial, step, _, bucket, _, beat_ns, num_steps = words[pulse.SERIAL : pulse.NUM_STEPS + 1]
+        phase, longest_s = self.find_phase()[0], words[pulse.LONGEST_NS + BETWEEN] / 1e9
+        p99_s, is_busy, num_started = self._find_p99(), bool(words[pulse.IS_BUSY]), words[pulse.NUM_STARTED]
+        times = p99_s, longest_s, is_busy, self.find_most_s(), num_started
+        return RankSnapshot(state, cpu_s, serial, step, phase, bucket, beat_ns, num_steps, *times)
 
     def find_phase(self) -> tuple[int, str]:
         """The phase, and the label of a marked pause."""
@@ -609,20 +599,17 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         one, history = self._processes[rank], self._detector.seen.get(rank)
         is_exiting = one.error and one.words[pulse.IS_ENDING] and one.words[pulse.PHASE] == LEFT
         limit_s = max(_EXIT_S, self._detector.hang_timeout_s)
-        return bool(is_exiting) and history is not None and history.phase.s > limit_s
+        return bool(is_exiting) and history is not None and history.phase.lasted_s > limit_s
 
     def find_step(self, rank: int | None = None) -> tuple[int, int] | None:
         """The current or last step of a rank, and how many steps the furthest rank has completed; None before the first
         step of this world. Without a rank, or before its first step, the step of the furthest rank."""
-        found = dict[int, tuple[int, int]]()
-        for number, one in self._processes.items():
-            if counted := one.words[pulse.COUNTED]:
-                step = one.words[pulse.STEP]
-                found[number] = step, step - (counted < pulse.COMPLETE)
-        if not found:
+        pages = {number: one.words for number, one in self._processes.items() if one.words[pulse.COUNTED]}
+        if not pages:
             return None
-        step, done = max(found.values())
-        return (step if rank is None else found.get(rank, (step,))[0]), done
+        last = max(pages.values(), key=lambda words: (words[pulse.STEP], words[pulse.COUNTED]))
+        done = last[pulse.STEP] - (last[pulse.COUNTED] < pulse.COMPLETE)
+        return pages.get(-1 if rank is None else rank, last)[pulse.STEP], done
 
     def is_busy(self, rank: int) -> bool:
         """Whether a rank that does not wait for others may need more time: it has marked a pause, or is within the

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from IPython.core.compilerop import CachingCompiler
@@ -58,8 +58,7 @@ class CellSettings:
 # -- messages from the notebook to a rank, and back --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """`name` is its file name in tracebacks, which begins with `In[`."""
 
     number: int
@@ -67,8 +66,7 @@ class Cell:
     source: str
 
 
-@dataclass(frozen=True)
-class Interrupt:
+class Interrupt(NamedTuple):
     """Raise KeyboardInterrupt in the cell of this number, if it still runs. If `pids` holds those of all ranks, make
     the collectives fail in which it waits instead."""
 
@@ -76,13 +74,11 @@ class Interrupt:
     pids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Reopen:
+class Reopen(NamedTuple):
     """Close all process groups and join a new world."""
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """The world is open, or could not be opened. On rank 0 `text` describes it."""
 
     text: str = ""
@@ -90,8 +86,7 @@ class Opened:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     stream: str
     text: str
 
@@ -106,20 +101,17 @@ class Shown:
     update: bool = False
 
 
-@dataclass(frozen=True)
-class Cleared:
+class Cleared(NamedTuple):
     wait: bool
 
 
-@dataclass(frozen=True)
-class Locate:
+class Locate(NamedTuple):
     """Asks where the main thread is in this cell. Always answered."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Located:
+class Located(NamedTuple):
     """`position` is None unless the main thread is inside torch or Paceline, where it may wait for other ranks; two
     equal ones mean that it has not moved. `place` is its line in a cell."""
 
@@ -231,7 +223,7 @@ class RankShell(InteractiveShell):
     show: Callable[[Any], None]
 
     def init_virtualenv(self) -> None:
-        """The notebook has warned of a wrong one."""
+        """The notebook has already warned about a wrong environment."""
 
     def init_display_formatter(self) -> None:
         """Show figures also where pyplot, which would arrange for it, is not used."""
@@ -283,21 +275,21 @@ class CellRank:
                     self._send(ended)
 
     def _await_request(self) -> Any:
-        with slow("waiting for a cell"):  # as long as a person takes
+        with slow("waiting for a cell"):  # a person may take any time
             return self._requests.get()
 
     def _send(self, message: Any) -> None:
-        with defer_signals():  # half a message could never be understood
+        with defer_signals():  # a partial message could not be decoded
             worker.send_to_launcher(message)
 
     def _show(self, message: Any) -> None:
-        self._capture.drain()  # what was written before is shown before
+        self._capture.drain()  # keep the order of output and results
         self._send(message)
 
     # -- the world
 
     def _join(self) -> None:
-        """Open the world, or another one in its place, and provide its names."""
+        """Open the first world, or one that replaces it, and report that to the notebook."""
         try:
             opened = self._open_world()
         except Exception as error:
