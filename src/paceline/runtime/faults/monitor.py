@@ -597,9 +597,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def _hangs_at_exit(self, rank: int) -> bool:
         """Whether a rank with an error has left its world, and has been exiting for too long."""
         one, history = self._processes[rank], self._detector.seen.get(rank)
-        is_exiting = one.error and one.words[pulse.IS_ENDING] and one.words[pulse.PHASE] == LEFT
-        limit_s = max(_EXIT_S, self._detector.hang_timeout_s)
-        return bool(is_exiting) and history is not None and history.phase.lasted_s > limit_s
+        if history is None or not one.words[pulse.IS_ENDING] or one.words[pulse.PHASE] != LEFT or not one.error:
+            return False
+        return history.phase.lasted_s > max(_EXIT_S, self._detector.hang_timeout_s)
 
     def find_step(self, rank: int | None = None) -> tuple[int, int] | None:
         """The current or last step of a rank, and how many steps the furthest rank has completed; None before the first
