@@ -326,7 +326,7 @@ class _CellRun:
         return self._ended
 
     def _locate(self) -> None:
-        """Ask where ranks are, again only after an answer: a rank that holds the GIL does not read."""
+        """Ask ranks where they are, but never twice before they answer: a rank that holds the GIL does not read."""
         if time.monotonic() - self._asked_s > _LOCATE_S:
             self._asked_s = time.monotonic()
             self._ranks._send(sorted(self._pending - self._asked), Locate(self._number))

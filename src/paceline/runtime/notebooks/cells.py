@@ -39,7 +39,7 @@ from paceline.runtime.ranks import worker
 from paceline.runtime.ranks.launch import defer_signals
 from paceline.runtime.ranks.worker import listen
 
-_GATHER_S = 0.01  # text that is written within this time travels in one message
+_GATHER_S = 0.01  # text written within this time is sent as one message
 _FIGURES = "module://matplotlib_inline.backend_inline"
 
 
@@ -67,8 +67,8 @@ class Cell(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """Raise KeyboardInterrupt in the cell of this number, if it still runs. If `pids` holds those of all ranks, make
-    the collectives fail in which it waits instead."""
+    """Raise KeyboardInterrupt in the cell of this number, if it still runs. If `pids` (of all ranks) are given, abort
+    the collectives that it waits in instead."""
 
     number: int
     pids: tuple[int, ...] = ()
@@ -136,7 +136,7 @@ class Ended:
 
 
 class _Stream(io.TextIOWrapper):
-    """`sys.stdout` or `sys.stderr`: what is written is sent soon, also without a newline."""
+    """`sys.stdout` or `sys.stderr`, flushed after every write."""
 
     def write(self, text: str) -> int:
         count = super().write(text)
@@ -226,7 +226,7 @@ class RankShell(InteractiveShell):
         """The notebook has already warned about a wrong environment."""
 
     def init_display_formatter(self) -> None:
-        """Show figures also where pyplot, which would arrange for it, is not used."""
+        """Show figures even if pyplot, which would register this, is not imported."""
         super().init_display_formatter()
         pictures: Any = self.display_formatter.formatters["image/png"]  # type: ignore[union-attr]
         pictures.for_type_by_name("matplotlib.figure", "Figure", lambda figure: print_figure(figure, base64=True))
@@ -423,7 +423,7 @@ def _is_cell(frame: types.FrameType) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a rank may wait for others in this file, one of torch or Paceline."""
+    """Whether this file belongs to torch or Paceline, where a rank may wait for others."""
     import torch
 
     ours, theirs = str(Path(__file__).parents[2]), os.path.dirname(torch.__file__)
@@ -445,7 +445,7 @@ def _strip(error: BaseException, name: str) -> str:
 
 
 def abort_collectives(pids: tuple[int, ...]) -> None:
-    """Make every collective fail in which this process waits. Its groups cannot be used afterwards.
+    """Abort every collective that this process waits in. Its groups cannot be used afterwards.
 
     Our backend and NCCL have a call for it. gloo has none: it notices when a connection is shut down.
     """
