@@ -105,7 +105,7 @@ def test_a_live_page_draws_new_steps_and_says_how_the_run_ended(tmp_path: Path, 
     handle = lock_folder(folder)
     monkeypatch.setattr(watching, "_SILENT_S", 0.0)
     says = "document.getElementById('status')?.textContent.includes('{}')"
-    with watching.serve(folder) as server, Browser() as browser:
+    with watching.serve(watching.Follower(folder)) as server, Browser() as browser:
         try:
             browser.open(server.address, 390)
             count = "document.querySelector('#figure-1 .panels svg g path').getAttribute('d').split('L').length"

@@ -18,9 +18,10 @@ import torch
 
 from paceline.errors import CollectiveError, ConfigError, LaunchError
 from paceline.parallel import DDP
-from paceline.runtime.faults import monitor, pulse
+from paceline.runtime.faults import monitor, monitored, pulse
 from paceline.runtime.faults.monitored import Links
 from paceline.runtime.faults.pulse import slow
+from paceline.runtime.ranks import store_server
 from paceline.runtime.ranks.launch import RankPool
 from paceline.runtime.ranks.world import init
 from paceline.studies.fault_job import Asked, Net, inject
@@ -347,48 +348,46 @@ def test_what_cannot_be_done_here_is_refused_or_left_out(monkeypatch):
     assert "kill" in chosen and "endless-kernel" in skipped
 
 
-def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
-    from paceline.runtime.faults import monitored
+def open_links(place: str, hub: str = "", token: str = "1" * 32) -> Links:
+    """The links of one of two hosts, each with one rank; that of rank 0 is the hub."""
+    asked = {"token": token, "address": "127.0.0.1", "hub": hub, "ranks": [int(place == "b")]}
+    return Links({"a net": [0], "b net": [1]}, asked)
 
-    hosts, secret = {"a net": [0, 1], "b net": [2]}, {"token": "1" * 32, "address": "127.0.0.1"}
-    with Links(hosts, secret | {"ranks": [0, 1], "hub": ""}) as hub:
+
+def dial(hub: Links) -> socket.socket:
+    host, _, port = hub.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=60.0)
+
+
+def test_hosts_are_in_touch_and_a_lost_one_is_named(monkeypatch):
+    with open_links("a") as hub:
         with pytest.raises(LaunchError) as caught:
-            Links(hosts, secret | {"ranks": [2], "hub": hub.address, "token": "2" * 32})
+            open_links("b", hub.address, token="2" * 32)
         assert caught.value.code == "stranger" and (hub.look() or hub.find_lost()) is None
-        with Links(hosts, secret | {"ranks": [2], "hub": hub.address}) as other:
-            deadline, heard = time.monotonic() + 60, None
-            other.send({"verdict": "rank 2 is stopped"})
-            while (heard := hub.look() or hub.find_lost()) is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert heard == "rank 2 is stopped"
-            other.send({"warning": "rank 2 is slow"})
-            while not (warnings := hub.take_warnings()) and time.monotonic() < deadline:
-                assert (hub.look() or hub.find_lost()) is None
-            assert warnings == ["rank 2 is slow"] and hub.take_warnings() == []
+        with open_links("b", hub.address) as other:
+            other.send({"verdict": "rank 1 is stopped"})
+            assert wait_until(lambda: hub.look() or hub.find_lost()) == "rank 1 is stopped"
+            other.send({"warning": "rank 1 is slow"})
+            assert wait_until(hub.take_warnings) == ["rank 1 is slow"] and hub.take_warnings() == []
+            assert (hub.look() or hub.find_lost()) is None
             monkeypatch.setattr(monitored, "_SILENT_S", 0.0)
-            assert "the host b (rank 2) is lost" in (hub.find_lost() or "")
+            assert "the host b (rank 1) is lost" in (hub.find_lost() or "")
             monkeypatch.setattr(monitored, "_SILENT_S", 60.0)
             other.leave()
-            while 1 not in hub._left and time.monotonic() < deadline:
-                hub.look()
+            wait_until(lambda: 1 in hub._left)
             monkeypatch.setattr(monitored, "_SILENT_S", 0.0)
             assert (hub.look() or hub.find_lost()) is None
 
 
 def test_a_host_whose_monitor_was_killed_is_lost_at_once(monkeypatch):
-    from paceline.runtime.faults import monitored
-
     monkeypatch.setattr(monitored, "_AFTERMATH_S", 0.05)
-    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
-    with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
-        with Links(hosts, asked | {"ranks": [1], "hub": hub.address}) as other:
-            deadline, heard = time.monotonic() + 60, None
+    with open_links("a") as hub:
+        with open_links("b", hub.address) as other:
             other.look()
-            while not hub._peers and time.monotonic() < deadline:
-                assert (hub.look() or hub.find_lost()) is None
-        while (heard := hub.look() or hub.find_lost()) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert heard is not None and "the host b (rank 1) is lost: its monitor is gone" in heard
+            wait_until(lambda: hub._peers)
+            assert (hub.look() or hub.find_lost()) is None
+        heard = wait_until(lambda: hub.look() or hub.find_lost())
+    assert "the host b (rank 1) is lost: its monitor is gone" in heard
 
 
 @pytest.mark.parametrize(
@@ -400,10 +399,8 @@ def test_a_host_whose_monitor_was_killed_is_lost_at_once(monkeypatch):
     ids=range(9),
 )  # fmt: skip
 def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
-    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
-    with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
-        host, _, port = hub.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=60.0) as stranger:
+    with open_links("a") as hub:
+        with dial(hub) as stranger:
             with contextlib.suppress(OSError):
                 stranger.sendall(said)
                 stranger.shutdown(socket.SHUT_WR)
@@ -411,17 +408,12 @@ def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
                     pass
             wait_until(lambda: not hub._gate.list_links())
             assert hub.look() is None and not hub._peers
-        deadline = time.monotonic() + 60
-        with Links(hosts, asked | {"ranks": [1], "hub": hub.address}) as other:
+        with open_links("b", hub.address) as other:
             other.send({"verdict": "rank 1 is stopped"})
-            while (heard := hub.look() or hub.find_lost()) is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert heard == "rank 1 is stopped"
+            assert wait_until(lambda: hub.look() or hub.find_lost()) == "rank 1 is stopped"
 
 
 def test_strangers_do_not_pile_up(monkeypatch):
-    from paceline.runtime.ranks import store_server
-
     monkeypatch.setattr(store_server, "MOST_UNKNOWN", 3)
     monkeypatch.setattr(store_server, "HELLO_S", 1000.0)
     listener, said = socket.create_server(("127.0.0.1", 0)), list[str]()
@@ -441,28 +433,20 @@ def test_strangers_do_not_pile_up(monkeypatch):
 
 
 def test_a_monitor_gets_in_among_strangers(monkeypatch):
-    from paceline.runtime.ranks import store_server
-
     monkeypatch.setattr(store_server, "MOST_UNKNOWN", 3)
-    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
     with contextlib.ExitStack() as stack:
-        hub = stack.enter_context(Links(hosts, asked | {"ranks": [0], "hub": ""}))
-        host, _, port = hub.address.rpartition(":")
+        hub = stack.enter_context(open_links("a"))
         for _ in range(10):
-            stack.enter_context(socket.create_connection((host, int(port))))
-        stack.enter_context(Links(hosts, asked | {"ranks": [1], "hub": hub.address}))
+            stack.enter_context(dial(hub))
+        stack.enter_context(open_links("b", hub.address))
         wait_until(lambda: 1 in hub._peers)
 
 
 @pytest.mark.parametrize("line", [b'{"x": 1}', b"[1]", b'{"host": 7}', b'{"host": [1]}'])
 def test_a_monitor_that_does_not_say_which_host_it_is_is_not_read(line):
-    from paceline.runtime.ranks.store_server import check_server
-
-    hosts, asked = {"a net": [0], "b net": [1]}, {"token": "1" * 32, "address": "127.0.0.1"}
-    with Links(hosts, asked | {"ranks": [0], "hub": ""}) as hub:
-        host, _, port = hub.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=60.0) as link:
-            assert check_server(link, asked["token"].encode())
+    with open_links("a") as hub:
+        with dial(hub) as link:
+            assert store_server.check_server(link, b"1" * 32)
             link.sendall(line + b"\n")
             link.settimeout(60.0)
             assert link.recv(1) == b""

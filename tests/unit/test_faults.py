@@ -144,6 +144,6 @@ def test_noise_is_made_of_everything_that_is_no_fault(monkeypatch, tmp_path):
     for place in ["between", "forward", "backward", "optimizer"] * 500:
         noise.reach(place)
     counts = json.loads((tmp_path / "noise-1").read_text())
-    assert made[0] == ("_compile", 65) and set(counts) == set(noise.PLACES) and sum(counts.values()) == len(made)
+    assert made[0] == ("_compile", 65) and set(counts) == set(fault_job.NOISES) and sum(counts.values()) == len(made)
     assert len({size for name, size in made if name == "_compile"}) == counts["compile"]  # none is known to a cache
     assert set(name for name, _ in made) == {"inject", "_compile", "_load_machine"}

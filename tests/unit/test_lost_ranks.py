@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.channel import Channel, naming_lost_peers
-from paceline.runtime.faults import pulse
+from paceline.runtime.faults import monitored, pulse
 from paceline.runtime.faults.monitor import HangDetector, Monitor, RankSnapshot, Suspicion, why_not
 from paceline.runtime.faults.processes import find_code
 from paceline.runtime.faults.pulse import BETWEEN, WAIT
@@ -59,6 +60,7 @@ def test_a_rank_that_spins_in_its_own_collective_is_asked_for_its_stack():
 def test_the_rank_with_a_different_number_of_collectives_is_named(counts, rank):
     found = look_for(5.0, *(make_snapshot(num_started=count) for count in counts))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("desynchronised", rank, True)
+    assert found.ends and found.end_s is None  # it is proven, so nothing waits for the hang timeout
 
 
 @pytest.mark.parametrize("counts", [(70, 70), (0, 70)])
@@ -204,3 +206,15 @@ def test_a_process_on_the_only_gpu_may_share_it_in_a_later_world(monkeypatch, gp
 def test_torch_counts_the_collectives_of_a_group():
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     assert find_counter(group) is not None and find_counter(object()) is None
+
+
+def test_an_error_that_ends_a_script_closes_its_world_as_failed(monkeypatch):
+    """After the traceback; and not after Ctrl-C, where the launcher decides."""
+    done: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: done.append(kind))
+    monkeypatch.setattr(world, "current_world", lambda: SimpleNamespace(__exit__=lambda *args: done.append(args)))
+    monitored._note_errors(1)
+    error = ValueError("a bad sample")
+    sys.excepthook(ValueError, error, None)
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert done == [ValueError, (ValueError, error, None), KeyboardInterrupt]

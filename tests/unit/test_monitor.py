@@ -492,6 +492,24 @@ def test_a_rank_that_ends_by_its_error_is_waited_for_and_one_that_handled_it_is_
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_a_rank_whose_exit_hangs_after_an_error_is_ended(monkeypatch):
+    """As on NCCL, where closing a group may wait for a collective that never ends."""
+    monkeypatch.setattr(monitor_module, "_EXIT_S", 0.0)
+    monkeypatch.setattr(monitor_module, "_HANDLED_S", 0.0)
+    with Monitor([0], 1, hang_timeout_s=0.1) as monitor:
+        pulse.open_page(*monitor.find_pages(0))
+        monitor.look()
+        pulse.fail("failed: CollectiveError", is_secondary=False)
+        pulse.close_page()
+        pulse._note_end()
+        monitor.look()
+        assert monitor.find_ended() == {} and not monitor.have_all_left()
+        (text, is_secondary) = wait_until(lambda: monitor.look() or monitor.find_ended())[0]
+        assert text.startswith("failed: CollectiveError") and "does not exit" in text and not is_secondary
+        assert not monitor.have_all_left()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_marks_on_a_page():
     with Monitor([0], 1) as monitor:
         pulse.open_page(*monitor.find_pages(0))

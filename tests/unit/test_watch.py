@@ -61,7 +61,7 @@ def append(folder, *rows):
 
 
 def test_without_the_token_nothing_is_shown(running):
-    with serve(running[0]) as server:
+    with serve(Follower(running[0])) as server:
         token = server.token
         for path in ("/", "/events", "/?token=", f"/?token={token}x", f"/{token}", "/events?token=x&from=0", "/x"):
             with ask(server.address, path) as answer:
@@ -76,7 +76,7 @@ def test_without_the_token_nothing_is_shown(running):
 
 def test_rows_reach_all_viewers_once_and_in_order(running):
     folder, _ = running
-    with serve(folder) as server:
+    with serve(Follower(folder)) as server:
         with ask(server.address) as answer:
             live = read_data(answer.read().decode())["live"]
         assert live["how"] == "running" and live["from"] == (folder / METRICS_FILE).stat().st_size
@@ -123,7 +123,7 @@ def test_a_page_without_steps_is_loaded_again_when_there_are_some(tmp_path):
     (folder / METRICS_FILE).unlink()
     handle = lock_folder(folder)
     try:
-        with serve(folder) as server:
+        with serve(Follower(folder)) as server:
             with ask(server.address) as answer:
                 assert "no step taken yet" in answer.read().decode()
             with ask(server.address, f"/events?token={server.token}&from=0") as answer:
@@ -142,7 +142,7 @@ def test_a_page_without_steps_is_loaded_again_when_there_are_some(tmp_path):
 def test_how_a_run_ended_is_said(running, monkeypatch, how, words):
     folder, end = running
     monkeypatch.setattr(watching, "_SILENT_S", 0.0)
-    with serve(folder) as server:
+    with serve(Follower(folder)) as server:
         server.follower.update()
         assert server.follower.how == "running"
         with ask(server.address, f"/events?token={server.token}&from={server.follower.place}") as viewer:
@@ -191,7 +191,7 @@ def test_watching_ends_after_the_run_and_leaves_its_page(tmp_path, capsys):
 
 def test_hostile_names_stay_text_on_the_live_page(tmp_path):
     folder = make_folder(tmp_path / "<img src=x>", ROWS[:4], ended=False, model=HOSTILE)
-    with serve(folder) as server, ask(server.address) as answer:
+    with serve(Follower(folder)) as server, ask(server.address) as answer:
         expect_inert(answer.read().decode())
 
 
@@ -200,7 +200,11 @@ def test_another_run_and_a_port_in_use_are_refused(tmp_path):
         watch(RESULTS / "neoverse-n1-2-cores" / "allreduce-2-ranks")
     assert caught.value.code == "other-verb"
     folder = make_folder(tmp_path / "run", ROWS[:4])
-    with serve(folder) as server, pytest.raises(ConfigError, match="--port"), serve(folder, server.server_port):
+    with (
+        serve(Follower(folder)) as server,
+        pytest.raises(ConfigError, match="--port"),
+        serve(Follower(folder), server.server_port),
+    ):
         pass
 
 

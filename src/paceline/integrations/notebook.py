@@ -14,7 +14,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.report.table import Column, Table
 from paceline.runtime.notebooks.cell_ranks import CellRanks, RankLines, parse_ranks, runs_on_ranks
-from paceline.runtime.notebooks.cells import CellSettings, Cleared, Output, Shown
+from paceline.runtime.notebooks.cells import CellSettings, Cleared, Output
 
 _OLDEST = (8, 18)  # of IPython
 _NO_RANKS = "no ranks are running: %dist_init -n 2 starts two"
@@ -173,21 +173,17 @@ class RankMagics(Magics):
     def _show(self, rank: int, message: Any) -> None:
         if isinstance(message, Output):
             self._lines.add(rank, message.stream, message.text)
-            return
-        if isinstance(message, Cleared):
+        elif isinstance(message, Cleared):
             self._lines.close()
             self.shell.display_pub.clear_output(wait=message.wait)
-            return
-        assert isinstance(message, Shown)
-        if set(message.data) == {"text/plain"} and not message.display_id:
+        elif set(message.data) == {"text/plain"} and not message.transient:
             self._lines.close()
             self._lines.add(rank, "stdout", message.data["text/plain"] + "\n")
-            return
-        if not message.is_update:
-            self._lines.close()
-            self._lines.add(rank, "stdout", "\n")
-        transient = {"display_id": message.display_id} if message.display_id else {}
-        self.shell.display_pub.publish(message.data, message.metadata, transient=transient, update=message.is_update)
+        else:
+            if not message.update:
+                self._lines.close()
+                self._lines.add(rank, "stdout", "\n")
+            self.shell.display_pub.publish(**vars(message))
 
     def _write(self, stream: str, text: str) -> None:
         file = sys.stderr if stream == "stderr" else sys.stdout

@@ -21,8 +21,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,88 +31,39 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline import machine
 from paceline.runtime.faults.pulse import slow
 from paceline.runtime.ranks.world import separate_hosts
-from paceline.studies.fault_places import OUT
+from paceline.studies.fault_places import BATCH_SIZE, OUT, VARIABLE, Asked
 from paceline.torch_internals import gpu_sleep
 
-VARIABLE = "PACELINE_FAULT"
-NUM_INPUTS, WIDTH = 784, 256
+NUM_INPUTS = 784
 _LOAD_S = 10.0
-
-
-class Asked(NamedTuple):
-    """`fault` at a `place` of step `step` on rank `rank`; this job writes its files into `folder`."""
-
-    folder: str
-    fault: str = ""
-    place: str = "forward"
-    rank: int = 1
-    step: int = 40
-    steps: int = 100
-    save_every: int = 10
-    wrapper: str = "paceline"
-    backend: str = "gloo"
-    device: str = "cpu"
-    batch_size: int = 8
-    width: int = WIDTH
-    group: str = ""  # the control group whose memory runs out
-    pause_s: float = 0.0  # before the step of the fault, for a spare to get ready
 
 
 def read_asked() -> Asked:
     return Asked(**json.loads(os.environ[VARIABLE]))
 
 
-def _hold_lock() -> None:
-    """Wait forever inside a call that does not release the GIL. Signals do not end it."""
-    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
-    library.pthread_mutex_lock(mutex)
-    library.pthread_mutex_lock(mutex)
-
-
-def _compute(seconds: float) -> None:
-    until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
-        torch.ones(1000).sum()
-
-
-def _wait_for_lock() -> None:
-    lock = threading.Lock()
-    with lock:
-        lock.acquire()
-
-
 class EndOfDataError(Exception):
     """This rank has no more batches."""
 
 
-def _fill_disk(folder: Path) -> None:
-    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1 << 20))
-
-
-def _run_out_of_memory(group: Path) -> None:
-    """Run out of memory in a control group with a limit, so that the kernel kills no other process."""
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    taken = [torch.ones(1 << 22) for _ in range(64)]  # a gigabyte
-    raise RuntimeError(f"{len(taken)} blocks were allocated without running out of memory")
-
-
 def inject(fault: str) -> None:
     """Inject a fault into this process; returns after a pause."""
-    signals = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM", "segv": "SIGSEGV", "abrt": "SIGABRT"}
     match fault:
         case "kill" | "stop" | "term" | "segv" | "abrt":
-            os.kill(os.getpid(), getattr(signal, signals[fault]))
+            os.kill(os.getpid(), signal.Signals[f"SIG{fault.upper()}"])
         case "exit":
             os._exit(3)
-        case "gil":
-            _hold_lock()
+        case "gil":  # a call that waits forever and does not release the GIL; signals do not end it
+            mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+            library.pthread_mutex_lock(mutex)
+            library.pthread_mutex_lock(mutex)
         case "loop":
             while True:
                 pass
         case "deadlock":
-            _wait_for_lock()
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
         case "endless-kernel":
             gpu_sleep(1 << 62)  # returns at once, and outlasts any timeout
         case "exception":
@@ -125,44 +75,49 @@ def inject(fault: str) -> None:
         case "stall":
             time.sleep(5.0)
         case "evaluate":
-            _compute(5.0)
-        case "straggle":
-            time.sleep(1.0)
+            until_s = time.monotonic() + 5.0
+            while time.monotonic() < until_s:
+                torch.ones(1000).sum()
+        case "straggle" | "link-down" | "slow-link" | "host-lost" | "store-lost":
+            time.sleep(1.0)  # the trial cuts the network or a host during this step
+
+
+# Where in a step each disturbance of a healthy rank may happen.
+NOISES = {
+    "stall": "between",
+    "evaluate": "between",
+    "marked evaluation": "between",
+    "straggle": "forward",
+    "compile": "forward",
+    "loaded machine": "between",
+}
 
 
 class Noise:
-    """Disturbances of a healthy rank in random order at random times, none of which is a fault. The file at `path`
-    counts them."""
-
-    # Where in a step each may happen.
-    PLACES = MappingProxyType({
-        "stall": "between", "evaluate": "between", "marked evaluation": "between", "straggle": "forward",
-        "compile": "forward", "loaded machine": "between",
-    })  # fmt: skip
+    """Disturbs a healthy rank in random order at random times, but never with a fault. The file at `path` counts
+    them."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._draw, self._counts = path, random.Random(seed), Counter[str]()
         self._due_s, self._next = 0.0, "compile"  # programs compile in their first step
 
     def reach(self, place: str) -> None:
-        if time.monotonic() < self._due_s or self.PLACES[self._next] != place:
+        if time.monotonic() < self._due_s or NOISES[self._next] != place:
             return
         self._counts[self._next] += 1
         self._path.write_text(json.dumps(self._counts))
-        self._make(self._next)
-        self._due_s, self._next = time.monotonic() + self._draw.uniform(1.0, 5.0), self._draw.choice([*self.PLACES])
-
-    def _make(self, what: str) -> None:
-        match what:
+        match self._next:
             case "marked evaluation":
                 with slow("evaluate"):
                     inject("evaluate")
             case "compile":
-                _compile(64 + self._counts[what])
+                _compile(64 + self._counts["compile"])
             case "loaded machine":
                 _load_machine(_LOAD_S)
-            case _:
-                inject(what)
+            case pause:
+                inject(pause)
+        self._due_s = time.monotonic() + self._draw.uniform(1.0, 5.0)
+        self._next = self._draw.choice([*NOISES])
 
 
 def _compile(size: int) -> None:
@@ -231,11 +186,13 @@ class Net(nn.Module):
                 for param in self.parameters():
                     param.grad = None
             case "disk-full":
-                _fill_disk(Path(self._asked.folder) / OUT)
-            case "link-down" | "slow-link" | "host-lost" | "store-lost":
-                time.sleep(1.0)  # the trial injects it during this step
-            case "oom":
-                _run_out_of_memory(Path(self._asked.group))
+                with contextlib.suppress(OSError), Path(self._asked.folder, OUT, "filler").open("wb", 0) as file:
+                    while True:
+                        file.write(bytes(1 << 20))
+            case "oom":  # in a control group with a limit, so that the kernel kills no other process
+                Path(self._asked.group, "cgroup.procs").write_text(str(os.getpid()))
+                taken = [torch.ones(1 << 22) for _ in range(64)]  # a gigabyte
+                raise RuntimeError(f"{len(taken)} blocks were allocated without running out of memory")
             case _:
                 inject(fault)
 
@@ -297,7 +254,7 @@ def main() -> None:
         net.load_state_dict(saved["model"])
         first = net.num_steps = saved["step"]
     for step in range(first, asked.steps):
-        inputs = torch.randn(asked.batch_size, NUM_INPUTS, device=device)
+        inputs = torch.randn(BATCH_SIZE, NUM_INPUTS, device=device)
         model(inputs).square().mean().backward()
         try:
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Environments that a fault needs: a small disk, a memory limit, or two hosts with a network between them.
+"""What a fault trial asks of its job, and environments that a fault needs: a small disk, a memory limit, or two hosts.
 
 Each is created for one job and then removed. Hosts are network namespaces of this machine, which need root.
 """
@@ -15,12 +15,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from paceline.errors import MeasurementError
 
+VARIABLE = "PACELINE_FAULT"  # holds the fields of `Asked` as JSON
 OUT = "out"  # where a job saves, in its folder
+BATCH_SIZE = 8
 _DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
 # The two hosts, each in a namespace of its own.
 HOST_ADDRESS, HOST_PORT = "10.213.9", 29400
@@ -29,67 +32,87 @@ _BURSTS = {"100mbit": "16kb", "1gbit": "64kb"}
 _SLOW = ("root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms")
 
 
+class Asked(NamedTuple):
+    """`fault` at a `place` of step `step` on rank `rank`; the job writes its files into `folder`."""
+
+    folder: str
+    fault: str = ""
+    place: str = "forward"
+    rank: int = 1
+    step: int = 40
+    steps: int = 100
+    save_every: int = 10
+    wrapper: str = "paceline"
+    backend: str = "gloo"
+    device: str = "cpu"
+    width: int = 256
+    group: str = ""  # the control group whose memory runs out
+    pause_s: float = 0.0  # before the step of the fault, for a spare to get ready
+
+
+@dataclass(frozen=True)
 class Place:
-    """This machine, unchanged. `asked` has further settings for the job."""
+    """Where a job runs: this machine, unchanged by default. `prefix` starts a command there, `group` is a control group
+    for the rank to join, and `spaces` are the network namespaces of two hosts with one rank each."""
 
-    asked: dict[str, Any] = {}  # noqa: RUF012
-    torchrun: tuple[str, ...] = ("--standalone",)
+    prefix: list[str] = field(default_factory=list)
+    group: str = ""
+    spaces: tuple[str, ...] = ()
 
-    def wrap(self, command: list[str]) -> list[str]:
-        """The command that runs this one in the environment."""
-        return command
-
-    def act(self, fault: str, rank: int) -> None:
-        """Inject a fault that the job cannot inject itself, once it has reached its step."""
-
-
-class _SmallDisk(Place):
-    """The job saves to a small disk, whose content is copied here when the job has ended."""
-
-    def __init__(self, folder: Path) -> None:
-        self._out = str(folder / OUT)
+    @property
+    def torchrun(self) -> list[str]:
+        """The options of torchrun there."""
+        if not self.spaces:
+            return ["--standalone"]
+        return ["--nnodes", "2", "--master-addr", f"{HOST_ADDRESS}.1", "--master-port", str(HOST_PORT)]
 
     def wrap(self, command: list[str]) -> list[str]:
-        text = f"""
-            mkdir -p {self._out}; mount -t tmpfs -o size={_DISK_BYTES} tmpfs {self._out}
-            set +e; "$@"; code=$?
-            rm -f {self._out}/filler; cp -a {self._out} {self._out}.kept; umount {self._out}
-            cp -a {self._out}.kept/. {self._out}; exit $code"""
-        return [*_find_private(), "sh", "-ec", text, "sh", *command]
-
-
-class _LittleMemory(Place):
-    """A control group with a memory limit, which the rank joins."""
-
-    def __init__(self, group: Path) -> None:
-        self.asked = {"group": str(group)}
-
-
-class _Hosts(Place):
-    """Two network namespaces with a link between them and one rank in each, each with its own host name."""
-
-    def __init__(self, spaces: tuple[str, ...]) -> None:
-        self._spaces = spaces
-        self.torchrun = ("--nnodes", "2", "--master-addr", f"{HOST_ADDRESS}.1", "--master-port", str(HOST_PORT))
-
-    def wrap(self, command: list[str]) -> list[str]:
+        """The command that runs this one there."""
+        if not self.spaces:
+            return [*self.prefix, *command]
         variables = [f"PACELINE_SECRET={secrets.token_hex(16)}", "GLOO_SOCKET_IFNAME=eth0"]
         parts = []
-        for number, (name, space) in enumerate(zip(_NAMES, self._spaces, strict=True)):
+        for number, (name, space) in enumerate(zip(_NAMES, self.spaces, strict=True)):
             enter = ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-ec", f'hostname {name}; exec "$@"', "sh"]
             parts.append(shlex.join([*enter, "env", *variables, f"PET_NODE_RANK={number}", *command]))
         first, second = parts
         return ["sh", "-c", f"{first} & a=$!; {second} & b=$!; wait $a; code=$?; wait $b && exit $code"]
 
     def act(self, fault: str, rank: int) -> None:
+        """Inject a fault that the job cannot inject itself, once it has reached its step."""
         match fault:
             case "link-down":
-                _call("ip", "-n", self._spaces[rank], "link", "set", "eth0", "down")
+                _call("ip", "-n", self.spaces[rank], "link", "set", "eth0", "down")
             case "slow-link":
-                for space in self._spaces:
+                for space in self.spaces:
                     _call("tc", "-n", space, "qdisc", "add", "dev", "eth0", *_SLOW)
             case "host-lost" | "store-lost":
-                _end_all(self._spaces[rank])
+                _end_all(self.spaces[rank])
+
+
+@contextlib.contextmanager
+def open_place(needs: str, folder: Path) -> Iterator[Place]:
+    """Create the environment, and always remove it."""
+    with contextlib.ExitStack() as undo:
+        match needs:
+            case "disk":
+                yield Place([*_find_private(), "sh", "-ec", _SMALL_DISK, "sh", str(folder / OUT)])
+            case "memory":
+                yield Place(group=str(_make_group(undo)))
+            case "hosts":
+                yield Place(spaces=undo.enter_context(link_hosts()))
+            case _:
+                yield Place()
+
+
+# The job saves to a small disk, whose content is copied to the real one when the job has ended.
+_SMALL_DISK = f"""
+out=$1; shift
+mkdir -p $out; mount -t tmpfs -o size={_DISK_BYTES} tmpfs $out
+set +e; "$@"; code=$?
+rm -f $out/filler; cp -a $out $out.kept; umount $out
+cp -a $out.kept/. $out; exit $code
+"""
 
 
 def _call(*command: str) -> str:
@@ -135,44 +158,26 @@ def _find_group() -> tuple[Path, str]:
     except OSError:
         return Path(), "this system has no control groups"
     for _, kinds, path in lines:
-        root = Path("/sys/fs/cgroup") / ("memory" if kinds else "")
-        group = root / path.lstrip("/")
-        has_limits = "memory" in kinds.split(",") or "memory" in _read(group / "cgroup.subtree_control")
-        if has_limits and os.access(group, os.W_OK):
+        group = Path("/sys/fs/cgroup", "memory" if kinds else "", path.lstrip("/"))
+        controllers = kinds.split(",")
+        with contextlib.suppress(OSError):  # only version 2 has this file
+            controllers += (group / "cgroup.subtree_control").read_text().split()
+        if "memory" in controllers and os.access(group, os.W_OK):
             return group, ""
     return Path(), "a control group with a memory limit needs root"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-@contextlib.contextmanager
-def open_place(needs: str, folder: Path) -> Iterator[Place]:
-    """Create the environment, and always remove it."""
-    with contextlib.ExitStack() as undo:
-        if needs == "disk":
-            yield _SmallDisk(folder)
-        elif needs == "memory":
-            yield _LittleMemory(_make_group(undo))
-        elif needs == "hosts":
-            yield _Hosts(undo.enter_context(link_hosts()))
-        else:
-            yield Place()
 
 
 def _make_group(undo: contextlib.ExitStack) -> Path:
     group = _find_group()[0] / f"paceline-{secrets.token_hex(4)}"
     group.mkdir()
     undo.callback(_remove_group, group)
-    names = ("memory.max", "memory.swap.max") if (group / "memory.max").exists() else (
-        "memory.limit_in_bytes", "memory.memsw.limit_in_bytes")  # fmt: skip
-    (group / names[0]).write_text(str(_MEMORY_BYTES))
+    is_new = (group / "memory.max").exists()  # version 2 of control groups
+    (group / ("memory.max" if is_new else "memory.limit_in_bytes")).write_text(str(_MEMORY_BYTES))
     with contextlib.suppress(OSError):  # no swap here
-        (group / names[1]).write_text("0" if names[1].endswith("max") else str(_MEMORY_BYTES))
+        if is_new:
+            (group / "memory.swap.max").write_text("0")
+        else:  # memory and swap together
+            (group / "memory.memsw.limit_in_bytes").write_text(str(_MEMORY_BYTES))
     return group
 
 
@@ -181,7 +186,6 @@ def _remove_group(group: Path) -> None:
     while group.exists() and time.monotonic() < until_s:
         with contextlib.suppress(OSError):  # a process in it is still exiting
             group.rmdir()
-            return
         time.sleep(0.05)
 
 
@@ -211,6 +215,7 @@ def link_hosts(rate: str = "") -> Iterator[tuple[str, ...]]:
 
 
 def _remove_space(space: str) -> None:
-    for remove in (lambda: _end_all(space), lambda: _call("ip", "netns", "delete", space)):
-        with contextlib.suppress(subprocess.SubprocessError, MeasurementError):
-            remove()
+    with contextlib.suppress(subprocess.SubprocessError, MeasurementError):
+        _end_all(space)
+    with contextlib.suppress(subprocess.SubprocessError, MeasurementError):
+        _call("ip", "netns", "delete", space)

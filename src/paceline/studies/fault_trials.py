@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import psutil
+
 from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.options import Option, check_counts
 from paceline.records.kinds import FaultRecord
@@ -39,7 +41,7 @@ from paceline.runtime.hosts.agent import build_guard
 from paceline.runtime.ranks.launch import check_rank_count
 from paceline.runtime.ranks.session import Task, open_session
 from paceline.studies import fault_places
-from paceline.studies.fault_places import OUT, open_place
+from paceline.studies.fault_places import BATCH_SIZE, OUT, VARIABLE, Asked, open_place
 from paceline.training.train_settings import POLICIES
 from paceline.units import format_duration, format_number_of, parse_size
 from paceline.verbs.jobs import Names, Place, check_resume, finish, list_names
@@ -76,7 +78,7 @@ FAULTS: dict[str, Fault] = {
     "abrt": Fault("forward", "SIGABRT"),
     "exit": Fault("forward", r"code\s*:? 3\b"),
     "term": Fault("forward", "SIGTERM", is_final=True),  # asks all ranks to save and stop
-    "oom": Fault("forward", "by the kernel, as memory ran out", "memory"),
+    "oom": Fault("forward", "by the kernel: out of memory", "memory"),
     "gil": Fault("forward", "GIL"),
     "loop": Fault("forward", "has been computing"),
     "deadlock": Fault("backward", "has been blocked"),
@@ -112,6 +114,7 @@ _WARM_S = 8.0  # how long a spare may take to get ready before the fault
 _SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # a state that takes a while to write
 _STOP_S = 60.0  # how long a job may take to end after SIGTERM
 _HANGS, _HANG_TIMEOUT = ("gil", "loop", "deadlock", "endless-kernel", "extra-collective"), "5s"
+_TOKEN = "PACELINE_FAULT_TRIAL"  # marks the processes of a job
 _LEAVE_S = 2.0, 8.0  # how long processes may outlive the command, on one host and on two
 
 
@@ -154,24 +157,24 @@ class Trial:
         can = self.kind.cause and not self.kind.is_final and not self.kind.is_saved
         return bool(can) and self.policy != "stop" and self.system == "train"
 
-    def build_request(self, folder: Path) -> dict[str, Any]:
-        """What the job is asked to do: the fields of `fault_job.Asked`."""
-        fault = self.fault
-        place = self.kind.place
+    def build_request(self, folder: Path, group: str = "") -> Asked:
+        """What the job is asked to do. `group` is the control group whose memory runs out."""
+        fault, place = self.fault, self.kind.place
         steps = _LONG_STEPS
         if (not self.kind.cause and fault != "noise") or place == "start":
             steps = self.step + (1 if fault == "slow-link" else 40)
         elif self.continues:
             steps = self.step + 4
-        state_bytes = self.state_bytes or _SAVED_BYTES.get(fault, 0)
-        return {
-            "folder": str(folder), "fault": "exception" if fault.startswith("exception") else fault, "place": place,
-            "rank": self.rank, "step": self.step, "steps": steps, "save_every": 100 if fault == "noise" else 10,
-            "batch_size": 8, "backend": self.backend, "device": self.device,
-            "wrapper": "torch" if self.system in ("torch", ATTACHED) else "paceline",
-            **({"pause_s": _WARM_S} if self.continues else {}),
-            **({"width": _find_width(state_bytes)} if state_bytes else {}),
-        }  # fmt: skip
+        asked = Asked(
+            str(folder), "exception" if fault.startswith("exception") else fault, place, self.rank, self.step, steps,
+            save_every=100 if fault == "noise" else 10, backend=self.backend, device=self.device,
+            wrapper="torch" if self.system in ("torch", ATTACHED) else "paceline", group=group,
+            pause_s=_WARM_S if self.continues else 0.0,
+        )  # fmt: skip
+        if not (state_bytes := self.state_bytes or _SAVED_BYTES.get(fault, 0)):
+            return asked
+        # The width of layers whose weights and momentum have this size.
+        return asked._replace(width=max(1, round(math.sqrt(state_bytes / 8 + 397**2) - 397)))
 
     def build_record(self, **outcome: Any) -> FaultRecord:
         return FaultRecord(
@@ -312,19 +315,18 @@ def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[
 class _Job:
     """The job of a trial in a session of its own, its output with times, and all processes that it started."""
 
-    def __init__(self, trial: Trial, asked: dict[str, Any], place: fault_places.Place, policy: str = "stop") -> None:
+    def __init__(self, trial: Trial, asked: Asked, place: fault_places.Place, policy: str = "stop") -> None:
         self.token, self.lines = secrets.token_hex(8), list[tuple[float, str]]()
-        folder = Path(asked["folder"])
-        variables = {"PACELINE_FAULT": json.dumps(asked), "PACELINE_FAULT_TRIAL": self.token, "PYTHONUNBUFFERED": "1"}
-        variables |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": os.pathsep.join(sys.path)}
+        variables = {VARIABLE: json.dumps(asked._asdict()), _TOKEN: self.token, "PYTHONUNBUFFERED": "1"}
+        variables |= {"TMPDIR": f"{asked.folder}/tmp", "PYTHONPATH": os.pathsep.join(sys.path)}
         variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables |= {"PACELINE_MONITOR": "1"} if trial.system == ATTACHED else {}
         # A hang is identified at once, and ended after this time; pauses have the default timeout.
-        variables |= {TIMEOUT_VARIABLE: _HANG_TIMEOUT} if asked["fault"] in _HANGS else {}
-        (folder / "tmp").mkdir(exist_ok=True)
-        command = [*build_guard(signal.SIGTERM), *_build_command(trial, asked, place, policy)]
+        variables |= {TIMEOUT_VARIABLE: _HANG_TIMEOUT} if asked.fault in _HANGS else {}
+        Path(variables["TMPDIR"]).mkdir(exist_ok=True)
         self.process = subprocess.Popen(
-            command, cwd=folder, env=os.environ | variables, stdout=subprocess.PIPE,
+            [*build_guard(signal.SIGTERM), *place.wrap(_build_command(trial, asked, place, policy))],
+            cwd=asked.folder, env=os.environ | variables, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True, text=True, errors="replace",
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -335,15 +337,13 @@ class _Job:
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
 
-    def find_processes(self) -> list[int]:
+    def find_processes(self) -> list[psutil.Process]:
         """All processes with the token of this job in their environment, except its own."""
-        found, mark = [], f"PACELINE_FAULT_TRIAL={self.token}".encode()
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, IndexError):
-                is_ours = entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0")
-                if is_ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found.append(int(entry.name))
-        return [pid for pid in found if pid != self.process.pid]
+        return [
+            one for one in psutil.process_iter(["environ", "status"])
+            if (one.info["environ"] or {}).get(_TOKEN) == self.token
+            and one.info["status"] != psutil.STATUS_ZOMBIE and one.pid != self.process.pid
+        ]  # fmt: skip
 
     def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
         """Each match: the time of its last line, this line, and all its lines. A match may span three lines."""
@@ -366,29 +366,29 @@ class _Job:
             self.process.wait(_STOP_S)
 
     def close(self) -> None:
-        for pid in (*self.find_processes(), self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.find_processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.kill()
         self.process.wait()
         self._reader.join(2.0)
 
 
-def _build_command(trial: Trial, asked: dict[str, Any], place: fault_places.Place, policy: str) -> list[str]:
-    out = Path(asked["folder"]) / OUT
-    has_hosts = place.torchrun != fault_places.Place.torchrun
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *place.torchrun, "--nproc-per-node"]
-    torchrun += ["1" if has_hosts else str(trial.ranks)]
+def _build_command(trial: Trial, asked: Asked, place: fault_places.Place, policy: str) -> list[str]:
+    ranks = "1" if place.spaces else str(trial.ranks)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *place.torchrun, "--nproc-per-node", ranks]
     if trial.system != "train":
-        return place.wrap([*torchrun, str(_JOB)])
-    train = [*torchrun, "-m", "paceline", "train"] if has_hosts else [sys.executable, "-m", "paceline", "train"]
+        return [*torchrun, str(_JOB)]
+    out = Path(asked.folder, OUT)
+    train = [*torchrun, "-m", "paceline", "train"] if place.spaces else [sys.executable, "-m", "paceline", "train"]
     if runs := sorted(out.glob("*/checkpoints")):
-        return place.wrap([*train, "--resume", str(runs[-1].parent), "--steps", str(asked["steps"])])
-    train += [] if has_hosts else ["--ranks", str(trial.ranks), "--on-fault", policy]
-    return place.wrap([
+        return [*train, "--resume", str(runs[-1].parent), "--steps", str(asked.steps)]
+    train += [] if place.spaces else ["--ranks", ranks, "--on-fault", policy]
+    return [
         *train, "--model", f"{_JOB}:build", "--data", "synthetic:images", "--backend", trial.backend, "--device",
-        trial.device, "--batch-size", str(asked["batch_size"]), "--steps", str(asked["steps"]), "--save-every",
-        f"{asked['save_every']}steps", "--out", str(out),
-    ])  # fmt: skip
+        trial.device, "--batch-size", str(BATCH_SIZE), "--steps", str(asked.steps), "--save-every",
+        f"{asked.save_every}steps", "--out", str(out),
+    ]  # fmt: skip
 
 
 def _find_saved(trial: Trial, folder: Path) -> int:
@@ -413,7 +413,7 @@ def measure_fault(trial: Trial) -> FaultRecord:
     with tempfile.TemporaryDirectory(prefix="paceline-fault-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         place = stack.enter_context(open_place(kind.needs, folder))
-        asked = trial.build_request(folder) | place.asked
+        asked = trial.build_request(folder, place.group)
         again = _make_damaged(trial, asked) if kind.place == "start" else None
         policy = "stop" if kind.is_saved else trial.policy
         with contextlib.closing(_Job(trial, asked, place, policy)) as job:
@@ -478,11 +478,11 @@ def _names_step(kind: Fault, text: str, step: int) -> bool:
     return found is not None and int(found[1]) - step in ((-1, 0) if kind.place == "between" else (0,))
 
 
-def _make_damaged(trial: Trial, asked: dict[str, Any]) -> int:
+def _make_damaged(trial: Trial, asked: Asked) -> int:
     """Run the job to its step, and flip one bit of the newest checkpoint, so that resuming from it is the fault.
     Returns how many steps lie between this checkpoint and the one before it."""
     _measure_restart(trial, asked)
-    folder = Path(asked["folder"])
+    folder = Path(asked.folder)
     paths = sorted(folder.glob(f"{OUT}/*/checkpoints/step-*/model.safetensors")) or [folder / OUT / "saved.pt"]
     content = bytearray(paths[-1].read_bytes())
     content[len(content) // 2] ^= 1
@@ -490,11 +490,6 @@ def _make_damaged(trial: Trial, asked: dict[str, Any]) -> int:
     (folder / "injected").write_text(f"{time.monotonic()} {trial.step}")
     steps = [int(path.parent.name.rpartition("-")[2]) for path in paths[-2:] if path.name != "saved.pt"]
     return steps[-1] - steps[0] if steps else 0
-
-
-def _find_width(state_bytes: int) -> int:
-    """The width of the layers of a model with this many bytes of weights and momentum."""
-    return max(1, round(math.sqrt(state_bytes / 8 + 397**2) - 397))
 
 
 def _find_recovered(folder: Path) -> dict[str, Any]:
@@ -524,9 +519,9 @@ def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
     return float(when_s), int(step)
 
 
-def _measure_restart(trial: Trial, asked: dict[str, Any]) -> float | None:
+def _measure_restart(trial: Trial, asked: Asked) -> float | None:
     """Seconds from a restart of the same job to the end of the step of the fault; None if it failed."""
-    again = asked | {"fault": "", "steps": trial.step}
+    again = asked._replace(fault="", steps=trial.step)
     begin_s = time.monotonic()
     with contextlib.closing(_Job(trial, again, fault_places.Place())) as job:
         try:
@@ -547,15 +542,11 @@ _NAMES = {
 _format_s = "{:.2f}".format
 
 
-def _find_p95(values: Sequence[float | None]) -> float | None:
-    """The 95th percentile; None if more than one value in twenty is missing."""
-    known, place = sorted(one for one in values if one is not None), math.ceil(0.95 * len(values)) - 1
-    return known[place] if known and place < len(known) else None
-
-
-def _find_median(values: Sequence[float | None]) -> float | None:
-    known = [one for one in values if one is not None]
-    return statistics.median(known) if known else None
+def _summarize(values: Sequence[float | None]) -> tuple[float | None, float | None]:
+    """The median of the known values, and the 95th percentile of all, which is None if it is unknown."""
+    known = sorted(one for one in values if one is not None)
+    place = math.ceil(0.95 * len(values)) - 1
+    return statistics.median(known) if known else None, known[place] if 0 <= place < len(known) else None
 
 
 class _Row:
@@ -571,14 +562,12 @@ class _Row:
         self.left_over = sum(bool(one.left_over) for one in trials)
         self.steps_lost = max((one.steps_lost for one in trials if one.steps_lost is not None), default=None)
         self.policy = ", ".join(sorted({one.policy for one in trials} - {"stop"}))
-        detected_s = [one.detected_s for one in trials]
-        self.median_s, self.p95_s = _find_median(detected_s), _find_p95(detected_s)
-        # Only some trials are restarted.
-        restart_s = [one.restart_s for one in trials if one.restart_s is not None]
-        self.restart_s, self.restart_p95_s = _find_median(restart_s), _find_p95(restart_s)
+        self.median_s, self.p95_s = _summarize([one.detected_s for one in trials])
+        restart_s = [one.restart_s for one in trials if one.restart_s is not None]  # only some trials are restarted
+        self.restart_s, self.restart_p95_s = _summarize(restart_s)
         # From the report of the fault to the end of the next step, where the run continued.
         recovered_s = [one.recovered_s for one in trials if one.recovered_s is not None]
-        self.recovered_s, self.recovered_p95_s = _find_median(recovered_s), _find_p95(recovered_s)
+        self.recovered_s, self.recovered_p95_s = _summarize(recovered_s)
         # Only of faults that were identified and have a known step.
         steps = [one.names_step for one in trials if one.names_step is not None]
         self.step_right = f"{sum(steps)} of {len(steps)}" if steps else ""

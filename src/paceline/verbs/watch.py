@@ -158,9 +158,7 @@ def _is_locked(folder: Path) -> bool:
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks: assume that it is running
+    except OSError:  # locked; or a file system without locks, where it is assumed to be running
         return True
     finally:
         os.close(handle)
@@ -246,10 +244,10 @@ class _Request(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serve(run: str | Path | Follower, port: int | None = None) -> Iterator[Server]:
-    """Serve the live page of the run in this folder while the context is open."""
+def serve(follower: Follower, port: int | None = None) -> Iterator[Server]:
+    """Serve the live page of a run while the context is open."""
     try:
-        server = Server(run if isinstance(run, Follower) else Follower(Path(run)), port or 0)
+        server = Server(follower, port or 0)
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}; leave it out to use a free port") from None
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
@@ -264,9 +262,13 @@ def serve(run: str | Path | Follower, port: int | None = None) -> Iterator[Serve
 
 
 def watch(
-    run: str | Path, *, port: int | None = None, browser: bool | None = None, linger: float = _LINGER_S,
+    run: str | Path,
+    *,
+    port: int | None = None,
+    browser: bool | None = None,
+    linger: float = _LINGER_S,
     progress: bool | None = None,
-) -> TrainRunResult:  # fmt: skip
+) -> TrainRunResult:
     """Show a training run on a live page and in a terminal; return its result when it has ended.
 
     Prints the address of the page. Once the run has ended and the page has had no viewer for a while, or on Ctrl-C, the
@@ -279,18 +281,20 @@ def watch(
         linger: Seconds without a viewer after which the page of an ended run closes.
     """
     found = load_result(run)
-    refuse((not isinstance(found, TrainRunResult),
-            f"{run} is a run of `paceline {found.run.verb}`: `paceline report` shows it; give one of `paceline train`"),
-           code="other-verb")  # fmt: skip
+    what = f"{run} is a run of `paceline {found.run.verb}`"
+    why = f"{what}: `paceline report` shows it; give one of `paceline train`"
+    refuse((not isinstance(found, TrainRunResult), why), code="other-verb")
     folder = Path(run)
     over_s = None
-    with serve(folder, port) as server, _View(progress is not False and sys.stdin.isatty()) as view:
+    view = _open_view(progress is not False)
+    with serve(Follower(folder), port) as server, view or contextlib.nullcontext():
         show_address(server, str(folder), browser)
         with contextlib.suppress(KeyboardInterrupt):
             while over_s is None or time.monotonic() - over_s < linger:
                 follower = server.follower
                 follower.update()
-                view.show(follower)
+                if view is not None:
+                    _draw(follower, view)
                 if follower.how == "running" or server.num_viewers:
                     over_s = None
                 elif over_s is None:
@@ -300,6 +304,26 @@ def watch(
     result = cast("TrainRunResult", load_result(folder))
     result.page = save_page([result], folder)
     return result
+
+
+def _open_view(is_drawn: bool) -> Any:
+    """What draws the status in a terminal with each update; None if there is no terminal."""
+    if not (is_drawn and sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    from rich.console import Console
+    from rich.live import Live
+
+    return Live(console=Console(stderr=True, highlight=False), auto_refresh=False)
+
+
+def _draw(follower: Follower, view: Any) -> None:
+    from rich.text import Text
+
+    lines = follower.now.terminal(view.console.width).splitlines()
+    lines = [line for line in lines if not line.startswith("(not shown")]  # the page has these columns
+    shown = Text("\n".join(filter(None, (follower.verdict[0], follower.text, *lines))))
+    shown.stylize("bold", 0, len(follower.verdict[0]))
+    view.update(shown, refresh=True)
 
 
 def say(text: str) -> None:
@@ -318,34 +342,3 @@ def start_watching(folder: Path) -> None:
     """Watch from a separate process, which outlives this one."""
     command = [sys.executable, "-m", "paceline", "watch", str(folder)]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-class _View:
-    """Shows the status in a terminal, redrawn with each update; does nothing if there is no terminal."""
-
-    def __init__(self, is_drawn: bool) -> None:
-        self._live: Any = None
-        if is_drawn and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            self._live = Live(console=Console(stderr=True, highlight=False), auto_refresh=False)
-
-    def __enter__(self) -> _View:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self, follower: Follower) -> None:
-        if self._live is not None:
-            from rich.text import Text
-
-            lines = follower.now.terminal(self._live.console.width).splitlines()
-            lines = [line for line in lines if not line.startswith("(not shown")]  # the page has these columns
-            shown = Text("\n".join(filter(None, (follower.verdict[0], follower.text, *lines))))
-            shown.stylize("bold", 0, len(follower.verdict[0]))
-            self._live.update(shown, refresh=True)

@@ -47,9 +47,9 @@ LOOK_S = 0.1
 _MOST_S = 2.5 * LOOK_S
 _STOPPED_S = 1.5  # a process may be stopped briefly
 _OOM_S = 1.0  # an OOM kill within the last one or two of these periods is blamed for the end of a rank
-# A process that keeps running this long after an error of its world has handled the error; one that is exiting because
-# of it may take longer.
-_HANDLED_S, _ENDED_S = 1.0, 30.0
+# A process that keeps running this long after an error of its world has handled the error.
+_HANDLED_S = 1.0
+_EXIT_S = 30.0  # the exit of a process with an error may take this long, or the hang timeout if that is longer
 # A rank is named once a phase of a step takes this many times as long as a slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
 # The same limit before the first step and for the first few, when there are not enough steps to learn from.
@@ -63,14 +63,20 @@ _CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
 # Share of snapshots in which a blocked process sleeps. A process that waits for a core is runnable, not hung.
 _BLOCKED = 0.8
 _MOST_FRAMES = 20  # maximum number of printed frames
+_MARK = "mark long-running work with paceline.slow()"
+# What each kind of fault looks like, and what to do about it.
 _FOUND = {
-    "stopped": "has been stopped (SIGSTOP)", "gil": "has held Python's lock (the GIL)", "loop": "has been computing",
-    "blocked": "has been blocked", "disk": "has waited for a disk or a driver (state D)",
-    "kernel": "has a GPU that does not finish", "collective": "has waited in a collective of its own",
+    "stopped": "has been stopped (SIGSTOP)",
+    "gil": "has held Python's lock (the GIL)",
+    "loop": "has been computing",
+    "blocked": "has been blocked",
+    "disk": "has waited for a disk or a driver (state D)",
+    "kernel": "has a GPU that does not finish",
+    "collective": "has waited in a collective of its own",
     "desynchronised": "has started a different number of collectives than the others",
     "left": "has left, and others have waited",
-}  # fmt: skip
-_MARK = "mark long-running work with paceline.slow()"
+    "all-wait": "all ranks have waited for each other",
+}
 _ADVICE = {
     "ended": "see its own output, or the kernel's log (dmesg)",
     "stopped": "it was suspended and never resumed, by a person, a debugger or a job manager",
@@ -106,13 +112,28 @@ def find_hang_timeout(given: str | None = None) -> float:
     return limit_s
 
 
+class Suspicion(NamedTuple):
+    """A suspected rank, judged by the numbers alone; None stands for all ranks. The job must end after `end_s`, with a
+    warning before that; None means that the fault is proven. If `is_certain` is False, the rank's stack must also be
+    inside a collective."""
+
+    kind: str
+    rank: int | None
+    since_s: float
+    end_s: float | None = None
+    is_certain: bool = True
+
+    @property
+    def ends(self) -> bool:
+        return self.end_s is None or self.since_s > self.end_s
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What happened to which rank, where, for how long, who waits for it, and its place in the code.
 
-    `kind` is "ended", "stopped", "gil", "loop", "blocked", "disk", "kernel", "collective", "desynchronised", "left" or
-    "all-wait"; the last one has no rank to blame. `ends` means that the job must end: because the fault is proven, or
-    because it lasted longer than `limit`. Otherwise this is a warning.
+    `kind` is a key of `_ADVICE`; "all-wait" has no rank to blame. `ends` means that the job must end: because the fault
+    is proven, or because it lasted longer than `limit`. Otherwise this is a warning.
     """
 
     kind: str
@@ -161,33 +182,46 @@ class RankSnapshot(NamedTuple):
     num_started: int = 0  # collectives started by a waiting rank; 0 if not counted
 
 
+class _Span:
+    """Time over which something did not change: in seconds, and the shares of it asleep and waiting for a disk. The CPU
+    time is that at its start."""
+
+    def __init__(self, cpu_s: float) -> None:
+        self.cpu_s = cpu_s
+        self.lasted_s = self.asleep_s = self.disk_s = 0.0
+
+    def add(self, state: str, took_s: float) -> None:
+        self.lasted_s += took_s
+        self.asleep_s += took_s if state == "S" else 0.0
+        self.disk_s += took_s if state == "D" else 0.0
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.asleep_s >= _BLOCKED * self.lasted_s
+
+
 class _History:
-    """The snapshots of one rank. Accumulates times over snapshots: in its current phase, and since its last
-    heartbeat."""
+    """The snapshots of one rank: how long it has been in its current phase, and how long without a heartbeat."""
 
     def __init__(self, snapshot: RankSnapshot) -> None:
         self.snapshot = snapshot
         self.stopped_s = 0.0
-        self.phase_s = self.phase_asleep_s = self.phase_disk_s = self.silent_s = self.silent_asleep_s = 0.0
+        self.phase, self.silence = _Span(snapshot.cpu_s), _Span(snapshot.cpu_s)
         self.is_in_collective = False  # its stack shows that it waits for other ranks in this phase
-        # CPU time at the start of the phase and at the last heartbeat
-        self.phase_cpu_s = self.silent_cpu_s = snapshot.cpu_s
         self._step_cpu_s = collections.deque[float](maxlen=31)  # per step, averaged over each second
         # seconds observed, and the number of steps and the CPU time at the start of the window
         self._window = 0.0, 0, 0.0
 
     def add(self, snapshot: RankSnapshot, took_s: float) -> None:
         before, self.snapshot = self.snapshot, snapshot
-        asleep_s = took_s if snapshot.state == "S" else 0.0
         self.stopped_s = self.stopped_s + took_s if snapshot.state == "T" else 0.0
         if snapshot.serial != before.serial:
-            self.phase_s, self.phase_asleep_s, self.phase_disk_s, self.phase_cpu_s = 0.0, 0.0, 0.0, snapshot.cpu_s
+            self.phase = _Span(snapshot.cpu_s)
             self.is_in_collective = False
-        self.phase_s, self.phase_asleep_s = self.phase_s + took_s, self.phase_asleep_s + asleep_s
-        self.phase_disk_s += took_s if snapshot.state == "D" else 0.0
         if snapshot.beat_ns != before.beat_ns:
-            self.silent_s, self.silent_asleep_s, self.silent_cpu_s = 0.0, 0.0, snapshot.cpu_s
-        self.silent_s, self.silent_asleep_s = self.silent_s + took_s, self.silent_asleep_s + asleep_s
+            self.silence = _Span(snapshot.cpu_s)
+        self.phase.add(snapshot.state, took_s)
+        self.silence.add(snapshot.state, took_s)
         window_s, num_steps, cpu_s = self._window
         self._window = window_s + took_s, num_steps, cpu_s
         if window_s > 1.0 and snapshot.num_steps > num_steps:
@@ -205,32 +239,13 @@ class _History:
         return bool(self.snapshot.state) and self.snapshot.phase != LEFT
 
     @property
-    def is_blocked(self) -> bool:
-        return self.phase_asleep_s >= _BLOCKED * self.phase_s
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it waits, or may wait, for other ranks: a program's own collectives are not marked."""
-        return self.phase_s > 1.0 and (self.waits or self.is_blocked)
-
-    @property
     def waits(self) -> bool:
         return self.snapshot.phase == WAIT or self.is_in_collective
 
-
-class Suspicion(NamedTuple):
-    """A suspected rank, judged by the numbers alone. The job must end after `end_s`, with a warning before that; None
-    means that the fault is proven. If `is_certain` is False, the rank's stack must also be inside a collective."""
-
-    kind: str
-    rank: int | None
-    since_s: float
-    end_s: float | None = None
-    is_certain: bool = True
-
     @property
-    def ends(self) -> bool:
-        return self.end_s is None or self.since_s > self.end_s
+    def may_wait(self) -> bool:
+        """Whether it waits, or may wait, for other ranks: a program's own collectives are not marked."""
+        return self.phase.lasted_s > 1.0 and (self.waits or self.phase.is_asleep)
 
 
 class HangDetector:
@@ -242,7 +257,7 @@ class HangDetector:
         self.has_others, self.hang_timeout_s = has_others, hang_timeout_s
         self.seen: dict[int, _History] = {}
         self._looked_s = math.inf
-        self._named: dict[int | None, object] = {}  # rank to the phase in which it was named
+        self._named: dict[int | None, list[int]] = {}  # rank to the phase in which it was named
 
     def look(self, now_s: float, snapshots: Mapping[int, RankSnapshot]) -> Suspicion | None:
         took_s, self._looked_s = min(max(0.0, now_s - self._looked_s), _MOST_S), now_s
@@ -258,15 +273,14 @@ class HangDetector:
 
     def note_named(self, rank: int | None) -> None:
         """Record that this rank was reported; None stands for all ranks waiting."""
-        self._named[rank] = self._find_serial(rank)
+        self._named[rank] = self._list_serials(rank)
 
-    def _find_serial(self, rank: int | None) -> object:
-        serials = {number: one.snapshot.serial for number, one in self.seen.items()}
-        return tuple(serials.values()) if rank is None else serials.get(rank)
+    def _list_serials(self, rank: int | None) -> list[int]:
+        return [one.snapshot.serial for number, one in self.seen.items() if rank in (None, number)]
 
     def _suspect(self, kind: str, rank: int | None, since_s: float, end_s: float | None) -> Suspicion | None:
-        found, is_named = Suspicion(kind, rank, since_s, end_s), self._named.get(rank, ()) == self._find_serial(rank)
-        return found if found.ends or not is_named else None
+        found = Suspicion(kind, rank, since_s, end_s)
+        return found if found.ends or self._named.get(rank) != self._list_serials(rank) else None
 
     @property
     def limit_s(self) -> float:
@@ -292,7 +306,7 @@ class HangDetector:
     def _find_hung(self) -> Suspicion | None:
         there, found = self._there(), list[Suspicion]()
         for rank, one in there.items():
-            waits = self.has_others or any(other.is_waiting for number, other in there.items() if number != rank)
+            waits = self.has_others or any(other.may_wait for number, other in there.items() if number != rank)
             if (suspicion := self._find_slow(rank, one, 1.0 if waits else _PATIENCE)) is not None:
                 found.append(suspicion)
         order = ("gil", "loop", "blocked", "disk")
@@ -307,46 +321,46 @@ class HangDetector:
         # A program that never takes a step, such as inference, can be healthy for hours.
         end_s = {SLOW: limit_s, START: math.inf}.get(snapshot.phase, max(limit_s, self.hang_timeout_s))
         cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
-        silent_cpu_s, phase_cpu_s = snapshot.cpu_s - one.silent_cpu_s, snapshot.cpu_s - one.phase_cpu_s
-        if one.silent_s > held_s and (one.silent_asleep_s >= _BLOCKED * one.silent_s or silent_cpu_s >= cpu_s):
-            return self._suspect("gil", rank, one.silent_s, end_s)
-        if one.waits or one.phase_s <= limit_s:
+        phase, silence = one.phase, one.silence
+        if silence.lasted_s > held_s and (silence.is_asleep or snapshot.cpu_s - silence.cpu_s >= cpu_s):
+            return self._suspect("gil", rank, silence.lasted_s, end_s)
+        if one.waits or phase.lasted_s <= limit_s:
             return None
-        if one.phase_disk_s >= _BLOCKED * one.phase_s:
-            return self._suspect("disk", rank, one.phase_s, end_s)
-        if one.is_blocked:
-            return self._suspect("blocked", rank, one.phase_s, end_s)
-        if phase_cpu_s < cpu_s or snapshot.phase == START:
+        if phase.disk_s >= _BLOCKED * phase.lasted_s:
+            return self._suspect("disk", rank, phase.lasted_s, end_s)
+        if phase.is_asleep:
+            return self._suspect("blocked", rank, phase.lasted_s, end_s)
+        if snapshot.cpu_s - phase.cpu_s < cpu_s or snapshot.phase == START:
             return None
         # Between steps, a loop cannot be told from an evaluation, and ranks that wait for it have their own timeouts.
-        return self._suspect("loop", rank, one.phase_s, math.inf if snapshot.phase == BETWEEN else end_s)
+        return self._suspect("loop", rank, phase.lasted_s, math.inf if snapshot.phase == BETWEEN else end_s)
 
     def _find_unmatched(self) -> Suspicion | None:
         """Find ranks that wait for one whose GPU does not finish, for one that left, for one in a collective of its
         own, or for each other."""
         there, limit_s = self._there(), self.limit_s
-        waiting = {rank: one for rank, one in there.items() if one.waits and one.phase_s > limit_s}
+        waiting = {rank: one for rank, one in there.items() if one.waits and one.phase.lasted_s > limit_s}
         for rank, one in waiting.items():
             if one.snapshot.is_busy:
-                return self._suspect("kernel", rank, one.phase_s, self.hang_timeout_s)
+                return self._suspect("kernel", rank, one.phase.lasted_s, self.hang_timeout_s)
         if not waiting or self.has_others:
             return None
         spins = any(one.snapshot.num_started for one in waiting.values())  # waiting for NCCL does not sleep
         for rank, one in there.items():
             is_outside = one.snapshot.phase in (BETWEEN, START) and not one.waits
-            if is_outside and one.phase_s > limit_s and (spins or one.is_blocked):
-                return Suspicion("collective", rank, one.phase_s, is_certain=False)
+            if is_outside and one.phase.lasted_s > limit_s and (spins or one.phase.is_asleep):
+                return Suspicion("collective", rank, one.phase.lasted_s, is_certain=False)
         if len(waiting) < len(there):  # the others may wait for a rank that is only slow
             return None
-        since_s = max(one.phase_s for one in waiting.values())
+        since_s = max(one.phase.lasted_s for one in waiting.values())
         if left := [rank for rank, one in self.seen.items() if not one.is_there]:
             return Suspicion("left", left[0], since_s)
         own = [rank for rank, one in waiting.items() if one.snapshot.phase != WAIT]
         if len(own) == 1 < len(there):  # it is in a collective outside the wrapper, and all others are in the wrapper's
-            return Suspicion("collective", own[0], waiting[own[0]].phase_s)
-        if (odd := self._find_odd(waiting)) is not None:  # or its buckets only became ready in another order
-            return self._suspect("desynchronised", odd, waiting[odd].phase_s, self.hang_timeout_s)
-        if len(there) > 1 and min(one.phase_s for one in waiting.values()) > 2 * limit_s:
+            return Suspicion("collective", own[0], waiting[own[0]].phase.lasted_s)
+        if (odd := self._find_odd(waiting)) is not None:
+            return Suspicion("desynchronised", odd, waiting[odd].phase.lasted_s)
+        if len(there) > 1 and min(one.phase.lasted_s for one in waiting.values()) > 2 * limit_s:
             # If all ranks wait for the same message, it may just be large.
             awaited = {-2 if rank in own else one.snapshot.bucket for rank, one in waiting.items()}
             return self._suspect("all-wait", None, since_s, None if len(awaited) > 1 else self.hang_timeout_s)
@@ -371,12 +385,11 @@ class _Process:
         self.page_fd, self.stacks_fd = (os.memfd_create(f"paceline-{name}") for name in ("page", "stacks"))
         os.ftruncate(self.page_fd, pulse.PAGE_BYTES)
         self.page = pulse.map_page(self.page_fd)
-        self._words = memoryview(self.page).cast("q")
+        self.words = memoryview(self.page).cast("q")
         self.handle: Handle | None = None  # once the rank has opened its page
-        self._p99: tuple[int, float] = 0, 0.0
 
     def close(self) -> None:
-        self._words.release()
+        self.words.release()
         self.page.close()
         os.close(self.page_fd)
         os.close(self.stacks_fd)
@@ -385,67 +398,79 @@ class _Process:
 
     def look(self) -> RankSnapshot | None:
         """A snapshot; None before the rank has opened its page."""
-        words = self._words
+        words = self.words
         if self.handle is None:
             if not words[pulse.PID]:
                 return None
             self.handle = Handle(words[pulse.PID])
         state, cpu_s = self.handle.read_state()
-        phase, num_steps = self.find_phase()[0], words[pulse.NUM_STEPS]
-        since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
-        longest_s = words[pulse.LONGEST_NS + BETWEEN] / 1e9
-        return RankSnapshot(
-            state, cpu_s, words[pulse.SERIAL], words[pulse.STEP], phase, words[pulse.BUCKET], words[pulse.BEAT_NS],
-            num_steps, self._find_p99(num_steps, since_s > 1.0), longest_s, bool(words[pulse.IS_BUSY]),
-            self.find_most_s(), words[pulse.NUM_STARTED],
-        )  # fmt: skip
+        serial, step, _, bucket, _, beat_ns, num_steps = words[pulse.SERIAL : pulse.NUM_STEPS + 1]
+        phase, longest_s = self.find_phase()[0], words[pulse.LONGEST_NS + BETWEEN] / 1e9
+        p99_s, is_busy, num_started = self._find_p99(), bool(words[pulse.IS_BUSY]), words[pulse.NUM_STARTED]
+        times = p99_s, longest_s, is_busy, self.find_most_s(), num_started
+        return RankSnapshot(state, cpu_s, serial, step, phase, bucket, beat_ns, num_steps, *times)
 
     def find_phase(self) -> tuple[int, str]:
         """The phase, and the label of a marked pause."""
-        phase = self._words[pulse.PHASE]
-        if self._words[pulse.IS_COMPILING] and phase != LEFT:
+        phase = self.words[pulse.PHASE]
+        if self.words[pulse.IS_COMPILING] and phase != LEFT:
             return SLOW, "torch.compile"
         return phase, pulse.read_text(self.page, pulse.LABEL)
 
+    @property
+    def since_s(self) -> float:
+        """How long the rank has been in its phase."""
+        return float(time.monotonic_ns() - self.words[pulse.SINCE_NS]) / 1e9
+
     def find_most_s(self) -> float:
         """The time limit of a marked pause; a compilation has none."""
-        most_ns = self._words[pulse.MOST_NS]
-        return math.inf if self._words[pulse.IS_COMPILING] or not most_ns else most_ns / 1e9
+        most_ns = self.words[pulse.MOST_NS]
+        return math.inf if self.words[pulse.IS_COMPILING] or not most_ns else most_ns / 1e9
 
-    def _find_p99(self, num_steps: int, is_wanted: bool) -> float:
-        """The p99 of recent steps. Computed only when needed, for a rank that stays in one phase."""
-        if num_steps != self._p99[0] and is_wanted:
-            recent = list(self._words[pulse.RECENT_NS : pulse.RECENT_NS + min(num_steps, pulse.NUM_RECENT)])
-            if num_steps <= pulse.NUM_RECENT:
-                recent = recent[_NUM_FIRST:]  # in the first steps, ranks wait until all have started
-            recent.sort()
-            self._p99 = num_steps, recent[math.ceil(0.99 * len(recent)) - 1] / 1e9 if recent else 0.0
-        return self._p99[1]
-
-    @property
-    def is_secondary(self) -> bool:
-        return bool(self._words[pulse.IS_SECONDARY])
+    def _find_p99(self) -> float:
+        """The p99 of recent steps."""
+        num_steps = self.words[pulse.NUM_STEPS]
+        recent = list(self.words[pulse.RECENT_NS : pulse.RECENT_NS + min(num_steps, pulse.NUM_RECENT)])
+        if num_steps <= pulse.NUM_RECENT:
+            recent = recent[_NUM_FIRST:]  # in the first steps, ranks wait until all have started
+        recent.sort()
+        return recent[math.ceil(0.99 * len(recent)) - 1] / 1e9 if recent else 0.0
 
     @property
-    def is_ending(self) -> bool:
-        return bool(self._words[pulse.IS_ENDING])
-
-    @property
-    def has_left(self) -> bool:
-        return self._words[pulse.PHASE] == LEFT
+    def error(self) -> str:
+        """The error with which the rank ends or has left its world."""
+        return pulse.read_text(self.page, pulse.ERROR)
 
     @property
     def is_gone(self) -> bool:
         return self.handle is not None and self.handle.is_gone
 
+    def describe(self) -> str:
+        """The current or last step and phase; empty if unknown."""
+        words, (phase, label) = self.words, self.find_phase()
+        step, bucket = words[pulse.STEP], words[pulse.BUCKET]
+        if phase == START:
+            return "before the first step" if words[pulse.PID] else ""
+        if phase == LEFT:  # after an error or at its end
+            is_begun = words[pulse.COUNTED] or words[pulse.NUM_STEPS]
+            return f"in step {step}" if self.error and is_begun else f"after {step - 1} steps"
+        if phase == WAIT:
+            return f"in step {step}, while it waited for {'the other ranks' if bucket < 0 else f'bucket {bucket}'}"
+        if phase == SLOW:
+            return f"in step {step}, in {label!r}"
+        where = "outside of forward, backward and optimizer" if phase == BETWEEN else f"in {pulse.NAMES[phase]}"
+        return f"in step {step}, {where}"
+
     def tell(self, text: str) -> None:
         """Make the rank print this text; it has a thread for that (`pulse`)."""
         pulse.write_text(self.page, pulse.NOTICE, text)
-        self._words[pulse.NUM_NOTICES] += 1
+        self.words[pulse.NUM_NOTICES] += 1
 
     def read_stack(self, limit_s: float = 1.0) -> str:
         """The stacks of all its threads; empty if it is stopped or gone."""
-        if self.handle is None or self.has_left or self.handle.read_state()[0] in ("T", "t", "Z", ""):
+        if self.handle is None or self.words[pulse.PHASE] == LEFT:
+            return ""
+        if self.handle.read_state()[0] in ("T", "t", "Z", ""):
             return ""
         os.ftruncate(self.stacks_fd, 0)
         self.handle.signal(pulse.STACKS_SIGNAL)
@@ -529,7 +554,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def tell_lost(self) -> None:
         """Tell the ranks that another one is lost: some collectives would wait for it forever."""
         for one in self._processes.values():
-            memoryview(one.page).cast("q")[pulse.IS_LOST] = 1
+            one.words[pulse.IS_LOST] = 1
 
     def are_all_gone(self) -> bool:
         return all(one.is_gone or one.handle is None for one in self._processes.values())
@@ -542,67 +567,61 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             return False
         self._left_s = min(self._left_s, time.monotonic())
         # A rank with an error may be about to exit because of it; one that keeps running has handled it.
-        failed = [one for one in self._processes.values() if pulse.read_text(one.page, pulse.ERROR) and not one.is_gone]
-        limit_s = _ENDED_S if any(one.is_ending for one in failed) else _HANDLED_S
-        return not failed or time.monotonic() - self._left_s > limit_s
+        failed = [one for one in self._processes.values() if one.error and not one.is_gone]
+        if any(one.words[pulse.IS_ENDING] for one in failed):  # until it has exited, or `find_ended` gives up on it
+            return False
+        return not failed or time.monotonic() - self._left_s > _HANDLED_S
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
-        """The ranks that ended by a signal or an error: how, and whether the error only reports a lost rank."""
+        """The ranks that ended by a signal or an error: how, and whether the error only reports a lost rank. Includes
+        ranks whose exit hangs after an error: closing an NCCL group may wait for a collective that never ends."""
         found = {}
         for rank, one in self._processes.items():
-            error = pulse.read_text(one.page, pulse.ERROR)
-            if one.handle is None or not one.handle.is_gone:
+            if one.handle is None or not (one.is_gone or self._hangs_at_exit(rank)):
                 continue
-            if (status := one.handle.find_status()) == 0:  # it handled an error of its world
+            status, error = one.handle.find_status(), one.error
+            has_left = one.words[pulse.PHASE] == LEFT
+            if status == 0 or (status is None and not error and has_left):  # it handled an error of its world
                 continue
-            where, waiting = self.describe(rank), self.describe_waiting(rank)
-            if status is None and not error and one.has_left:
-                continue
+            where = self.describe(rank)
             if error:
-                how = f"{error} {where}"
+                how = f"{error} {where}" + ("" if one.is_gone else ", and does not exit; Paceline ended it")
             elif status is None:  # before Linux 6.15, if its parent has already reaped it
                 how = f"ended {where} with an unknown exit code"
             else:
                 how = self.describe_end(rank, os.waitstatus_to_exitcode(status))
-            found[rank] = "; ".join(filter(None, (how, waiting))), one.is_secondary
+            text = "; ".join(filter(None, (how, self.describe_waiting(rank))))
+            found[rank] = text, bool(one.words[pulse.IS_SECONDARY])
         return found
+
+    def _hangs_at_exit(self, rank: int) -> bool:
+        """Whether a rank with an error has left its world, and has been exiting for too long."""
+        one, history = self._processes[rank], self._detector.seen.get(rank)
+        if history is None or not one.words[pulse.IS_ENDING] or one.words[pulse.PHASE] != LEFT or not one.error:
+            return False
+        return history.phase.lasted_s > max(_EXIT_S, self._detector.hang_timeout_s)
 
     def find_step(self, rank: int | None = None) -> tuple[int, int] | None:
         """The current or last step of a rank, and how many steps the furthest rank has completed; None before the first
         step of this world. Without a rank, or before its first step, the step of the furthest rank."""
-        found = dict[int, tuple[int, int]]()
-        for number, one in self._processes.items():
-            page = memoryview(one.page).cast("q")
-            if page[pulse.COUNTED]:
-                found[number] = page[pulse.STEP], page[pulse.STEP] - (page[pulse.COUNTED] < pulse.COMPLETE)
-        if not found:
+        pages = {number: one.words for number, one in self._processes.items() if one.words[pulse.COUNTED]}
+        if not pages:
             return None
-        step, done = max(found.values())
-        return (step if rank is None else found.get(rank, (step,))[0]), done
+        last = max(pages.values(), key=lambda words: (words[pulse.STEP], words[pulse.COUNTED]))
+        done = last[pulse.STEP] - (last[pulse.COUNTED] < pulse.COMPLETE)
+        return pages.get(-1 if rank is None else rank, last)[pulse.STEP], done
 
     def is_busy(self, rank: int) -> bool:
         """Whether a rank that does not wait for others may need more time: it has marked a pause, or is within the
         learned limit."""
-        words, phase = memoryview(self._processes[rank].page).cast("q"), self._processes[rank].find_phase()[0]
-        since_s = (time.monotonic_ns() - words[pulse.SINCE_NS]) / 1e9
-        limit_s = self._processes[rank].find_most_s() if phase == SLOW else self._detector.limit_s
-        return phase != WAIT and since_s <= limit_s
+        one = self._processes[rank]
+        phase, _ = one.find_phase()
+        limit_s = one.find_most_s() if phase == SLOW else self._detector.limit_s
+        return phase != WAIT and one.since_s <= limit_s
 
     def describe(self, rank: int) -> str:
         """The current or last step and phase of a rank; empty if unknown."""
-        words = memoryview(self._processes[rank].page).cast("q")
-        step, bucket, (phase, label) = words[pulse.STEP], words[pulse.BUCKET], self._processes[rank].find_phase()
-        if phase == START:
-            return "before the first step" if words[pulse.PID] else ""
-        if phase == LEFT:  # after an error or at its end
-            is_begun = words[pulse.COUNTED] or words[pulse.NUM_STEPS]
-            has_failed = bool(pulse.read_text(self._processes[rank].page, pulse.ERROR))
-            return f"in step {step}" if has_failed and is_begun else f"after {step - 1} steps"
-        text = {
-            WAIT: f"while it waited for {'the other ranks' if bucket < 0 else f'bucket {bucket}'}",
-            SLOW: f"in {label!r}", BETWEEN: "outside of forward, backward and optimizer",
-        }.get(phase, f"in {pulse.NAMES[phase]}")  # fmt: skip
-        return f"in step {step}, {text}"
+        return self._processes[rank].describe()
 
     def describe_end(self, rank: int, code: int) -> str:
         """How a rank ended, from its exit code, and where it was."""
@@ -620,21 +639,22 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return ", ".join(parts)
 
     def _make_verdict(self, found: Suspicion) -> Verdict | None:
+        """The verdict on a suspected rank; None if its stack, or what it did since, clears it."""
         kind, rank, since_s, end_s, is_certain = found
         if rank is None:
-            stacks = {other: one.read_stack() for other, one in self._processes.items()}
-            places = {other: describe_frames(stack, 2) for other, stack in stacks.items()}
+            places = {other: describe_frames(one.read_stack(), 2) for other, one in self._processes.items()}
             text = "; ".join(f"rank {other} is at {place}" for other, place in places.items() if place)
             waiting, limit = self.describe_waiting(None), _describe_limit(end_s)
             self._detector.note_named(None)
-            return Verdict(
-                kind, None, "all ranks have waited for each other", waiting, since_s, text, ends=found.ends, limit=limit
-            )
+            return Verdict(kind, None, _FOUND[kind], waiting, since_s, text, ends=found.ends, limit=limit)
+        process, history = self._processes[rank], self._detector.seen[rank]
+        where, waiting = process.describe(), self.describe_waiting(rank)  # first: the signal below may wake the rank
+        if kind == "left" and process.error:
+            return Verdict("ended", rank, process.error, where, waiting=waiting)
         if (not is_certain or self._imports) and time.monotonic() - self._asked_s < 2.0:
             return None
         self._asked_s = time.monotonic()
-        where, waiting = self.describe(rank), self.describe_waiting(rank)  # first, because the signal may wake the rank
-        stack, history = self._processes[rank].read_stack(), self._detector.seen[rank]
+        stack = process.read_stack()
         is_inside = is_in_collective(stack)
         if not is_certain or (kind == "blocked" and is_inside):  # torch's wrapper synchronises buffers in forward
             history.is_in_collective = is_inside

@@ -120,7 +120,10 @@ def _start_process(
 
 
 def _note_errors(rank: int) -> None:
-    """Report an error that ends this process to the monitor."""
+    """Report an error that ends this process to the monitor, and close the world as failed: closing it at exit, as
+    after a success, would wait on NCCL for collectives that never end."""
+    from paceline.runtime.ranks.world import current_world
+
     before = sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -128,6 +131,8 @@ def _note_errors(rank: int) -> None:
             failure = describe_failure(rank, error)
             pulse.fail(failure.summary, failure.is_secondary)
         before(kind, error, trace)
+        if isinstance(error, Exception) and (world := current_world()) is not None:
+            world.__exit__(kind, error, None)
 
     sys.excepthook = note
 

@@ -44,9 +44,12 @@ _SPARE_S = 120.0  # how long a spare may take to become ready if none is
 # process, nor hold a lock for a minute while it writes its recordings.
 RECOVERS = "PACELINE_RECOVERS"
 _VARIABLES = {
-    RECOVERS: "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-}  # fmt: skip
+    RECOVERS: "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
 
 
 @dataclass
@@ -121,33 +124,32 @@ class Recovery:
         returned."""
         if self.policy == "stop":
             return "stop"
-        step, done = at or (None, None)
-        cause = str(error).partition("\n")[0]
-        policy, why = self.policy, ""
         # Errors that the user must fix, and errors that all ranks raise together: no rank could be replaced.
         if self.is_over() or not isinstance(failure.error or LaunchError(""), CollectiveError | LaunchError):
             return "stop"
-        if len(self.faults) >= self.max_faults:
-            policy, why = "stop", f"this is fault {len(self.faults) + 1}, but --max-faults is {self.max_faults}"
-        elif step is not None and step in [fault.step for fault in self.faults if fault.step is not None][-1:]:
-            policy, why = "stop", f"the previous fault was also in step {step}: the run keeps failing there"
-        elif step is None and not self._has_begun and len(self.faults) >= _MOST_EARLY:
-            policy, why = (
-                "stop",
-                f"like the {_MOST_EARLY} faults before: the run keeps failing before its first step",
-            )
+        step, done = at or (None, None)
+        cause = str(error).partition("\n")[0]
+        policy, then = self.policy, {"spare": "a spare takes its place", "shrink": "the others continue"}
+        if why := self._find_reason_to_stop(step):
+            policy, then = "stop", {"stop": why}
+            error.add_note(why)
         elif failure.code not in ("killed", "died", "hung") or failure.rank is None or has_values:
             policy = "restart"
         self.faults.append(Fault(time.time(), failure.rank, step, cause, policy, size))
         self._open.append((self.faults[-1], done))
-        if why:
-            error.add_note(why)
-        then = {
-            "restart": f"all ranks start again{' from the last checkpoint' * self._has_begun}",
-            "spare": "a spare takes its place", "shrink": "the others continue", "stop": why,
-        }[policy]  # fmt: skip
-        self.report(self.faults, f"{cause}; {then}")
+        again = f"all ranks start again{' from the last checkpoint' * self._has_begun}"
+        self.report(self.faults, f"{cause}; {then.get(policy, again)}")
         return policy
+
+    def _find_reason_to_stop(self, step: int | None) -> str:
+        """Why another fault in this step ends the run; empty if the run may recover."""
+        if len(self.faults) >= self.max_faults:
+            return f"this is fault {len(self.faults) + 1}, but --max-faults is {self.max_faults}"
+        if step is not None and step in [fault.step for fault in self.faults if fault.step is not None][-1:]:
+            return f"the previous fault was also in step {step}: the run keeps failing there"
+        if step is None and not self._has_begun and len(self.faults) >= _MOST_EARLY:
+            return f"like the {_MOST_EARLY} faults before: the run keeps failing before its first step"
+        return ""
 
     def note_spare_failed(self, failure: Any) -> None:
         self.num_failed += 1
@@ -463,15 +465,17 @@ class LocalWorld:
         again. Remaining ranks that received a signal stop in the next world."""
         recovery, spares = self._job.recovery, self._spares
         stay = self._await_survivors()
-        places: list[RankProcess | None] = [rank if rank in stay else None for rank in self.ranks]
-        num_lost = places.count(None)
         if recovery.policy == "spare" and stay:
-            spares.await_ready(num_lost, len(stay))
+            spares.await_ready(len(self.ranks) - len(stay), len(stay))
         ready = spares.ready
-        if recovery.policy == "spare":
-            places = [ready.pop(0) if rank is None and ready else rank for rank in places]
-            ready = []
-        ranks = [*(rank for rank in places if rank is not None), *ready]
+        ranks = []
+        for rank in self.ranks:
+            if rank in stay:
+                ranks.append(rank)
+            elif recovery.policy == "spare" and ready:  # it takes over the number of the lost rank
+                ranks.append(ready.pop(0))
+        if recovery.policy == "shrink":
+            ranks += ready
         if not stay or (recovery.policy == "spare" and len(ranks) < recovery.num_ranks):
             recovery.restart_instead()
             return []

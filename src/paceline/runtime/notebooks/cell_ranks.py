@@ -21,7 +21,6 @@ from IPython.core.inputtransformer2 import TransformerManager
 from paceline.errors import CollectiveError, ConfigError, LaunchError, PacelineError
 from paceline.runtime.faults.processes import read_state
 from paceline.runtime.notebooks.cells import (
-    Abort,
     Cell,
     CellSettings,
     Cleared,
@@ -46,6 +45,9 @@ _STUCK_S = 2.0  # after one rank has failed, a rank that has been blocked for th
 _NOTICE_S = 10.0  # report a possible deadlock once every rank has been blocked for this long
 _TICK_S = 0.1  # how often to check these limits
 _LOCATE_S = 0.2  # how often to ask where ranks are
+# Messages of this process to itself: the ranks were closed, or one of them died; and Ctrl-C, because an exception could
+# be raised between receiving a message and handling it.
+_RANKS_ENDED, _INTERRUPTED = object(), object()
 
 
 class CellError(LaunchError):
@@ -76,14 +78,6 @@ class RankStatus:
     state: str
     memory_bytes: int | None = None
     gpu_memory_bytes: int | None = None
-
-
-class _RanksEnded:
-    """The last message: the ranks were closed, or one of them died."""
-
-
-class _Interrupted:
-    """Ctrl-C, as a message: an exception could be raised between receiving a message and handling it."""
 
 
 class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
@@ -155,7 +149,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
         self.check_ranks(chosen)
         self._check_alive()
         number = next(self._numbers)
-        with self._receiving(), handle_signals(lambda *_: self._inbox.put((-1, _Interrupted())), signal.SIGINT):
+        with self._receiving(), handle_signals(lambda *_: self._inbox.put((-1, _INTERRUPTED)), signal.SIGINT):
             self._send(chosen, Cell(number, name or f"In[{number}]", source))
             run = _CellRun(self, number, chosen)
             ended = run.follow()
@@ -199,7 +193,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
         except BaseException as error:
             self._error = error
         self._has_ended = True
-        self._inbox.put((-1, _RanksEnded()))
+        self._inbox.put((-1, _RANKS_ENDED))
 
     def _hear(self, rank: int, message: Any) -> None:
         if self._is_busy or not isinstance(message, Output | Shown):
@@ -243,7 +237,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
                 return -1, None
             if isinstance(message, Output | Shown | Cleared):
                 self._show(rank, message)
-            elif isinstance(message, _RanksEnded):
+            elif message is _RANKS_ENDED:
                 self._check_alive()
             else:
                 return rank, message
@@ -318,7 +312,7 @@ class _CellRun:
     def follow(self) -> dict[int, Ended]:
         while self._pending:
             rank, message = self._ranks._next(_TICK_S)
-            if isinstance(message, _Interrupted):
+            if message is _INTERRUPTED:
                 self._interrupt()
             elif getattr(message, "number", None) == self._number:
                 if isinstance(message, Ended):
@@ -332,7 +326,7 @@ class _CellRun:
         return self._ended
 
     def _locate(self) -> None:
-        """Ask where ranks are, again only after an answer: a rank that holds the GIL does not read."""
+        """Ask ranks where they are, but never twice before they answer: a rank that holds the GIL does not read."""
         if time.monotonic() - self._asked_s > _LOCATE_S:
             self._asked_s = time.monotonic()
             self._ranks._send(sorted(self._pending - self._asked), Locate(self._number))
@@ -363,7 +357,7 @@ class _CellRun:
         has_failed = any(end.failure is not None for end in self._ended.values())
         if (interrupted_s > _ABORT_S or (has_failed and max(blocked_s) > _STUCK_S)) and not self._was_aborted:
             self._was_aborted = True
-            self._ranks._send(sorted(self._pending), Abort(self._number, self._ranks._pids))
+            self._ranks._send(sorted(self._pending), Interrupt(self._number, self._ranks._pids))
         if interrupted_s > _UNRESPONSIVE_S and not self._was_reported:
             self._was_reported = True
             names = ", ".join(map(str, sorted(self._pending)))

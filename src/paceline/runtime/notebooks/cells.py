@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from IPython.core.compilerop import CachingCompiler
@@ -39,7 +39,7 @@ from paceline.runtime.ranks import worker
 from paceline.runtime.ranks.launch import defer_signals
 from paceline.runtime.ranks.worker import listen
 
-_GATHER_S = 0.01  # text that is written within this time travels in one message
+_GATHER_S = 0.01  # text written within this time is sent as one message
 _FIGURES = "module://matplotlib_inline.backend_inline"
 
 
@@ -58,8 +58,7 @@ class CellSettings:
 # -- messages from the notebook to a rank, and back --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """`name` is its file name in tracebacks, which begins with `In[`."""
 
     number: int
@@ -67,28 +66,19 @@ class Cell:
     source: str
 
 
-@dataclass(frozen=True)
-class Interrupt:
-    """Raise KeyboardInterrupt in the cell of this number, if it still runs."""
+class Interrupt(NamedTuple):
+    """Raise KeyboardInterrupt in the cell of this number, if it still runs. If `pids` (of all ranks) are given, abort
+    the collectives that it waits in instead."""
 
     number: int
+    pids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Abort:
-    """Make the collectives fail in which the cell of this number waits; `pids` are those of all ranks."""
-
-    number: int
-    pids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Reopen:
+class Reopen(NamedTuple):
     """Close all process groups and join a new world."""
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """The world is open, or could not be opened. On rank 0 `text` describes it."""
 
     text: str = ""
@@ -96,36 +86,32 @@ class Opened:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     stream: str
     text: str
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A rich result: mime types and their data, as in Jupyter's `display_data`."""
+    """A rich result: the arguments of IPython's `DisplayPublisher.publish`."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] = field(default_factory=dict)
-    display_id: str = ""
-    is_update: bool = False
+    transient: dict[str, Any] = field(default_factory=dict)
+    update: bool = False
 
 
-@dataclass(frozen=True)
-class Cleared:
+class Cleared(NamedTuple):
     wait: bool
 
 
-@dataclass(frozen=True)
-class Locate:
+class Locate(NamedTuple):
     """Asks where the main thread is in this cell. Always answered."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Located:
+class Located(NamedTuple):
     """`position` is None unless the main thread is inside torch or Paceline, where it may wait for other ranks; two
     equal ones mean that it has not moved. `place` is its line in a cell."""
 
@@ -150,7 +136,7 @@ class Ended:
 
 
 class _Stream(io.TextIOWrapper):
-    """`sys.stdout` or `sys.stderr`: what is written is sent soon, also without a newline."""
+    """`sys.stdout` or `sys.stderr`, flushed after every write."""
 
     def write(self, text: str) -> int:
         count = super().write(text)
@@ -222,7 +208,7 @@ class _DisplayPublisher(DisplayPublisher):
     def publish(
         self, data: Any, metadata: Any = None, *_: Any, transient: Any = None, update: bool = False, **__: Any
     ) -> None:
-        self.shell.show(Shown(data, metadata or {}, (transient or {}).get("display_id", ""), update))
+        self.shell.show(Shown(data, metadata or {}, transient or {}, update))
 
     def clear_output(self, wait: bool = False) -> None:
         self.shell.show(Cleared(wait))
@@ -237,10 +223,10 @@ class RankShell(InteractiveShell):
     show: Callable[[Any], None]
 
     def init_virtualenv(self) -> None:
-        """The notebook has warned of a wrong one."""
+        """The notebook has already warned about a wrong environment."""
 
     def init_display_formatter(self) -> None:
-        """Show figures also where pyplot, which would arrange for it, is not used."""
+        """Show figures even if pyplot, which would register this, is not imported."""
         super().init_display_formatter()
         pictures: Any = self.display_formatter.formatters["image/png"]  # type: ignore[union-attr]
         pictures.for_type_by_name("matplotlib.figure", "Figure", lambda figure: print_figure(figure, base64=True))
@@ -289,21 +275,21 @@ class CellRank:
                     self._send(ended)
 
     def _await_request(self) -> Any:
-        with slow("waiting for a cell"):  # as long as a person takes
+        with slow("waiting for a cell"):  # a person may take any time
             return self._requests.get()
 
     def _send(self, message: Any) -> None:
-        with defer_signals():  # half a message could never be understood
+        with defer_signals():  # a partial message could not be decoded
             worker.send_to_launcher(message)
 
     def _show(self, message: Any) -> None:
-        self._capture.drain()  # what was written before is shown before
+        self._capture.drain()  # keep the order of output and results
         self._send(message)
 
     # -- the world
 
     def _join(self) -> None:
-        """Open the world, or another one in its place, and provide its names."""
+        """Open the first world, or one that replaces it, and report that to the notebook."""
         try:
             opened = self._open_world()
         except Exception as error:
@@ -411,17 +397,16 @@ class CellRank:
                 os._exit(1)  # the launcher has closed the link or is gone
             if isinstance(request, Locate):
                 self._send(self._locate(request.number))
-            elif not isinstance(request, Interrupt | Abort):
+            elif not isinstance(request, Interrupt):
                 self._requests.put(request)
                 if request is None:
                     return
+            elif request.number == self._running and request.pids:
+                self._aborted = request.number
+                # On a thread of its own, because closing may wait, and further requests must be read.
+                threading.Thread(target=abort_collectives, args=(request.pids,), daemon=True).start()
             elif request.number == self._running:
-                if isinstance(request, Interrupt):
-                    signal.pthread_kill(self._main, signal.SIGINT)
-                else:
-                    self._aborted = request.number
-                    # On a thread of its own, because closing may wait, and further requests must be read.
-                    threading.Thread(target=abort_collectives, args=(request.pids,), daemon=True).start()
+                signal.pthread_kill(self._main, signal.SIGINT)
 
     def _locate(self, number: int) -> Located:
         frame = sys._current_frames().get(self._main)
@@ -438,7 +423,7 @@ def _is_cell(frame: types.FrameType) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a rank may wait for others in this file, one of torch or Paceline."""
+    """Whether this file belongs to torch or Paceline, where a rank may wait for others."""
     import torch
 
     ours, theirs = str(Path(__file__).parents[2]), os.path.dirname(torch.__file__)
@@ -460,15 +445,14 @@ def _strip(error: BaseException, name: str) -> str:
 
 
 def abort_collectives(pids: tuple[int, ...]) -> None:
-    """Make every collective fail in which this process waits. Its groups cannot be used afterwards.
+    """Abort every collective that this process waits in. Its groups cannot be used afterwards.
 
     Our backend and NCCL have a call for it. gloo has none: it notices when a connection is shut down.
     """
+    from paceline.runtime.ranks.world import abort_groups
     from paceline.torch_internals import list_groups
 
-    for group in list_groups():
-        with contextlib.suppress(Exception):
-            group.abort()
+    abort_groups(list_groups())
 
     def list_connections(pid: int) -> list[Any]:
         process = psutil.Process(pid)
