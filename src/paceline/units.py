@@ -93,7 +93,8 @@ def parse_duration(text: str, what: str) -> float:
 
 def format_bytes(num_bytes: float) -> str:
     """A size such as `64 B`, `4 KiB`, `25 MiB`, `1024 MiB`. Exact sizes have no decimals."""
-    scale, unit = (MIB, "MiB") if num_bytes >= MIB else (KIB, "KiB") if num_bytes >= KIB else (1, "B")
+    scales = ((MIB, "MiB"), (KIB, "KiB"), (1, "B"))
+    scale, unit = next(pair for pair in scales if abs(num_bytes) >= pair[0] or pair[0] == 1)
     value = num_bytes / scale
     return f"{value:.0f} {unit}" if value == int(value) or scale == 1 else f"{value:.2f} {unit}"
 

@@ -11,7 +11,7 @@ from paceline.predict.advice import WORTH, blame_data, blame_rank
 from paceline.predict.traces import Lateness
 from paceline.records.findings import Finding
 from paceline.records.samples import Samples, group_by
-from paceline.records.traced_step import TracedMessage, TracedStepRecord
+from paceline.records.steps import TracedMessage, TracedStepRecord
 from paceline.units import format_duration
 
 # Share of a step that must be exposed with the best buckets to count as a bottleneck; below this it cannot be told from

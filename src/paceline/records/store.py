@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from paceline.errors import ConfigError, PacelineError, RecordError
+from paceline.records.checked import decode
 from paceline.records.environment import Environment
-from paceline.records.kinds import Record, decode, record_from_json, record_to_json
+from paceline.records.kinds import Record, record_from_json, record_to_json
 
 RUN_FORMAT = ("paceline-run", 3)
 RUN_FILE = "run.json"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from paceline.predict.goodput import ALL_LOST, Faults, Goodput, average_costs, estimate_goodput, is_ahead
 from paceline.records.kinds import CostRecord
-from paceline.report.plots import draw_line, new_figure, place_legend
+from paceline.report.plots import Drawings, Figure, draw_line, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import format_duration, format_number_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _POINTS = 60  # of a line
 _MOST_ON_A_HOST = 16  # GPUs
@@ -45,8 +42,7 @@ _COLUMNS = (
     Column("idle ranks", "policy.num_idle", "number", "idle_ranks", priority=1),
     Column("of all ranks", "of_ranks", _say, "useful_share_of_ranks", priority=2),
     *raw_columns("best_interval_s", useful_low="low", useful_high="high"),
-    Column(None, lambda one: one.good_intervals_s[0], key="interval_low_s"),
-    Column(None, lambda one: one.good_intervals_s[1], key="interval_high_s"),
+    *raw_columns(interval_low_s="good_intervals_s.0", interval_high_s="good_intervals_s.1"),
     Column(None, lambda _: "simulated", key="source"),
 )
 _COSTS = (
@@ -68,23 +64,10 @@ class GoodputResult(Result):
         self.faults = Faults(**asked, usable=self.config.get("usable_ranks"))
         asked_s = self.config.get("interval_s")
         self.rows = estimate_goodput(self.only(CostRecord), self.faults, self.config["horizon_s"], asked_s)
-
-    @property
-    def best(self) -> Goodput:
-        return self.rows[0]
-
-    @property
-    def share(self) -> float:
-        return self.best.share
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """90 % of runs of this length, without the error of the model."""
-        return self.best.low, self.best.high
-
-    @property
-    def save_interval_s(self) -> float:
-        return self.best.interval_s
+        self.best: Goodput = self.rows[0]
+        self.share, self.save_interval_s = self.best.share, self.best.interval_s
+        # 90 % of runs of this length, without the error of the model
+        self.interval = self.best.low, self.best.high
 
     @property
     def answer(self) -> str:
@@ -178,7 +161,7 @@ class GoodputResult(Result):
         title = f"Useful share of the time, each policy at {at}"
         return [Table("table", title, _COLUMNS, self.rows, key="policies"), costs]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         return {"goodput": lambda: plot_goodput(self)}
 
     @property

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from paceline.predict.memory_use import HeldMemory, MemoryUse
 from paceline.predict.traces import PHASES
 from paceline.records.samples import group_by
-from paceline.report.plots import new_figure, place_legend
+from paceline.report.plots import Figure, new_figure, place_legend
 from paceline.report.table import Column
 from paceline.units import MIB, format_bytes, format_duration
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _COLORS = {
     "parameters": "#0072B2",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.errors import RecordError
 from paceline.plan import TORCH_CAP_BYTES
@@ -20,15 +20,12 @@ from paceline.records import StepRecord, TracedStepRecord
 from paceline.records.samples import group_by
 from paceline.records.steps import RACED
 from paceline.records.training import list_ranks, pick_like_last
-from paceline.report.plots import COLORS, build_panels
+from paceline.report.plots import COLORS, Drawings, Figure, build_panels
 from paceline.report.prediction_rows import RACE, compare_plans, get_saved, name_buckets
 from paceline.report.result import Result
 from paceline.report.table import Column, Table
 from paceline.report.trace_predictions import TracedResult, round_cap
 from paceline.units import MIB, format_ms, format_number_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Subject of the verdict for each kind of bottleneck.
 _WORDS = {
@@ -246,7 +243,7 @@ class AttachedResult(Result):
             rows.append(replace(row.stretch(factor), measured=record))
         return compare_plans(race, rows)
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         return {} if self.buckets is None else self.buckets.figures()
 
     @cached_property
@@ -255,7 +252,7 @@ class AttachedResult(Result):
         by_step = zip(self.steps.timing.seconds, self.waits.seconds, strict=True)
         return [build_row(number, *times) for number, times in enumerate(by_step, 1)]
 
-    def page_figures(self) -> dict[str, Callable[[], Figure]]:
+    def page_figures(self) -> Drawings:
         return {"ranks": lambda: plot_ranks(self.step_rows, self.machine), **self.figures()}
 
     @property

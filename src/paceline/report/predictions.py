@@ -9,10 +9,10 @@ import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
@@ -40,14 +40,7 @@ from paceline.predict.search import (
 )
 from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
 from paceline.predict.strategy_costs import describe_update
-from paceline.predict.tuning import (
-    DEFAULT,
-    PREDICTIONS,
-    TuneSettings,
-    Tuning,
-    hash_predictions,
-    load_tuning,
-)
+from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, Tuning, hash_predictions, load_tuning
 from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records import (
     CapTimeRecord,
@@ -57,10 +50,20 @@ from paceline.records import (
     LayerTimeRecord,
     StepRecord,
 )
-from paceline.records.doubts import add_busy
+from paceline.records.findings import add_busy
 from paceline.records.samples import group_by
 from paceline.records.store import load_json
-from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
+from paceline.report.plots import (
+    COLORS,
+    MARKERS,
+    Drawings,
+    Figure,
+    build_panels,
+    draw_line,
+    label_values,
+    new_figure,
+    place_legend,
+)
 from paceline.report.prediction_rows import (
     BUCKETS,
     GRID,
@@ -70,15 +73,13 @@ from paceline.report.prediction_rows import (
     advise_size,
     compare_plans,
     draw_caps,
+    draw_measured,
     join_sizes,
     say_ratio,
 )
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, build_row, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # rows shown on the terminal: the widest ranges of bucket sizes, and the last one; the CSV has all of them
 _MOST_ROWS = 24
@@ -174,7 +175,7 @@ class PredictResult(Result):
         title = f"{self.profile.model} on other networks and rank counts"
         return [Table("table", title, WHAT_IF, self.rows, key="rows")]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         title = f"{self.profile.model}: efficiency on other networks"
         return {"efficiency": lambda: plot_efficiency(self.rows, title, "best bucket size for each; 90 % intervals")}
 
@@ -220,13 +221,12 @@ CHANGES = (
     Column("changed", lambda c: c.what or "nothing", key="changed", is_key=True),
     Column("by", "factor", "x {:g}".format, "factor", is_key=True),
     Column("best bucket size", lambda c: join_sizes(*c.plateau), priority=3),
-    Column(None, lambda c: c.plateau[0], key="plateau_low_bytes"),
-    Column(None, lambda c: c.plateau[1], key="plateau_high_bytes"),
+    *raw_columns(plateau_low_bytes="plateau.0", plateau_high_bytes="plateau.1"),
     Column("buckets", lambda c: len(c.chosen.cuts), "count", "num_buckets", priority=1),
     Column("backward", "chosen.backward_s", "ms", "backward_s", priority=2),
     Column("exposed", "chosen.step.exposed_s", "ms", "exposed_s"),
     Column("beyond the table", lambda c: c.is_beyond or None, "yes", priority=1),
-    Column(None, "is_beyond", key="is_beyond"),
+    *raw_columns("is_beyond"),
     Column(None, lambda c: "simulated", key="source"),
 )
 
@@ -235,8 +235,7 @@ SPLITS = (
     Column("rows per rank", "num_rows", "count", "num_rows", is_key=True),
     Column("lookup rows", "num_bytes", "bytes", "num_bytes", priority=2),
     Column("best bucket size", lambda s: join_sizes(*s.caps.plateau), priority=3),
-    Column(None, lambda s: s.caps.plateau[0], key="plateau_low_bytes"),
-    Column(None, lambda s: s.caps.plateau[1], key="plateau_high_bytes"),
+    *raw_columns(plateau_low_bytes="caps.plateau.0", plateau_high_bytes="caps.plateau.1"),
     Column("backward", "caps.best.backward_s", "ms", "backward_s", priority=3),
     Column("exposed", "caps.best.step.exposed_s", "ms", "exposed_s", priority=3),
     Column("best free plan", "free.exposed_s", "ms", "free_exposed_s", priority=3),
@@ -450,7 +449,7 @@ class CapsResult(Result):
         predicted = Column(name, lambda record: self.predict_s(record, curve), "ms", key, priority=2)
         return [predicted, Column("error", find_error, "{:+.1%}".format, error_key)]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         found = {"caps": lambda: plot_caps(self), "sensitivity": lambda: plot_sensitivity(self)}
         return found | ({"split": lambda: plot_split(self)} if self.splits else {})
 
@@ -496,9 +495,7 @@ def plot_caps(result: CapsResult) -> Figure:
     axes.axvline(result.closed_form_bytes / MIB, color=COLORS[4], ls="--", lw=1, label="closed form b*")
     if measured:
         points = [(r.cap_bytes / MIB, r.timing.center_s * 1e3, None, None) for r in measured]
-        draw_line(axes, 1, points, "measured (imported)", marker="o")
-        size, best_ms, *_ = min(points, key=lambda point: point[1])
-        axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
+        draw_measured(axes, points, "measured (imported)")
     # The axis starts just below the minimum so that differences of a percent are visible.
     times = [alone_s, 1.3 * ends[1], *(record.timing.center_s for record in measured)]
     limits = (0.97e3 * min(times), 1.03e3 * max(times))
@@ -669,7 +666,7 @@ class TuneResult(Result):
             rows.append(replace(one, measured=measured.get(text), sent_bytes=sent_bytes))
         return rows
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         tuning, title = self.tuning, f"Step time against bucket size: {self.title}"
         found = {"tuning": lambda: plot_tuning(tuning, title, self.machine)}
         if tuning.race is not None:
@@ -848,15 +845,10 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
     caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
     best = tuning.best_predicted
-    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s)
+    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s, points)
     axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
-    low, high = [p.low_s * 1e3 for p in points], [p.high_s * 1e3 for p in points]
-    sizes = [point.cap_bytes / MIB for point in points]
-    axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
     timings = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
     if measured := [(size, *(1e3 * s for s in (t.median_s, t.p10_s, t.p90_s))) for size, t in timings]:
-        draw_line(axes, 1, measured, "measured: median, p10 to p90", marker="o", lw=1)
-        best_ms, size = min((median_ms, size) for size, median_ms, *_ in measured)
-        axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
+        draw_measured(axes, measured, "measured: median, p10 to p90", lw=1)
     place_legend(figure, axes)
     return figure

@@ -8,12 +8,12 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.errors import RecordError
 from paceline.predict import traces as tracing
@@ -23,21 +23,17 @@ from paceline.predict.predictor import describe_rank, find_evidence, fit_rank
 from paceline.predict.traces import CATEGORIES, KernelRow, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
 from paceline.records import CollectiveRecord, LayerProfileRecord
-from paceline.records.doubts import add_busy, is_busy
 from paceline.records.exchange import export_layer_sizes, export_layer_times
-from paceline.records.findings import Finding
+from paceline.records.findings import Finding, add_busy, is_busy
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import group_by
 from paceline.records.store import Run, load_run, read_file
 from paceline.report.memory_table import MEMORY, describe_memory, list_memory, plot_memory
-from paceline.report.plots import COLORS, new_figure, place_legend
+from paceline.report.plots import COLORS, Drawings, Figure, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.step_tables import PHASES, PhasesResult
 from paceline.report.table import Column, Table, describe_change, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OVERVIEW = "overview.json"
 MAX_RANKS = 8  # maximum in one timeline
@@ -83,7 +79,7 @@ class ProfileResult(PhasesResult):
             tables.append(Table("parameters", f"{name}, parameters", PARAMETERS, parameters, shown=()))
         return tables
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         profile = self.profile
         return {} if profile is None else {"ready": lambda: plot_ready(profile, self.machine)}
 
@@ -281,9 +277,9 @@ class TraceResult(Result):
             tables.append(Table("memory", "memory of rank 0 over one step", MEMORY, rows))
         return tables
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         wrapper, memory = self.config.get("wrapper", "unknown wrapper"), self._memory
-        figures: dict[str, Callable[[], Figure]] = {}
+        figures: Drawings = {}
         if self._plot:
             title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
             figures["timeline"] = lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.machine)

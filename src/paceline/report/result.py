@@ -5,22 +5,18 @@ from __future__ import annotations
 import base64
 import html
 import importlib
-import json as encoder
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import RecordError
-from paceline.records.doubts import NOISY, find_doubts
-from paceline.records.findings import Finding
+from paceline.records.findings import NOISY, Finding, find_doubts
 from paceline.records.kinds import CheckRecord, LinkRecord, Record
 from paceline.records.store import RUN_FILE, Run, find_file, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
+from paceline.report.plots import Drawings, Figure, render_png, render_svg
 from paceline.report.table import Column, Table, raw_columns, text_columns, wrap
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
@@ -39,7 +35,6 @@ _CLASSES = {
     "predict trace": "report.trace_predictions.TracedResult",
     "profile": "report.profiles.ProfileResult",
     "profile attach": "report.observed.AttachedResult",
-    "profile --compare": "report.compared.ComparisonResult",  # the name of `compare` in older runs
     "profile comm-table": "report.profiles.CommTableResult",
     "profile layers": "report.profiles.ProfileResult",
     "profile phases": "report.step_tables.PhasesResult",
@@ -55,7 +50,7 @@ _CLASSES = {
     "tune attach": "report.observed.AttachedResult",
     "watch": "report.observed.AttachedResult",
 }
-_WITHOUT_RECORDS = ("compare", "profile --compare", "profile trace", "scale report", "train", "train --compare")
+_WITHOUT_RECORDS = ("compare", "profile trace", "scale report", "train", "train --compare")
 
 
 class Result:
@@ -108,11 +103,11 @@ class Result:
         """The tables on a page."""
         return self.tables()
 
-    def page_figures(self) -> dict[str, Callable[[], Figure]]:
+    def page_figures(self) -> Drawings:
         """The figures on a page, as in `figures`."""
         return self.figures()
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         """Functions that draw the figures, by file name."""
         return {}
 
@@ -193,8 +188,6 @@ class Result:
 
         Never overwrites the records of another run. Tables and figures follow from the records and are replaced.
         """
-        from paceline.report.plots import render_png, render_svg
-
         folder = Path(folder)
         try:
             folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -237,8 +230,6 @@ class Result:
         return f"<{type(self).__name__} of `paceline {self.run.verb}`: {len(self.records)} records>"
 
     def _repr_html_(self) -> str:
-        from paceline.report.plots import render_png
-
         said = [*self.findings, *(f"warning: {line}" for line in self.warnings)]
         parts = [f"<p><b>{html.escape(self.answer)}</b></p>", *(table.html() for table in self.tables())]
         parts += [f"<p>{html.escape(line)}</p>" for line in said]
@@ -323,13 +314,6 @@ def describe_job(config: dict[str, Any]) -> str:
     given = {name: value for name in _JOB_DEFAULTS if (value := config.get(name)) not in (None, _JOB_DEFAULTS[name])}
     words = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
     return " ".join(f"--{name.replace('_', '-')} {' '.join(map(str, value))}" for name, value in words.items())
-
-
-def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
-    """The settings in which runs differ, except for these, with the value of each run."""
-    names = dict.fromkeys(name for config in configs for name in config if name not in but)
-    values = {name: [config.get(name) for config in configs] for name in names}
-    return {name: each for name, each in values.items() if len(set(map(encoder.dumps, each))) > 1}
 
 
 def _pick(named: dict[str, T], name: str | None, what: str) -> T:

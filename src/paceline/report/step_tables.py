@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from paceline.records.kinds import PRECISIONS
 from paceline.records.samples import group_by
 from paceline.records.steps import Standing, StepRecord, compare_wrappers
-from paceline.report.plots import COLORS, MARKERS, build_panels
+from paceline.report.plots import COLORS, MARKERS, Drawings, Figure, build_panels
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, count_clear, describe_change, ratio_columns, raw_columns, text_columns
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class PhasesResult(Result):
@@ -128,7 +124,7 @@ class WrappersResult(Result):
         title, columns = "steps of data-parallel wrappers", build_columns(self.standings)
         return [Table("table", title, columns, self.standings, key="rows")]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.steps[0].precision}"
         return {"wrappers": lambda: plot_wrappers(self.steps, subtitle)}
 

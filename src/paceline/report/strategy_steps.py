@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
@@ -27,15 +27,12 @@ from paceline.predict.strategy_costs import (
 )
 from paceline.predict.whatif import count_per_host, is_shared
 from paceline.records import CodecRecord
-from paceline.report.plots import draw_line, label_values, new_figure, place_legend
-from paceline.report.prediction_rows import interval_column, say_ratio
+from paceline.report.plots import Drawings, Figure, draw_line, label_values, new_figure, place_legend
+from paceline.report.prediction_rows import PLACE, pick, say_ratio
 from paceline.report.predictions import PredictResult
-from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.report.table import Column, Table, raw_columns
 from paceline.strategy import DENSE, Strategy
-from paceline.units import format_bytes, format_ms
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from paceline.units import format_ms
 
 # How many bucket sizes are tried for each strategy on a network, and at each bandwidth.
 _CAPS, _SWEPT_CAPS = 48, 10
@@ -56,13 +53,8 @@ def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -
 
 
 STRATEGIES = (
-    *text_columns("network", is_key=True),
-    Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
-    Column("strategy", "strategy.text", key="strategy", is_key=True),
-    Column("update", lambda r: describe_update(r.strategy), key="update", priority=7),
-    Column("sent", "sent_bytes", lambda size: format_bytes(round(size)), "sent_bytes", priority=5),
-    Column("step", "step_s", "ms", "step_s", priority=9),
-    interval_column(3),
+    *PLACE,
+    *pick(strategy=0, update=7, sent=5, step=9, interval=3),
     Column("to dense", lambda r: r.ratios[DENSE.text], _say_change, priority=2),
     Column("to bf16", lambda r: r.ratios[BF16.text], _say_change, priority=6),
     Column("bucket size", lambda r: None if r.strategy.outer else r.cap_bytes, "bytes", "best_cap_bytes"),
@@ -221,7 +213,7 @@ class StrategyStepsResult(PredictResult):
             Table("bandwidths", title, columns, swept, key="bandwidths"),
         ]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         return {"bandwidths": lambda: plot_bandwidths(self)}
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.predict.curves import FamilyCurve, fit_collectives
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
@@ -13,14 +13,10 @@ from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds
 from paceline.records.samples import Ratio, Samples, compare_times, group_by
 from paceline.records.store import Run
-from paceline.report.plots import MARKERS, draw_line, label_values, new_figure, place_legend
+from paceline.report.plots import MARKERS, Axes, Drawings, Figure, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import GB, format_bytes, format_duration, format_number_of, format_rate
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
 
@@ -109,7 +105,7 @@ class CollectiveResult(Result):
         place = attrgetter("backend", "memory", "world_size", "num_bytes")
         return sorted(pairs, key=lambda pair: place(pair[0] or pair[1]))
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
         known = {(record.backend, record.world_size) for record in self.rows}
         # With more than six curves, draw only backends and ranks that were measured here: more cannot be told apart.
@@ -159,7 +155,7 @@ class ChunksResult(Result):
     def tables(self) -> list[Table]:
         return [Table("table", f"{format_bytes(self.rows[0].total_bytes)} in chunks", CHUNKS, self.rows, key="rows")]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.rows[0].dtype}, sum"
         return {"chunks": lambda: plot_chunks(self.rows, subtitle)}
 

@@ -41,10 +41,10 @@ _MIN_WORDS = 24  # minimum width of a wrapped column of words
 class Column:
     """One column, defined once for all forms of a table.
 
-    `value` is a function of a row or the dotted path of an attribute; it may return None. `unit` says how people read
-    it: a key of `_FORMATS`, or a function. `key` names the column in JSON and CSV, which contain the raw value (rates
-    in GB/s). A column without a key is only for people, one without a name only for programs. A narrow terminal drops
-    columns, lowest priority first and from the right among equals, but never a key column (`is_key`).
+    `value` is a function of a row, or the dotted path of an attribute or item; it may return None. `unit` is a key of
+    `_FORMATS`, or a function. `key` names the column in JSON and CSV, which contain the raw value (rates in GB/s). A
+    column without a key is only for people, one without a name only for programs. A narrow terminal drops columns,
+    lowest priority first and from the right among equals, but never a key column (`is_key`).
     """
 
     name: str | None
@@ -81,7 +81,8 @@ class Column:
         if callable(self.value):
             return self.value(row)
         for name in self.value.split("."):
-            row = None if row is None else getattr(row, name)
+            if row is not None:
+                row = row[int(name)] if name.isdigit() else getattr(row, name)
         return row
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.plan import TORCH_CAP_BYTES, Plan, plan_by_cuts, plan_like_torch
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
@@ -15,15 +15,12 @@ from paceline.predict.race import Interval, Limit, judge
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estimate_caps, find_cuts
 from paceline.predict.traced_job import TracedJob
 from paceline.predict.whatif import describe_scenario, simulate_what_if
-from paceline.records.traced_step import TracedStepRecord
-from paceline.report.plots import COLORS, new_figure, place_legend
+from paceline.records.steps import TracedStepRecord
+from paceline.report.plots import COLORS, Drawings, Figure, new_figure, place_legend
 from paceline.report.prediction_rows import CAPS, MESSAGES, TRACED, WHAT_IF, draw_caps, get_saved, name_buckets
 from paceline.report.result import Result
 from paceline.report.table import Table
 from paceline.units import MIB, format_bytes, format_ms, format_number_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NUM_CAPS = 8
 # Steps that vary by more than this share were disturbed by other load.
@@ -188,7 +185,7 @@ class TracedResult(Result):
         title, shown = "messages of the last traced step", messages[-_MOST_MESSAGES:]
         return [*found, Table("messages", title, MESSAGES, messages, shown=shown)]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         return {"caps": lambda: plot_traced(self)}
 
     @property
@@ -231,12 +228,10 @@ def plot_traced(result: TracedResult) -> Figure:
     points, best = estimate_caps(result.job, result.costs).points, result.candidate
     points = tuple(point for point in points if point.high_bytes >= rows[0].cap_bytes)
     ends = best.cap_bytes, best.step_s
-    draw_caps(axes, points, lambda point: point.step.step_s, ends, result.job.local_s)
-    sizes, low, high = zip(*((r.cap_bytes / MIB, r.low_s * 1e3, r.high_s * 1e3) for r in rows), strict=True)
-    axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
+    draw_caps(axes, points, lambda point: point.step.step_s, ends, result.job.local_s, rows)
     seconds, where = [step.step_s * 1e3 for step in result.traced.steps], max(result.traced.layout) / MIB
     axes.plot([where] * len(seconds), seconds, ".", color=COLORS[1], alpha=0.5, label="traced steps (measured)")
     axes.axhline(result.traced.step_s * 1e3, color=COLORS[1], lw=1, label="traced: median")
-    axes.set(xlim=(sizes[0] / 1.2, None), ylim=(0, None), ylabel="step (ms)")
+    axes.set(xlim=(rows[0].cap_bytes / MIB / 1.2, None), ylim=(0, None), ylabel="step (ms)")
     place_legend(figure, axes)
     return figure

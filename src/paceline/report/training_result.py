@@ -6,27 +6,24 @@ import contextlib
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.errors import RecordError
 from paceline.predict.bottlenecks import find_late_by_waits
 from paceline.predict.traces import Lateness
 from paceline.records import TracedStepRecord
 from paceline.records import training as records
+from paceline.records.checked import decode
 from paceline.records.environment import Environment
-from paceline.records.kinds import decode
 from paceline.records.store import Run, find_file, name_format, write_new
 from paceline.report.observed import PARTS, AttachedResult, plot_ranks
-from paceline.report.plots import COLORS, new_figure, place_legend
+from paceline.report.plots import COLORS, Drawings, Figure, new_figure, place_legend
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, join_words, raw_columns
 from paceline.units import format_duration, format_ms, format_number_of, format_speed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _COLUMNS = (
     Column("epoch", lambda e: e.epoch + 1, "number", "epoch", is_key=True),
@@ -207,7 +204,7 @@ class TrainRunResult(Result):
     def page_tables(self) -> list[Table]:
         return [*self.tables(), *(self.observed.tables() if self.observed is not None else ())]
 
-    def page_figures(self) -> dict[str, Callable[[], Figure]]:
+    def page_figures(self) -> Drawings:
         if self.observed is None:
             return self.figures()
         return {**self.figures(), "ranks": lambda: plot_ranks(self.rows, self.machine), **self.observed.figures()}
@@ -216,7 +213,7 @@ class TrainRunResult(Result):
     def title(self) -> str:
         return f"{self.config['model']} on {self.config['data'].split(':')[0]}"
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         title = f"{self.title}, {format_number_of(self.world_size, 'rank')} ({self.config['wrapper']})"
         return {"training": lambda: plot_training(self.rows, title, self.machine)} if self.rows else {}
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
 from paceline.records import CodecRecord, CollectiveRecord, LayerProfileRecord, StepRecord, TracedStepRecord
-from paceline.records.doubts import find_doubts, is_busy
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import (
     list_collectives,
@@ -24,6 +23,7 @@ from paceline.records.exchange import (
     load_layer_times,
     load_table,
 )
+from paceline.records.findings import find_doubts, is_busy
 from paceline.records.kinds import COSTS, CostRecord, FaultRecord
 from paceline.records.store import Run, create_folder, is_run_path, load_run, naming_damage, pause_collection
 from paceline.records.training import count_usable_ranks, pick_like_last
