@@ -44,13 +44,10 @@ _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause with its evidence and its cure.
+    """A cause, named by `kind`, with its evidence and its cure, both as clauses; there may be no cure.
 
-    `kind` names the cause for programs, `evidence` is what was found, with its numbers, and `cure` what to do, both as
-    clauses; there may be no cure. `rank` is where it was found, None if that is not one rank. `gain_s` is the possible
-    saving per step of `step_s`, with its interval where one is known, and `certainty` says how it was derived:
-    `measured`, `computed` from the trace, `at most` (a bound), or `estimated` (under an assumption that the text
-    states).
+    `gain_s` is the possible saving per step of `step_s`, and `certainty` says how it was derived: `measured`,
+    `computed` from the trace, `at most` (a bound), or `estimated` (under an assumption that the text states).
     """
 
     kind: str

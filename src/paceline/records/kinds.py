@@ -217,11 +217,10 @@ class FaultRecord(Record):
     """One fault injected into a job, in step `step` on rank `rank`, and its outcome. Times count from the injection.
 
     `detected_s`: until the rank and the cause were reported; None if that took longer than `limit_s`. `is_right`:
-    whether the report was correct; for a pause, whether nothing was reported. `ended_s`: until the command exited; None
-    if it did not. `steps_lost`: steps since the newest checkpoint, or the steps that a recovered run repeated.
-    `restart_s`: from a restart until the lost steps were repeated. `said`: the line that reported the fault, or the
-    last line. `policy`: what the run did; `recovered_s`: from detection to the end of the next step, None if there was
-    none. `on_fault`: the requested policy. `names_step`: whether the reported step was correct; None where none can be.
+    whether the report was correct; for a pause, whether nothing was reported. `ended_s`: until the command exited.
+    `steps_lost`: steps since the newest checkpoint, or the steps that a recovered run repeated. `restart_s`: from a
+    restart until the lost steps were repeated. `said`: the line that reported the fault, or the last line. `policy`:
+    what the run did, and `on_fault` what was requested. `recovered_s`: from detection to the end of the next step.
     """
 
     kind: ClassVar[str] = "fault"

@@ -103,11 +103,9 @@ class BlockTimes(Checked):
 class LayerProfileRecord(Record):
     """Interleaved plain and profiled steps of a bare model on one device.
 
-    `timing`, `forward`, `backward` and `optimizer` are times of plain steps, without the profiler. `parameters` and
-    `blocks` come from the profiled steps, whose own times are `profiled_*`. Repetitions with the same number are
-    adjacent in time. `parameters` are in ready order, by median, with those that never had a gradient last. `blocks`
-    are in model definition order. On CUDA, all times except those of whole steps are device times. Frozen parameters
-    are left out.
+    `timing`, `forward`, `backward` and `optimizer` are times of plain steps, without the profiler. `parameters` (in
+    ready order, by median, without frozen ones) and `blocks` (in model definition order) come from the profiled steps,
+    whose own times are `profiled_*`. On CUDA, all times except those of whole steps are device times.
     """
 
     kind: ClassVar[str] = "layer_profile"

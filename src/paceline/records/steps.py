@@ -39,23 +39,20 @@ class StepRecord(Record):
     """Steps of one variant of a job. Repetitions with the same number are adjacent in time in all variants of a cell,
     so they can be compared in pairs.
 
-    `timing` holds plain steps. Further kinds of steps of the same variant were interleaved with them: `marked` with
-    phase markers, `no_comm` with communication off (`no_comm_backward` is their backward), and steps with timed
-    messages, where `busy` is the time with at least one message in flight. The phases (`data_wait`, `forward`,
-    `backward` including its waits, `optimizer`) belong to `marked`, or to `timing` without it. `host` is the host time
-    of a step of an attached program whose `timing` is GPU time: the host may run ahead. None means not measured.
+    `timing` holds plain steps. Further kinds of steps of the same variant were interleaved with them; None means not
+    measured. `marked` steps have phase markers, `no_comm` have communication off (`no_comm_backward` is their
+    backward), and `busy` is the time with at least one message in flight. The phases (`backward` includes its waits)
+    belong to `marked`, or to `timing` without it. `host` is the host time of a step whose `timing` is GPU time.
 
     `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
     bare model while `num_messages` messages of `message_bytes` are sent during backward, where `under_way` is the mean
     time of a message, `overlapped` the part of it before the end of backward, and `alone` its time on an idle machine;
-    `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy in its label, to
-    measure its codec. `bucket_bytes` lists the wrapper's buckets in launch order, `cap_bytes` is their cap (0 if none),
-    and `num_bytes` is what a rank passes to all-reduce per step, gradients only, in `num_messages`.
-    `mode` and `cell_size` place a step in a scaling study: samples per rank (weak) or over all ranks (strong).
-    `num_parameters` counts tensors. `num_wrong` counts the parameters that differed between ranks, or from torch's, out
-    of `num_checked`. `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a
-    step adds at its peak, each on the rank with the most; 0 where it was not measured. `steps_per_turn` consecutive
-    repetitions were one turn of this variant; `order_seed` determined the order of turns, where there is one.
+    `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy in its label.
+    `bucket_bytes` lists the wrapper's buckets in launch order, and `num_bytes` is what a rank passes to all-reduce per
+    step, gradients only. `cell_size` is the samples per rank (`mode` weak) or over all ranks (strong).
+    `num_parameters` counts tensors. `num_wrong` of `num_checked` parameters differed between ranks, or from torch's.
+    `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a step adds at its
+    peak, each on the rank with the most. `steps_per_turn` consecutive repetitions were one turn of this variant.
     """
 
     kind: ClassVar[str] = "step"

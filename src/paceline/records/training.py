@@ -29,12 +29,9 @@ _LEAST_LEARNED = 0.05  # of the way from chance to no mistakes
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord(Record):
-    """Epochs on one rank at one batch size. `timing` has one repetition per epoch: the time of its steps without the
-    wait for data, which is `data_wait`.
-
-    If the batch does not fit into memory, `failure` says so and there are no times. `peak_bytes` is the peak memory of
-    the process (on CUDA: of its tensors); 0 if it is not known.
-    """
+    """Epochs on one rank at one batch size. `timing` has one repetition per epoch, without the wait for data
+    (`data_wait`). If the batch does not fit into memory, `failure` says so and there are no times. `peak_bytes` is the
+    peak memory of the process (on CUDA: of its tensors)."""
 
     kind: ClassVar[str] = "batch"
     model: str
@@ -150,10 +147,6 @@ class NoiseProbe(Checked):
     small_squares: tuple[Square, ...]
     big_square: Square
 
-    @property
-    def mean_small_square(self) -> float:
-        return statistics.fmean(self.small_squares)
-
 
 @dataclass(frozen=True)
 class NoiseEstimate:
@@ -182,7 +175,7 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
     b = small_batch_size
     signals, noises = [], []
     for probe in probes:
-        big, small_square = b * len(probe.small_squares), probe.mean_small_square
+        big, small_square = b * len(probe.small_squares), statistics.fmean(probe.small_squares)
         signals.append((big * probe.big_square - b * small_square) / (big - b))
         noises.append((small_square - probe.big_square) / (1 / b - 1 / big))
     noise = max(0.0, statistics.fmean(noises))
@@ -297,12 +290,18 @@ def summarize_rows(rows: Sequence[dict[str, Any]], epoch: int = 0) -> EpochSumma
     )
     # The wrapper does not report its first step, in which it plans its buckets.
     exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
+    tests = {name: last.get(name) for name in ("test_loss", "test_accuracy", "test_f1")}
     return EpochSummary(
-        epoch, len(rows), samples, loss, None if math.isnan(accuracy) else accuracy,
-        test_loss=last.get("test_loss"), test_accuracy=last.get("test_accuracy"), test_f1=last.get("test_f1"),
-        seconds=sum(row["step_s"] for row in rows), data_wait_s=sum(row["data_wait_s"] for row in rows),
+        epoch=epoch,
+        num_steps=len(rows),
+        num_samples=samples,
+        loss=loss,
+        accuracy=None if math.isnan(accuracy) else accuracy,
+        seconds=sum(row["step_s"] for row in rows),
         exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
-    )  # fmt: skip
+        data_wait_s=sum(row["data_wait_s"] for row in rows),
+        **tests,
+    )
 
 
 def list_ranks(row: Mapping[str, Any], name: str) -> list[float]:

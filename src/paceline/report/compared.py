@@ -96,7 +96,7 @@ def _list_numbers(result: Result) -> dict[_Key, _Number]:
         timing = getattr(timed, "timing", None)
         if isinstance(timing, Samples):
             fields = vars(timed).items()
-            words = (_say_field(name, v) for name, v in fields if isinstance(v, str | int) and name not in _ABOUT)
+            words = (_describe_field(name, v) for name, v in fields if isinstance(v, str | int) and name not in _ABOUT)
             found[tuple(filter(None, words))] = _Number("s", timing.median_s, timing.reduced_s)
     return found
 
@@ -121,7 +121,7 @@ def _name(key: str) -> str:
     return "samples/s" if key == "samples_per_s" else key.removesuffix("_s").replace("_", " ")
 
 
-def _say_field(name: str, value: str | int) -> str:
+def _describe_field(name: str, value: str | int) -> str:
     """A field of a record in words; empty for one that has no value."""
     if isinstance(value, str) or not value:
         return str(value or "")
@@ -175,11 +175,11 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _say(row: ComparedNumber, side: str) -> str | None:
+def _format_side(row: ComparedNumber, side: str) -> str | None:
     return None if (value := getattr(row, side)) is None else _FORMATS[row.unit](value)
 
 
-def _say_ratio(change: Ratio) -> str:
+def _format_ratio(change: Ratio) -> str:
     return f"{change.value:.2f}" if change.noise is None else format_ratio(change)
 
 
@@ -188,9 +188,9 @@ def _build_numbers_table(name: str, title: str, rows: Sequence[ComparedNumber], 
     columns = [
         Column(None if is_of_two else "run", "run", key="run", is_key=True),
         Column("quantity", "name", key="name", is_key=True),
-        Column("first", partial(_say, side="first"), str, is_key=True),
-        Column("second" if is_of_two else "this", partial(_say, side="second"), str, is_key=True),
-        Column("second / first" if is_of_two else "this / first", "change", _say_ratio),
+        Column("first", partial(_format_side, side="first"), str, is_key=True),
+        Column("second" if is_of_two else "this", partial(_format_side, side="second"), str, is_key=True),
+        Column("second / first" if is_of_two else "this / first", "change", _format_ratio),
         *raw_columns("unit", "first", "second", "ratio", ratio_noise="noise"),
     ]
     return Table(name, title, columns, rows, key, ratio_note=_RATIO_NOTE)
@@ -206,6 +206,8 @@ class ComparisonResult(Result):
     `rows` are the numbers that they share, and `differences` the settings that differ, with the value of each run. Two
     traces are also compared by operator and kernel.
     """
+
+    json_columns = raw_columns("config.runs", "config.settings_that_differ", "config.accumulation")
 
     def _derive(self) -> None:
         self.rows: Sequence[Any] = [ComparedNumber(**row) for row in self.config["rows"]]
@@ -279,10 +281,6 @@ class ComparisonResult(Result):
                 title = f"{kind} of rank 0, {what} per step, {most}"
                 tables.append(Table(kind, title, _build_times_columns(kind, rows), rows, shown=shown))
         return tables
-
-    def to_json(self) -> dict[str, Any]:
-        more = ("runs", "settings_that_differ", "accumulation")
-        return super().to_json() | {name: self.config[name] for name in more if name in self.config}
 
 
 def compare_results(parts: Sequence[Result], environment: Environment) -> ComparisonResult:
@@ -381,14 +379,14 @@ def _build_times_columns(kind: str, rows: Sequence[ComparedTime]) -> Sequence[Co
         *raw_columns("name"),
         Column("first", "first", "ms", "first_s", is_key=True),
         Column("second", "second", "ms", "second_s", is_key=True),
-        Column("change (ms)", "difference_s", _say_change, "difference_s", is_key=True),
+        Column("change (ms)", "difference_s", _format_change, "difference_s", is_key=True),
         Column("ratio", "ratio", "ratio", "ratio", priority=1),
         Column("first calls", "first_calls", "{:g}".format, "first_calls"),
         Column("second calls", "second_calls", "{:g}".format, "second_calls"),
     )
 
 
-def _say_change(seconds: float) -> str:
+def _format_change(seconds: float) -> str:
     return f"{'-' if seconds < 0 else '+'}{format_ms(abs(seconds))}"
 
 
@@ -451,6 +449,8 @@ class TrainComparisonResult(ComparisonResult):
     `parts` are the runs, a row for each in `rows`, and `numbers` what they share, with its uncertainty. When saved, it
     stores the folders of the runs relative to its own (`config["runs"]`).
     """
+
+    json_columns = raw_columns("learned_the_same", settings_that_differ="differences")
 
     def __init__(self, run: Run, folder: Path | None = None, parts: Sequence[Result] | None = None) -> None:
         if parts is None:
@@ -530,10 +530,6 @@ class TrainComparisonResult(ComparisonResult):
 
     def figures(self) -> Drawings:
         return {"losses": lambda: plot_losses(self.rows, self.parts[0].title, self.parts[0].machine)}
-
-    def to_json(self) -> dict[str, Any]:
-        said = {"learned_the_same": self.learned_the_same, "settings_that_differ": self.differences}
-        return Result.to_json(self) | said
 
     def _save_run(self, folder: Path) -> None:
         """Save runs without a folder inside its own."""

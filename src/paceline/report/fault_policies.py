@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from paceline.predict.goodput import ALL_LOST, Faults, Goodput, average_costs, estimate_goodput, is_ahead
 from paceline.records.kinds import CostRecord
 from paceline.report.plots import Drawings, Figure, draw_line, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.table import SIMULATED, Column, Table, raw_columns
 from paceline.units import format_duration, format_number_of
 
 _POINTS = 60  # of a line
@@ -25,25 +24,25 @@ _NAMES = {
 }
 
 
-def _say(share: float) -> str:
+def _percent(share: float) -> str:
     """With enough digits to differ from 100 %."""
     return f"{share:.1%}" if share < 0.99 else f"{share:.2%}"
 
 
 _COLUMNS = (
     Column("policy", "policy.name", key="policy", is_key=True),
-    Column("useful", "share", _say, "useful_share", priority=9),
-    Column("90 %", lambda one: f"{_say(one.low)} to {_say(one.high)}", str, priority=8),
+    Column("useful", "share", _percent, "useful_share", priority=9),
+    Column("90 %", lambda one: f"{_percent(one.low)} to {_percent(one.high)}", str, priority=8),
     Column("save every", "interval_s", format_duration, "interval_s", priority=7),
     Column("steps lost", "steps_lost", lambda steps: f"{steps:,.1f}", "steps_lost_per_fault", priority=6),
     Column("a fault costs", "fault_s", format_duration, "fault_s", priority=5),
     Column("by saves", "saving", "{:.2%}".format, "saves_share", priority=3),
     Column("by faults", "failing", "{:.2%}".format, "faults_share", priority=4),
     Column("idle ranks", "policy.num_idle", "number", "idle_ranks", priority=1),
-    Column("of all ranks", "of_ranks", _say, "useful_share_of_ranks", priority=2),
+    Column("of all ranks", "of_ranks", _percent, "useful_share_of_ranks", priority=2),
     *raw_columns("best_interval_s", useful_low="low", useful_high="high"),
     *raw_columns(interval_low_s="good_intervals_s.0", interval_high_s="good_intervals_s.1"),
-    Column(None, lambda _: "simulated", key="source"),
+    SIMULATED,
 )
 _COSTS = (
     Column("cost", lambda one: _NAMES[one.name], key="cost", is_key=True),
@@ -58,6 +57,13 @@ _COSTS = (
 class GoodputResult(Result):
     """`predict goodput`: a row for each policy whose costs are known, the best first. `share`, `interval` and
     `save_interval_s` are those of the best."""
+
+    json_columns = (
+        *raw_columns("faults.mtbf_s", "faults.ranks", "faults.all_lost", "faults.repair_s", "config.horizon_s"),
+        *raw_columns(policy="best.policy.name", useful_share="share", interval_s="save_interval_s"),
+        *raw_columns(useful_low="interval.0", useful_high="interval.1"),
+        SIMULATED,
+    )
 
     def _derive(self) -> None:
         asked = {name: self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s")}
@@ -77,9 +83,10 @@ class GoodputResult(Result):
             long = format_duration(best.policy.restart_s)
             return f"{ranks} with a fault every {every} make no progress: a restart takes {long}. Simulated."
         clauses = [
-            f"{ranks} with a fault every {every}: with {best.policy.name}, {_say(best.share)} of the time is useful "
-            f"(90 %: {_say(best.low)} to {_say(best.high)}), saving every {format_duration(best.interval_s)}",
-            *(f"with {one.policy.name} {_say(one.share)}" for one in self.rows[1:]),
+            f"{ranks} with a fault every {every}: with {best.policy.name}, {_percent(best.share)} of the time is "
+            f"useful (90 %: {_percent(best.low)} to {_percent(best.high)}), "
+            f"saving every {format_duration(best.interval_s)}",
+            *(f"with {one.policy.name} {_percent(one.share)}" for one in self.rows[1:]),
         ]
         return f"{'; '.join(clauses)}. Simulated; the interval does not include the error of the model."
 
@@ -99,7 +106,7 @@ class GoodputResult(Result):
         best = ""
         if one.interval_s != one.best_interval_s:
             share = one.policy.estimate_share(one.best_interval_s)
-            best = f"the best interval is {format_duration(one.best_interval_s)}, with {_say(share)}; "
+            best = f"the best interval is {format_duration(one.best_interval_s)}, with {_percent(share)}; "
         return [
             f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 % of "
             "the time more than the best",
@@ -184,12 +191,6 @@ class GoodputResult(Result):
         """Whether one host can hold all ranks: this one, the one they were measured on, or one with many GPUs."""
         known = self.run.environment.cores, self.config.get("measured_ranks") or 1
         return self.faults.ranks <= max(_MOST_ON_A_HOST, *known)
-
-    def to_json(self) -> dict[str, Any]:
-        low, high = self.interval
-        asked = {name: self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s", "horizon_s")}
-        best = {"policy": self.best.policy.name, "useful_share": self.share, "useful_low": low, "useful_high": high}
-        return super().to_json() | asked | best | {"interval_s": self.save_interval_s, "source": "simulated"}
 
 
 def plot_goodput(result: GoodputResult) -> Figure:

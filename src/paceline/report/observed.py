@@ -20,10 +20,11 @@ from paceline.records import StepRecord, TracedStepRecord
 from paceline.records.samples import group_by
 from paceline.records.steps import RACED
 from paceline.records.training import list_ranks, pick_like_last
+from paceline.report import table
 from paceline.report.plots import COLORS, Drawings, Figure, build_panels
 from paceline.report.prediction_rows import RACE, compare_plans, get_saved, name_buckets
 from paceline.report.result import Result
-from paceline.report.table import Column, Table
+from paceline.report.table import Column, Table, raw_columns
 from paceline.report.trace_predictions import TracedResult, round_cap
 from paceline.units import MIB, format_ms, format_number_of
 
@@ -64,18 +65,27 @@ WHERE = (
 )
 
 
+_GAIN = raw_columns(gain="saves.0", gain_low="saves.1", gain_high="saves.2")
+
+
 class AttachedResult(Result):
     """Result of `profile`, `tune` and `watch` of a command. `step_s` is the median of the unrecorded steps, by the
-    GPU's clock if there is one; `rows` shows where it goes on each rank, and `bottleneck` what bounds it (`.kind`,
-    `.gain_s`, `.text`). `exposed_s` is measured in the recorded steps, from the end of a rank's own backward to the end
-    of the last message. So is `idle_s`, the time in which a GPU waits for the host to launch more work; 0 on a CPU.
+    GPU's clock if there is one; `rows` shows where it goes on each rank, and `bottleneck` what bounds it. `exposed_s`
+    and `idle_s` (the time in which a GPU waits for the host) are measured in the recorded steps.
 
-    `buckets` is the prediction from the recorded steps, as by `predict_trace`; None if nothing was sent. `race`
-    compares the plans that the program ran with. `verdict` is that of `race` ("use", "default", "flat" or "undecided"),
-    otherwise that of `buckets`; empty without either. `rival` is the bucket size to compare with the current one, and
-    `saves` is the share of a step that it saves, with its bounds: measured by `race`, otherwise predicted. `cap_mib` is
-    the recommended `bucket_cap_mb`, None to keep the current buckets.
+    `buckets` is the prediction from the recorded steps, None if nothing was sent, and `race` compares the plans that
+    the program ran with. `verdict` is that of `race`, otherwise that of `buckets`. `rival` is the bucket size to
+    compare with the current one, and `saves` the share of a step that it saves, with its bounds. `cap_mib` is the
+    recommended `bucket_cap_mb`, None to keep the current buckets.
     """
+
+    json_columns = (
+        *raw_columns("step_s", "exposed_s", "idle_s", "verdict", "steps.world_size", "steps.backend", "steps.device"),
+        *raw_columns("lines", bucket_cap_mb="cap_mib", bucket_cap_mb_list="cap_list", bottleneck="bottleneck.kind"),
+        *raw_columns(num_steps="steps.timing.count"),
+        Column(None, lambda result: result.race is None, key="is_predicted"),
+        Column(None, lambda result: [one.to_json() for one in result.bottlenecks], key="bottlenecks"),
+    )
 
     def _derive(self) -> None:
         timed = self.only(StepRecord)
@@ -265,16 +275,7 @@ class AttachedResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         predicted = {} if self.buckets is None else self.buckets.to_json()
-        known = [value if math.isfinite(value) else None for value in self.saves]  # no interval after few rounds
-        gain = dict(zip(("gain", "gain_low", "gain_high"), known, strict=True)) if self.verdict else {}
-        return predicted | super().to_json() | gain | {
-            "step_s": self.step_s, "exposed_s": self.exposed_s, "idle_s": self.idle_s,
-            "world_size": self.steps.world_size, "backend": self.steps.backend, "device": self.steps.device,
-            "num_steps": self.steps.timing.count,
-            "bottleneck": self.bottleneck.kind, "verdict": self.verdict, "is_predicted": self.race is None,
-            "bottlenecks": [one.to_json() for one in self.bottlenecks],
-            "bucket_cap_mb": self.cap_mib, "bucket_cap_mb_list": self.cap_list, "lines": self.lines,
-        }  # fmt: skip
+        return predicted | super().to_json() | (table.build_row(_GAIN, self) if self.verdict else {})
 
 
 def build_row(step: int, *times: Sequence[float]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,9 @@ from paceline.predict.race import Interval, Race
 from paceline.predict.search import CapPoint
 from paceline.predict.strategy_costs import describe_update
 from paceline.predict.tuning import DEFAULT
+from paceline.records.samples import group_by
 from paceline.report.plots import COLORS, draw_line
-from paceline.report.table import Column, raw_columns, text_columns
+from paceline.report.table import SIMULATED, Column, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # The traced buckets, with which others are compared.
 TRACED = "traced"
+_NAMED = ("contention ", "interval: ", "measured: ")  # prefixes of lines that already name their source
 
 
 def advise_size(row: Prediction) -> str:
@@ -30,12 +32,21 @@ def join_sizes(low_bytes: int, high_bytes: int) -> str:
     return f"{format_bytes(low_bytes)} to {format_bytes(high_bytes)}"
 
 
-def say_ratio(ratio: Interval, percent: str = "{:+.1%}") -> str:
+def format_interval(ratio: Interval, percent: str = "{:+.1%}") -> str:
     """A ratio as a percentage difference, with its interval."""
     if ratio.low == ratio.high:
         return "0"
     value, low, high = (percent.format(end - 1) for end in (ratio.value, ratio.low, ratio.high))
     return f"{value} ({f'{low} to {high}' if ratio.is_known else 'too few rounds'})"
+
+
+def describe_rows(rows: Sequence[Prediction], assumed: Iterable[str], prefix: str) -> list[str]:
+    """What the rows assume, and the doubts about them."""
+    lines = [line if line.startswith(_NAMED) else f"{prefix}: {line}" for line in dict.fromkeys(assumed)]
+    for doubt, same in group_by((row for row in rows if row.doubt), lambda row: row.doubt).items():
+        places = ", ".join(f"{row.network} on {row.world_size:,} ranks" for row in same)
+        lines.append(f"doubtful: {places if len(same) < len(rows) else 'all rows'}: {doubt}")
+    return lines
 
 
 def pick(**priorities: int) -> list[Column]:
@@ -113,7 +124,7 @@ MESSAGES = (
 )
 
 
-def _say_exposed(seconds: float) -> str:
+def _format_exposed(seconds: float) -> str:
     """A step that is faster with communication than without it is noise, not a gain."""
     return format_ms(seconds) if seconds > 0 else "within the noise"
 
@@ -122,8 +133,8 @@ GRID = (
     Column("bucket size", "cap_bytes", "bytes", "cap_bytes", is_key=True),
     *pick(buckets=2, predicted=5, interval=1, measured=5),
     Column("error", "error", "{:+.1%}".format, priority=4),
-    Column("predicted exposed (ms)", "exposed_s", _say_exposed, "predicted_exposed_s"),
-    Column("measured exposed (ms)", "measured_exposed_s", _say_exposed, "measured_exposed_s"),
+    Column("predicted exposed (ms)", "exposed_s", _format_exposed, "predicted_exposed_s"),
+    Column("measured exposed (ms)", "measured_exposed_s", _format_exposed, "measured_exposed_s"),
     *raw_columns("low_s", "high_s", "same_layout"),
     Column("source", lambda p: p.source if p.measured is None else p.measured.source, key="source"),
 )
@@ -136,7 +147,7 @@ BUCKETS = (
     Column("in flight", lambda row: row[1].done_s - row[1].start_s, "ms", priority=2),
     Column("done", "1.done_s", "ms", "done_s", priority=3),
     Column("after backward", lambda row: max(0.0, row[1].done_s - row[2]), "ms", priority=1),
-    Column("source", lambda row: "simulated", key="source"),
+    replace(SIMULATED, name="source"),
 )
 
 
@@ -144,7 +155,7 @@ RACE = (
     Column("plan", "label", key="plan", is_key=True),
     Column(None, "strategy.text", key="strategy"),
     *pick(buckets=1, predicted=3, interval=0, measured=4),
-    Column("compared with the default", lambda r: r.ratios[DEFAULT], say_ratio, priority=5),
+    Column("compared with the default", lambda r: r.ratios[DEFAULT], format_interval, priority=5),
     Column("rounds", lambda r: len(r.measured.turns_s), "count", "num_rounds", priority=2),
     Column("", "status", key="status", priority=4),
     Column(None, lambda r: r.ratios[DEFAULT].value, key="ratio"),
@@ -166,12 +177,12 @@ def compare_plans(race: Race, candidates: Sequence[Prediction], whole: Race | No
     rows = []
     for one in candidates:
         ratio = (whole or race).to_default[one.label]
-        status = _say_status(race, one.label) if one.label in race.to_default else _say_offer(ratio)
+        status = _find_status(race, one.label) if one.label in race.to_default else _find_offer_status(ratio)
         rows.append(replace(one, ratios={DEFAULT: ratio}, status=status))
     return rows
 
 
-def _say_status(race: Race, label: str) -> str:
+def _find_status(race: Race, label: str) -> str:
     if label == race.winner:
         return "keep" if label == race.default else "use"
     if label == race.default:
@@ -181,7 +192,7 @@ def _say_status(race: Race, label: str) -> str:
     return "" if label in race.left else "slower"
 
 
-def _say_offer(ratio: Interval) -> str:
+def _find_offer_status(ratio: Interval) -> str:
     """Status of a strategy that changes the update and is therefore never chosen automatically."""
     return "within 1 %" if ratio.is_flat else "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else ""
 

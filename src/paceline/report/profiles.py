@@ -49,6 +49,8 @@ class ProfileResult(PhasesResult):
     cost, None where only layers were profiled, and `steps` the records of the phases.
     """
 
+    json_columns = raw_columns(notes="findings")
+
     def _derive(self) -> None:
         super()._derive()
         self.profile = next(iter(self.only(LayerProfileRecord)), None)
@@ -97,12 +99,9 @@ class ProfileResult(PhasesResult):
             return []
         return [f"paceline predict --model-profile {self.folder} --network 10gbe --ranks 2,8,64"]
 
-    def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"notes": self.findings}
-
 
 class _Part(NamedTuple):
-    """A block or a parameter of a profile; a parameter also has its position in ready order and the bytes ready by
+    """A block and the bytes of its gradients, or a parameter with its position in ready order and the bytes ready by
     then."""
 
     profile: LayerProfileRecord
@@ -113,7 +112,10 @@ class _Part(NamedTuple):
 
 def list_blocks(profile: LayerProfileRecord) -> list[_Part]:
     """The blocks in definition order, and the rest, so that columns add up to the total."""
-    return [_Part(profile, times) for times in (*profile.blocks, profile.outside)]
+    return [
+        _Part(profile, times, ready_bytes=sum(p.num_bytes for p in profile.parameters_of(times.name)))
+        for times in (*profile.blocks, profile.outside)
+    ]
 
 
 def list_parameters(profile: LayerProfileRecord) -> list[_Part]:
@@ -121,18 +123,22 @@ def list_parameters(profile: LayerProfileRecord) -> list[_Part]:
     return [_Part(profile, *row) for row in zip(profile.parameters, itertools.count(), ready, strict=False)]
 
 
+def _find_share(row: _Part) -> float:
+    """The share of backward."""
+    backward_s: float = statistics.median(row.of.backward_s)
+    return backward_s / (row.profile.profiled_backward.median_s or 1.0)
+
+
 BLOCKS = (
     *raw_columns("profile.model"),
     Column("block", "of.name", key="block", is_key=True),
-    Column("gradients", lambda r: sum(p.num_bytes for p in r.profile.parameters_of(r.of.name)), "bytes", "num_bytes",
-           priority=1),
+    Column("gradients", "ready_bytes", "bytes", "num_bytes", priority=1),
     Column("forward", lambda r: statistics.median(r.of.forward_s), "ms", "forward_s", priority=2),
     Column("backward", lambda r: statistics.median(r.of.backward_s), "ms", "backward_s", priority=3),
-    Column("of backward", lambda r: statistics.median(r.of.backward_s) / (r.profile.profiled_backward.median_s or 1.0),
-           "percent.1", "share_of_backward"),
+    Column("of backward", _find_share, "percent.1", "share_of_backward"),
     Column("last ready", lambda r: r.profile.ready_of(r.of.name), "ms", "last_ready_s", priority=2),
     *text_columns("profile.source", priority=-1),
-)  # fmt: skip
+)
 PARAMETERS = (
     Column("#", "place", "number", "index"),
     *raw_columns("profile.model", parameter="of.name", ready_s="of.median_s"),
@@ -247,13 +253,13 @@ class TraceResult(Result):
     @property
     def answer(self) -> str:
         text = f"A step of {self._name} takes {format_duration(self.overviews[0].step_s)} in the trace of rank 0."
-        first = "".join(_say_gain(one) for one in self.advice[:1])
+        first = "".join(_describe_gain(one) for one in self.advice[:1])
         return f"{text} {first[:1].upper()}{first[1:]}." if first else text
 
     @property
     def findings(self) -> list[str]:
         lines = [] if self._memory is None else [describe_memory(self._memory)]
-        return [*lines, *(f"also: {_say_gain(one)}" for one in self.advice[1:])]
+        return [*lines, *(f"also: {_describe_gain(one)}" for one in self.advice[1:])]
 
     @property
     def places(self) -> list[str]:
@@ -303,14 +309,14 @@ class TraceResult(Result):
         return super().to_json() | self.document | {"picture": picture}
 
 
-def _say_gain(one: Finding) -> str:
+def _describe_gain(one: Finding) -> str:
     return f"{one.text} ({one.certainty} {one.factor:.2f}x as fast)" if one.gain_s else one.text
 
 
 _SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
 
 
-def _say_share(share: float) -> str:
+def _format_share(share: float) -> str:
     return f"{share:.1%}" if share >= 5e-4 else ""  # a column that is empty on every rank is not shown
 
 
@@ -325,7 +331,7 @@ OVERVIEWS = (
     Column("steps", lambda o: len(o.steps), "number", "steps", priority=-1),
     Column("step", "step_s", "ms", "step_s", is_key=True),
     *(
-        Column(_SHOWN.get(c, c), partial(Overview.share, category=c), _say_share, f"{c}_share", priority=2)
+        Column(_SHOWN.get(c, c), partial(Overview.share, category=c), _format_share, f"{c}_share", priority=2)
         for c in CATEGORIES
     ),
     *(Column(p, lambda o, p=p: o.phases_s.get(p), "ms", f"{p}_s") for p in _PHASE_COLORS),  # type: ignore[misc]

@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from paceline.errors import RecordError
 from paceline.records.findings import NOISY, Finding, find_doubts
@@ -16,7 +16,7 @@ from paceline.records.kinds import CheckRecord, LinkRecord, Record
 from paceline.records.store import RUN_FILE, Run, find_file, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
 from paceline.report.plots import Drawings, Figure, render_png, render_svg
-from paceline.report.table import Column, Table, raw_columns, text_columns, wrap
+from paceline.report.table import Column, Table, build_row, raw_columns, text_columns, wrap
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
@@ -59,6 +59,8 @@ class Result:
     Everything is derived from `run`, so a saved run gives the same result again (`load_result`).
     `folder` is where the run was saved, None where it was not.
     """
+
+    json_columns: ClassVar[Sequence[Column]] = ()  # further keys of the JSON document: columns of the result itself
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run = run
@@ -181,6 +183,7 @@ class Result:
             **{table.key or table.name: table.rows_json() for table in self.tables()},
             "warnings": list(self.warnings),
             "run": None if self.folder is None else str(self.folder),
+            **build_row(self.json_columns, self),
         }
 
     def save(self, folder: str | Path) -> Path:
@@ -242,6 +245,8 @@ class Result:
 class DoctorResult(Result):
     """Result of `paceline doctor`: one record per check and, for several hosts, per link."""
 
+    json_columns = (Column(None, lambda result: not result.failure, key="ok"),)
+
     def _list(self, status: str) -> str:
         return ", ".join(check.name for check in self.only(CheckRecord) if check.status == status)
 
@@ -298,9 +303,6 @@ class DoctorResult(Result):
             run = f"paceline run --hosts {hosts} -- paceline bench allreduce"
             return (f"paceline doctor --hosts {hosts}" if self.failure else run,)
         return ("paceline doctor",) if self.failure else ("paceline bench allreduce --ranks 2",)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"ok": not self.failure} | super().to_json()
 
 
 _JOB_DEFAULTS = {

@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,7 +81,9 @@ class Column:
         if callable(self.value):
             return self.value(row)
         for name in self.value.split("."):
-            if row is not None:
+            if isinstance(row, Mapping):
+                row = row.get(name)
+            elif row is not None:
                 row = row[int(name)] if name.isdigit() else getattr(row, name)
         return row
 
@@ -90,6 +92,9 @@ def raw_columns(*paths: str, **named: str) -> list[Column]:
     """Columns for programs only: the attribute at each dotted path, under its last name or the given one."""
     keys = {path.split(".")[-1]: path for path in paths} | named
     return [Column(None, path, key=key) for key, path in keys.items()]
+
+
+SIMULATED = Column(None, lambda row: "simulated", key="source")
 
 
 def text_columns(*paths: str, **options: Any) -> list[Column]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from paceline.plan import TORCH_CAP_BYTES, Plan, plan_by_cuts, plan_like_torch
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
@@ -17,9 +16,18 @@ from paceline.predict.traced_job import TracedJob
 from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records.steps import TracedStepRecord
 from paceline.report.plots import COLORS, Drawings, Figure, new_figure, place_legend
-from paceline.report.prediction_rows import CAPS, MESSAGES, TRACED, WHAT_IF, draw_caps, get_saved, name_buckets
+from paceline.report.prediction_rows import (
+    CAPS,
+    MESSAGES,
+    TRACED,
+    WHAT_IF,
+    describe_rows,
+    draw_caps,
+    get_saved,
+    name_buckets,
+)
 from paceline.report.result import Result
-from paceline.report.table import Table
+from paceline.report.table import SIMULATED, Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of
 
 _NUM_CAPS = 8
@@ -33,6 +41,20 @@ class TracedResult(Result):
     predicted steps. `verdict` is "use", "keep" (no bucket size saves more than 1 %, given its interval), "flat" (all
     intervals are within 1 %, or `limit` shows that none can save as much) or "undecided". `rows` are bucket sizes,
     `elsewhere` are networks and rank counts."""
+
+    json_columns = (
+        *raw_columns("verdict", best_bucket_cap_mb="best.cap_mib", best_cap_bytes="best.cap_bytes"),
+        *raw_columns(step_s="best.step_s", traced_step_s="traced.step_s", traced_exposed_s="traced.exposed_s"),
+        *(
+            Column(None, f"best.ratios.{TRACED}.saved.{place}", key=key)
+            for place, key in enumerate(("gain", "gain_low", "gain_high"))
+        ),
+        *raw_columns(self_check="traced.fit.error", factor="traced.fit.factor"),
+        *raw_columns("traced.world_size", "traced.backend", "traced.device", "traced.rank"),
+        Column(None, lambda result: len(result.traced.steps), key="num_steps"),
+        Column(None, lambda result: result.plan.as_torch_kwargs() if result.plan.fits_torch else {}, key="plan"),
+        SIMULATED,
+    )
 
     def _derive(self) -> None:
         self.traced = TracedJob(self.only(TracedStepRecord))
@@ -168,10 +190,9 @@ class TracedResult(Result):
                 f"beyond the trace: its messages have {sizes[0]} to {sizes[1]}; trace another bucket size as well"
             )
         if self.elsewhere:
-            named = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
-            taken = describe_scenario(self.job, self.fabrics, known=traced.rank_costs)
-            lines += [f"elsewhere: {line}" for line in (*named, *taken)]
-            lines += [f"doubtful: {r.network} on {r.world_size:,} ranks: {r.doubt}" for r in self.elsewhere if r.doubt]
+            assumed = [line for fabric in self.fabrics for line in fabric.assumptions]
+            assumed += describe_scenario(self.job, self.fabrics, known=traced.rank_costs)
+            lines += describe_rows(self.elsewhere, assumed, "elsewhere")
         return lines
 
     def tables(self) -> list[Table]:
@@ -193,17 +214,6 @@ class TracedResult(Result):
         if self.verdict == "use":
             return (f"DistributedDataParallel(model, {name_buckets(self.best)})",)
         return () if self.elsewhere else ("paceline predict --trace FILE... --network 10gbe --ranks 8,64",)
-
-    def to_json(self) -> dict[str, Any]:
-        traced, best = self.traced, self.best
-        return super().to_json() | {
-            "verdict": self.verdict, "best_bucket_cap_mb": best.cap_mib, "best_cap_bytes": best.cap_bytes,
-            **dict(zip(("gain", "gain_low", "gain_high"), get_saved(best), strict=True)), "step_s": best.step_s,
-            "traced_step_s": traced.step_s, "traced_exposed_s": traced.exposed_s, "self_check": traced.fit.error,
-            "factor": traced.fit.factor, "world_size": traced.world_size, "backend": traced.backend,
-            "device": traced.device, "rank": traced.rank, "num_steps": len(traced.steps),
-            "plan": self.plan.as_torch_kwargs() if self.plan.fits_torch else {}, "source": "simulated",
-        }  # fmt: skip
 
 
 def _is_sure(ratio: Interval) -> bool:

@@ -77,6 +77,10 @@ class TrainRunResult(Result):
     `run.config` has the settings and, in `outcome`, `steps`, `world_size`, `backend`, `device` and `num_parameters`.
     """
 
+    json_columns = raw_columns(
+        *("finished", "steps", "world_size"), *("outcome.backend", "outcome.device", "outcome.num_parameters")
+    )
+
     def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:
         super().__init__(run, folder)
         self.rows = self._load_rows(records.METRICS_FILE) if rows is None else rows
@@ -229,10 +233,7 @@ class TrainRunResult(Result):
         return steps
 
     def to_json(self) -> dict[str, Any]:
-        outcome = {name: self.outcome.get(name) for name in ("backend", "device", "num_parameters")}
-        facts = {"finished": self.finished, "steps": self.steps, "world_size": self.world_size, **outcome}
-        facts |= {"faults": self.faults} if self.faults else {}
-        return super().to_json() | facts | {"phases": self.phases or None}
+        return super().to_json() | ({"faults": self.faults} if self.faults else {}) | {"phases": self.phases or None}
 
     def _save_run(self, folder: Path) -> None:
         """Write the files of a run that wrote none: it can be loaded from there, but not resumed."""
@@ -250,9 +251,11 @@ class TrainRunResult(Result):
 
 
 def render_config(
-    settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None,
+    settings: dict[str, Any],
+    environment: Environment,
+    outcome: dict[str, Any] | None = None,
     faults: Sequence[dict[str, Any]] = (),
-) -> str:  # fmt: skip
+) -> str:
     """The text of `config.json`."""
     document = name_format(records.CONFIG_FORMAT) | {
         "settings": settings,
