@@ -32,7 +32,7 @@ _CLASSES = {
     "predict csv": "report.predictions.CapsResult",
     "predict goodput": "report.fault_policies.GoodputResult",
     "predict strategies": "report.strategy_steps.StrategyStepsResult",
-    "predict trace": "report.trace_predictions.TracedResult",
+    "predict trace": "report.observed.TracedResult",
     "profile": "report.profiles.ProfileResult",
     "profile attach": "report.observed.AttachedResult",
     "profile comm-table": "report.profiles.CommTableResult",

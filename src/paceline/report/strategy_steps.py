@@ -62,9 +62,9 @@ STRATEGIES = (
 )
 
 
-_CELL = raw_columns(
-    *("network", "world_size"),
-    **{name: f"{name}.strategy.text" for name in ("winner", "exact", "lossy", "schedule")},
+_CELL = (
+    *raw_columns("network", "world_size", winner="winner.strategy.text", exact="exact.strategy.text"),
+    *raw_columns(lossy="lossy.strategy.text", schedule="schedule.strategy.text"),
 )
 
 

@@ -77,8 +77,9 @@ class TrainRunResult(Result):
     `run.config` has the settings and, in `outcome`, `steps`, `world_size`, `backend`, `device` and `num_parameters`.
     """
 
-    json_columns = raw_columns(
-        *("finished", "steps", "world_size"), *("outcome.backend", "outcome.device", "outcome.num_parameters")
+    json_columns = (
+        *raw_columns("finished", "steps", "world_size"),
+        *raw_columns("outcome.backend", "outcome.device", "outcome.num_parameters"),
     )
 
     def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:

@@ -31,10 +31,10 @@ from paceline.units import parse_duration
 
 if TYPE_CHECKING:
     from paceline.report.fault_policies import GoodputResult
+    from paceline.report.observed import TracedResult
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
     from paceline.report.strategy_steps import StrategyStepsResult
-    from paceline.report.trace_predictions import TracedResult
 
 Place = str | Path | None
 R = TypeVar("R", bound="Result")
@@ -185,7 +185,7 @@ def predict_trace(
         out: Save the run in a new folder there.
     """
     from paceline.predict.curves import check_algorithm
-    from paceline.report.trace_predictions import TracedResult
+    from paceline.report.observed import TracedResult
 
     check_algorithm(algorithm)
     places = (traces,) if isinstance(traces, str | Path) else tuple(traces)
