@@ -334,7 +334,7 @@ OVERVIEWS = (
         Column(_SHOWN.get(c, c), partial(Overview.share, category=c), _format_share, f"{c}_share", priority=2)
         for c in CATEGORIES
     ),
-    *(Column(p, lambda o, p=p: o.phases_s.get(p), "ms", f"{p}_s") for p in _PHASE_COLORS),  # type: ignore[misc]
+    *(Column(phase, f"phases_s.{phase}", "ms", f"{phase}_s") for phase in _PHASE_COLORS),
     _gpu_column("GPU busy", "busy"),
     _gpu_column("SM efficiency (est.)", "sm_efficiency"),
     _gpu_column("occupancy (est.)", "occupancy"),
@@ -480,7 +480,7 @@ MEMORY = (
     Column("of peak", "share", "percent.1", "share_of_peak"),
     Column("at end", "end_bytes", "bytes", "end_bytes", is_key=True),
     Column("largest", "largest_bytes", "bytes", "largest_bytes"),
-    *(Column(f"in {p}", lambda r, p=p: r.by_phase.get(p), "bytes", f"{p}_bytes", priority=-1) for p in tracing.PHASES),  # type: ignore[misc]
+    *(Column(f"in {p}", f"by_phase.{p}", "bytes", f"{p}_bytes", priority=-1) for p in tracing.PHASES),
 )
 
 

@@ -202,9 +202,9 @@ class StrategyStepsResult(PredictResult):
     def tables(self) -> list[Table]:
         swept = [(n, *row) for n, sweep in self.sweeps.items() for row in sweep.rows]
         columns = (
-            Column("ranks", lambda r: r[0], "{:,}".format, "world_size", is_key=True),
+            Column("ranks", "0", "{:,}".format, "world_size", is_key=True),
             Column("bandwidth (Gb/s)", lambda r: r[1] / 1e9, "{:g}".format, "gbit_per_s", is_key=True),
-            Column("fastest", lambda r: r[2], key="fastest", priority=9),
+            Column("fastest", "2", key="fastest", priority=9),
             Column("step (ms)", lambda r: r[3][r[2]], format_ms, "fastest_s", priority=8),
             *(
                 Column(f"{name} (ms)", functools.partial(_get_step, name), format_ms, f"{name}_s")
