@@ -51,10 +51,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def size_range(first_bytes: int, last_bytes: int, factor: float, multiple: int = 1) -> tuple[int, ...]:
-    """Sizes from first to last, each `factor` times the previous one, like nccl-tests' -b -e -f.
-
-    Sizes after the first are rounded down to a `multiple`, so that they are whole numbers of elements.
-    """
+    """Sizes from first to last, each `factor` times the previous one, like nccl-tests' -b -e -f. Sizes after the first
+    are rounded down to a `multiple`, so that they are whole numbers of elements."""
     ends = f"the range of sizes {format_bytes(first_bytes)} to {format_bytes(last_bytes)}"
     refuse(
         (first_bytes <= 0 or last_bytes < first_bytes, f"{ends} is empty: it must begin above 0 and not above its end"),

@@ -99,11 +99,8 @@ class _Timed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord(_Timed):
-    """One collective at one size. `num_bytes` is the size as nccl-tests counts it: the full vector, not a rank's shard.
-
-    `memory` is `ordinary`, or `shared` if the ranks reduce in place in shared memory. `nodes` is the number of nodes; 0
-    where it is not known.
-    """
+    """One collective at one size: the full vector, as nccl-tests counts it, not a rank's shard. `memory` is `shared` if
+    the ranks reduce in place in shared memory, and `nodes` the number of nodes; 0 where it is not known."""
 
     kind: ClassVar[str] = "collective"
     collective: Annotated[str, one_of(COLLECTIVES)]
@@ -121,11 +118,8 @@ class CollectiveRecord(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecord(_Timed):
-    """One pass over memory: all ranks at once, each reading its own vector of `num_bytes` once and writing it once.
-
-    `operation` is `add` (a constant, in place) or `copy` (to another vector). `MemoryBounds` derives the fastest
-    possible all-reduce from it.
-    """
+    """One pass over memory: all ranks at once, each reading its own vector of `num_bytes` once and writing it once, in
+    place (`add`) or to another vector (`copy`)."""
 
     kind: ClassVar[str] = "memory"
     operation: Annotated[str, one_of(("add", "copy"))]

@@ -89,10 +89,8 @@ class ParameterTimes(Checked):
 
 @dataclass(frozen=True)
 class BlockTimes(Checked):
-    """Seconds of one block in every repetition; 0 if it was not called or got no gradient.
-
-    Backward runs from the gradient of the block's output to that of its input, recomputed activations included.
-    """
+    """Seconds of one block in every repetition; 0 if it was not called or got no gradient. Backward runs from the
+    gradient of the block's output to that of its input, recomputed activations included."""
 
     name: str
     forward_s: tuple[Seconds, ...]

@@ -262,12 +262,10 @@ def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """A number of ranks compared with one rank without a wrapper, in the same cell.
-
-    Weak-scaling efficiency is T(1)/T(n) at equal samples per rank; strong-scaling speed-up is T(1)/T(n) at equal
-    samples over all ranks, and its efficiency is that divided by n. A point that was interleaved with a straggler
-    `is_disturbed` and must not be used.
-    """
+    """A number of ranks compared with one rank without a wrapper, in the same cell. Weak-scaling efficiency is
+    T(1)/T(n) at equal samples per rank; strong-scaling speed-up is T(1)/T(n) at equal samples over all ranks, and its
+    efficiency is that divided by n. A point that was interleaved with a straggler `is_disturbed` and must not be
+    used."""
 
     record: StepRecord
     alone: StepRecord
@@ -310,11 +308,9 @@ def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
 
 
 def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> float | None:
-    """The peak bus bandwidth of an all-reduce on the step's backend, ranks and device, from the same source; None where
-    either was not measured. MeasurementError "above-peak" if the step exceeds it: bytes or seconds were miscounted.
-
-    The fastest repetition of each size counts: the peak is what the machine can do, not its average.
-    """
+    """The peak bus bandwidth of an all-reduce on the step's backend, ranks and device, from the same source, by its
+    fastest repetition; None where either was not measured. MeasurementError "above-peak" if the step exceeds it: bytes
+    or seconds were miscounted."""
     place, rates = attrgetter("backend", "world_size", "device", "source"), []
     for c in collectives:
         if c.collective == "all_reduce" and place(c) == place(record):

@@ -150,11 +150,9 @@ class NoiseProbe(Checked):
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """The squared norm of the true gradient, and the trace of the covariance of per-sample gradients.
-
-    Both are unbiased, so the first can be negative if the noise is large. `interval` is the 90 % interval of the noise
-    scale; its upper end is infinite where the probes only give a lower bound. It is None with too few probes.
-    """
+    """The squared norm of the true gradient, and the trace of the covariance of per-sample gradients, both unbiased:
+    the first can be negative. `interval` is the 90 % interval of the noise scale, with an infinite end where the probes
+    only give a lower bound; None with too few probes."""
 
     gradient_square: float
     noise_trace: float
@@ -215,10 +213,8 @@ def _student_t95(freedom: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRecord(Record):
-    """Probes of one training job after `step` steps and `epoch` epochs, possibly a fraction.
-
-    `seed` determines the samples of the probes. The noise scale and all batch sizes count samples; for tokens, blocks.
-    """
+    """Probes of one training job after `step` steps and `epoch` epochs, possibly a fraction; `seed` determines their
+    samples. The noise scale and all batch sizes count samples; for tokens, blocks."""
 
     kind: ClassVar[str] = "noise_scale"
     model: str
@@ -367,10 +363,8 @@ def load_config(folder: str | Path) -> dict[str, Any]:
 
 
 class MetricsLog:
-    """A JSON Lines file of rows: an integer `step`, and any other JSON values.
-
-    JSON lacks nan and inf, which are written as `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`.
-    """
+    """A JSON Lines file of rows: an integer `step`, and any other JSON values. JSON lacks nan and inf, which are
+    written as `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`."""
 
     def __init__(self, path: Path, after_step: float = math.inf) -> None:
         """Open a file to append, or create it. Removes the incomplete last line of a killed run and rows of steps after

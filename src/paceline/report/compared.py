@@ -202,10 +202,8 @@ def _name_runs(parts: Sequence[Result]) -> list[str]:
 
 class ComparisonResult(Result):
     """Runs of one verb compared with the first, by `paceline.compare`, `profile --compare` and `paceline report`.
-
     `rows` are the numbers that they share, and `differences` the settings that differ, with the value of each run. Two
-    traces are also compared by operator and kernel.
-    """
+    traces are also compared by operator and kernel."""
 
     json_columns = raw_columns("config.runs", "config.settings_that_differ", "config.accumulation")
 
@@ -444,11 +442,9 @@ _RUNS = (
 
 
 class TrainComparisonResult(ComparisonResult):
-    """Result of `train --compare`, and of a job trained on several rank counts: runs compared with the first.
-
-    `parts` are the runs, a row for each in `rows`, and `numbers` what they share, with its uncertainty. When saved, it
-    stores the folders of the runs relative to its own (`config["runs"]`).
-    """
+    """Result of `train --compare`, and of a job trained on several rank counts. `parts` are the runs, a row for each in
+    `rows`, and `numbers` what they share, with its uncertainty. When saved, it stores the folders of the runs relative
+    to its own (`config["runs"]`)."""
 
     json_columns = raw_columns("learned_the_same", settings_that_differ="differences")
 

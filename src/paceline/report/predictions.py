@@ -551,9 +551,8 @@ def plot_split(result: CapsResult) -> Figure:
 class TuneResult(Result):
     """Result of `tune`; `plan` is the answer. `verdict` is "use" (this plan), "default" (the default is best), "flat"
     (all compared plans take the same time, or none can save 1 %) or "undecided". `gain` is the plan's time over the
-    default's, with its interval. `regret` is how much longer than the best plan it may take: the estimate and the upper
-    bound. Both are None if no plan was run. `candidates` are the bucket sizes of the sweep with their predictions and
-    measurements, and `rows` are the compared plans."""
+    default's, and `regret` how much longer than the best plan it may take: the estimate and the upper bound; both None
+    if no plan was run. `candidates` are the bucket sizes of the sweep, and `rows` the compared plans."""
 
     json_columns = (
         *raw_columns("step.model", "step.wrapper", "step.backend", "verdict", noise="tuning.noise"),

@@ -208,11 +208,9 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
 
 
 class TraceResult(Result):
-    """Result of `profile trace`: what each rank did in a step, what takes the time, and how to speed it up.
-
-    A run has no records of its traces: `document` comes from the ranks or, for a saved run, from `overview.json` in its
-    folder. `traces` are those of the ranks, empty for a saved run; `plot` draws one step of them.
-    """
+    """Result of `profile trace`: what each rank did in a step, what takes the time, and how to speed it up. `document`
+    comes from the ranks or, for a saved run, from `overview.json` in its folder. `traces` are those of the ranks, empty
+    for a saved run; `plot` draws one step of them."""
 
     def __init__(
         self,
@@ -526,11 +524,8 @@ def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:
 
 
 class CommTableResult(Result):
-    """Result of `profile comm-table`: the measured step of one rank, and its gradients on assumed and measured
-    networks.
-
-    Measured networks are read from the runs given by `--curve`, which are not part of this run.
-    """
+    """Result of `profile comm-table`: the measured step of one rank, and its gradients on assumed networks and on those
+    measured by other runs (`--curve`)."""
 
     def _derive(self) -> None:
         self.rows: list[CommRow] = []

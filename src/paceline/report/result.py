@@ -54,11 +54,9 @@ _WITHOUT_RECORDS = ("compare", "profile trace", "scale report", "train", "train 
 
 
 class Result:
-    """The return value of a verb. Subclasses interpret the records of their verb.
-
-    Everything is derived from `run`, so a saved run gives the same result again (`load_result`).
-    `folder` is where the run was saved, None where it was not.
-    """
+    """The return value of a verb; subclasses interpret the records of their verb. Everything is derived from `run`, so
+    a saved run gives the same result again (`load_result`). `folder` is where the run was saved, None where it was
+    not."""
 
     json_columns: ClassVar[Sequence[Column]] = ()  # further keys of the JSON document: columns of the result itself
 
@@ -187,10 +185,8 @@ class Result:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write the run, its tables and its figures into a folder, and return the folder.
-
-        Never overwrites the records of another run. Tables and figures follow from the records and are replaced.
-        """
+        """Write the run, its tables and its figures into a folder, and return the folder. Never overwrites the records
+        of another run; tables and figures follow from the records and are replaced."""
         folder = Path(folder)
         try:
             folder.mkdir(0o700, parents=True, exist_ok=True)

@@ -32,10 +32,7 @@ class Ratios(NamedTuple):
 
 class CollectiveResult(Result):
     """Result of `bench allreduce`: one row per backend, memory, number of ranks and size, and a line fitted to each
-    curve.
-
-    `compared` are rows of another run or table to compare with; `differences` are reasons why they are not comparable.
-    """
+    curve. `compared` are rows of another run or table; `differences` are reasons why they are not comparable."""
 
     def __init__(
         self,

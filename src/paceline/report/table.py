@@ -136,11 +136,8 @@ def build_row(columns: Sequence[Column], row: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns. `name` is used for its files, and `key` for its rows in JSON (the name by default).
-
-    `shown` are the rows shown on a terminal if not all of them; an empty list makes a table for files only.
-    `ratio_note` is printed under the table if it has ratios.
-    """
+    """Rows under columns. `name` is used for its files, and `key` for its rows in JSON (the name by default). `shown`
+    are the rows shown on a terminal if not all of them; an empty list makes a table for files only."""
 
     name: str
     title: str
@@ -206,11 +203,9 @@ class Table:
     _repr_html_ = html
 
     def terminal(self, width: int | None = 80) -> str:
-        """The table for a terminal of this width; None shows every column, however wide.
-
-        A text that is the same in every row moves to the title. Cells are never cut and numbers never wrapped: columns
-        are dropped until the rest fits, and if even the key columns do not fit, each row becomes several lines.
-        """
+        """The table for a terminal of this width; None shows every column, however wide. A text that is the same in
+        every row moves to the title. Cells are never cut and numbers never wrapped: columns are dropped until the rest
+        fits, and if even the key columns do not fit, each row becomes several lines."""
         rows = self.rows if self.shown is None else self.shown
         if not rows:
             return ""

@@ -72,10 +72,8 @@ class ObservedTraining(AttachedResult):
 
 
 class TrainRunResult(Result):
-    """A training run: `config.json` and `metrics.jsonl` in its folder. `rows` has one row per step.
-
-    `run.config` has the settings and, in `outcome`, `steps`, `world_size`, `backend`, `device` and `num_parameters`.
-    """
+    """A training run: `config.json` (its settings and, once it has ended, its `outcome`) and `metrics.jsonl` in its
+    folder. `rows` has one row per step."""
 
     json_columns = (
         *raw_columns("finished", "steps", "world_size"),
@@ -107,9 +105,8 @@ class TrainRunResult(Result):
 
     @cached_property
     def saves(self) -> list[dict[str, Any]]:
-        """One row per completed save: its `step`, how long steps waited for it (`stall_s`), the part of that spent on
-        the previous write (`wait_s`), how long its own write took (`write_s`), and the interval that `--save-every
-        auto` chose next (`next_s`)."""
+        """One row per completed save: its `step`, how long steps waited for it (`stall_s`) and for the previous write
+        (`wait_s`), how long its own write took (`write_s`), and the next interval of `--save-every auto` (`next_s`)."""
         return self._load_rows(records.SAVES_FILE)
 
     def _load_rows(self, name: str) -> list[dict[str, Any]]:
