@@ -20,10 +20,11 @@ from paceline.errors import RecordError
 
 
 class Rule(NamedTuple):
-    """Which values are valid, and what to say about others."""
+    """Which values are valid, and what to say about others, which `show` writes."""
 
     is_valid: Callable[[Any], bool]
     needed: str
+    show: Callable[[Any], str] = repr
 
 
 def at_least(least: float) -> Rule:
@@ -52,7 +53,7 @@ class Checked:
                 values = list(itertools.chain.from_iterable(values))
             for value in values:
                 if value is not None and not rule.is_valid(value):
-                    raise RecordError(f"{self.place}: {name} is {value!r:.60}; {rule.needed}")
+                    raise RecordError(f"{self.place}: {name} is {rule.show(value)}; {rule.needed}")
         for fault in self.find_faults():
             raise RecordError(f"{self.place}: {fault}")
 

@@ -32,7 +32,11 @@ COLLECTIVES: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
 }
 KINDS: dict[str, type[Record]] = {}
-IS_POSITIVE = Rule(lambda timing: timing.center_s > 0, "its median must be positive (was a table rounded too far?)")
+IS_POSITIVE = Rule(
+    lambda timing: timing.center_s > 0,
+    "it must be positive (was a table rounded too far?)",
+    lambda timing: f"{timing.center_s} s",
+)
 Timing = Annotated[Samples | Summary, IS_POSITIVE]
 Timed = Annotated[Samples, IS_POSITIVE]
 
