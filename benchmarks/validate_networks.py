@@ -44,10 +44,10 @@ STANDS_FOR = {
     "PCIe": ("pcie3-host", ("pcie3", "pcie3")),
 }
 # Other measurements of the same kind of network, used if the source of a row is held out.
-SAME_KIND = {"mi250x-slingshot": fabrics.GH200, "h100-rdma": fabrics.H100_HALF}
+SAME_KIND = {"mi250x-slingshot": TABLES["gh200"], "h100-rdma": TABLES["h100-half"]}
 # The data sheets of the tables bundled with Paceline.
-PUBLISHED = {"a100-nvlink": fabrics.A100, "h100-nvlink": fabrics.H100, "h200-roce": fabrics.H200_ROCE,
-             "pcie4-4090": fabrics.PCIE4}  # fmt: skip
+PUBLISHED = {"a100-nvlink": TABLES["a100"], "h100-nvlink": TABLES["h100"], "h200-roce": TABLES["h200-roce"],
+             "pcie4-4090": TABLES["pcie4"]}  # fmt: skip
 SHEETS = (
     (TABLES["a100"], ("nvlink", "nvlink")), (TABLES["a100-nodes"], ("100GB/s,2us", "nvlink")),
     (TABLES["v100"], ("150GB/s,2us", "150GB/s,2us")), (TABLES["v100-nodes"], ("25GB/s,2us", "150GB/s,2us")),

@@ -48,7 +48,7 @@ from paceline.predict.tuning import (
     hash_predictions,
     score_predictions,
 )
-from paceline.records.doubts import is_busy
+from paceline.records.findings import is_busy
 from paceline.records.store import RUN_FILE, find_file, load_json
 from paceline.report.predictions import TuneResult
 from paceline.report.table import Column, Table

@@ -51,10 +51,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def size_range(first_bytes: int, last_bytes: int, factor: float, multiple: int = 1) -> tuple[int, ...]:
-    """Sizes from first to last, each `factor` times the previous one, like nccl-tests' -b -e -f.
-
-    Sizes after the first are rounded down to a `multiple`, so that they are whole numbers of elements.
-    """
+    """Sizes from first to last, each `factor` times the previous one, like nccl-tests' -b -e -f. Sizes after the first
+    are rounded down to a `multiple`, so that they are whole numbers of elements."""
     ends = f"the range of sizes {format_bytes(first_bytes)} to {format_bytes(last_bytes)}"
     refuse(
         (first_bytes <= 0 or last_bytes < first_bytes, f"{ends} is empty: it must begin above 0 and not above its end"),
@@ -93,7 +91,8 @@ def parse_duration(text: str, what: str) -> float:
 
 def format_bytes(num_bytes: float) -> str:
     """A size such as `64 B`, `4 KiB`, `25 MiB`, `1024 MiB`. Exact sizes have no decimals."""
-    scale, unit = (MIB, "MiB") if num_bytes >= MIB else (KIB, "KiB") if num_bytes >= KIB else (1, "B")
+    scales = ((MIB, "MiB"), (KIB, "KiB"), (1, "B"))
+    scale, unit = next(pair for pair in scales if abs(num_bytes) >= pair[0] or pair[0] == 1)
     value = num_bytes / scale
     return f"{value:.0f} {unit}" if value == int(value) or scale == 1 else f"{value:.2f} {unit}"
 

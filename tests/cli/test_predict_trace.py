@@ -15,8 +15,8 @@ from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.traces import RankTrace, merge_traces, read_ranks, render_trace
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
+from paceline.report.observed import TracedResult, round_cap
 from paceline.report.prediction_rows import get_saved
-from paceline.report.trace_predictions import TracedResult, round_cap
 from paceline.units import KIB, MIB
 from paceline.verbs.predict import load_traced_steps
 from tests.unit.made_ddp import NODE, build_document, made_job, made_on_cpu, made_on_gpu

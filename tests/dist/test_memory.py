@@ -10,8 +10,7 @@ import torch._dynamo  # optimizers import it, and it then sets a variable of the
 from torch import nn
 
 import paceline
-from paceline.report.memory_table import MemoryRow, list_memory
-from paceline.report.profiles import TraceResult
+from paceline.report.profiles import MemoryRow, TraceResult, list_memory
 
 INPUTS, HIDDEN, OUTPUTS, BATCH = 64, 32, 8, 16
 WEIGHTS = 4 * (INPUTS * HIDDEN + HIDDEN + HIDDEN * OUTPUTS + OUTPUTS)

@@ -22,7 +22,7 @@ from paceline.predict.traces import (
     find_steps,
     merge_traces,
 )
-from paceline.report.memory_table import list_memory
+from paceline.report.profiles import list_memory
 from tests.conftest import BACKEND
 from tests.unit.made_traces import check_trace
 

@@ -14,8 +14,7 @@ import paceline
 from paceline.measure.recorder import record_trace
 from paceline.measure.step_bench import Replica
 from paceline.predict.memory_use import build_memory
-from paceline.report.memory_table import list_memory
-from paceline.report.profiles import TraceResult
+from paceline.report.profiles import TraceResult, list_memory
 from paceline.runtime.ranks.world import join_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,9 +16,8 @@ from paceline.predict.simulate import Contention, MachineCosts
 from paceline.predict.trace_steps import read_steps
 from paceline.predict.traces import Lateness, read_ranks
 from paceline.records import Samples, StepRecord, TracedMessage, TracedStepRecord
-from paceline.records.doubts import find_doubts
 from paceline.records.environment import capture_environment
-from paceline.records.findings import Finding
+from paceline.records.findings import Finding, find_doubts
 from paceline.records.samples import UNSTABLE
 from paceline.records.steps import RACED
 from paceline.records.store import Run

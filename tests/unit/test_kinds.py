@@ -23,14 +23,9 @@ from paceline.records.kinds import (
     record_from_json,
     record_to_json,
 )
-from paceline.records.layers import (
-    BlockTimes,
-    LayerProfileRecord,
-    ParameterTimes,
-)
+from paceline.records.layers import BlockTimes, LayerProfileRecord, ParameterTimes
 from paceline.records.samples import REDUCERS, Samples, Summary
-from paceline.records.steps import EXTRA_SAMPLES, ROLES, StepRecord
-from paceline.records.traced_step import TracedMessage, TracedStepRecord
+from paceline.records.steps import EXTRA_SAMPLES, ROLES, StepRecord, TracedMessage, TracedStepRecord
 from paceline.records.training import BUDGETS, BatchRecord, NoiseProbe, NoiseRecord
 
 
@@ -178,7 +173,7 @@ def layer_profiles(draw):
 @pytest.mark.parametrize(
     ("build_bad", "place"),
     [
-        (lambda: CostRecord(name="save", seconds=(math.inf,)), "cost of save: seconds is inf"),
+        (lambda: CostRecord(name="save", seconds=(math.inf,)), "cost record save: seconds is inf"),
         (lambda: Samples(seconds=((-1.0,),)), "samples: seconds is -1.0"),
         (lambda: TracedMessage(-1, 0.0, 0.0, 0.0), "traced message: "),
     ],

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from paceline.measure.recorder import list_blocks
 from paceline.predict.memory_use import CATEGORIES, MARK, MemoryMark, MemoryMarks, MemoryUse, build_memory
 from paceline.predict.traces import build_overview, overview_from_json, overview_to_json
-from paceline.report.memory_table import MEMORY, describe_memory, list_memory, plot_memory
+from paceline.report.profiles import MEMORY, describe_memory, list_memory, plot_memory
 from paceline.report.table import Table
 from tests.unit.made_traces import MadeTrace
 

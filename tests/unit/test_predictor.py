@@ -26,7 +26,7 @@ from paceline.predict.predictor import (
 from paceline.predict.simulate import BucketSpan, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.predict.tuning import TuneSettings, Tuning, kendall_tau
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, StepRecord, Summary
-from paceline.records.traced_step import SERVERS
+from paceline.records.steps import SERVERS
 from paceline.units import MIB
 from tests.unit.made_jobs import line, make_job
 from tests.unit.made_plans import plan_by_cap, plan_in_pieces

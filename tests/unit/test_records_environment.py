@@ -9,8 +9,8 @@ import pytest
 
 from paceline.records import LayerTimeRecord, ParameterTimes, Samples, StepRecord, Summary
 from paceline.records import environment as module
-from paceline.records.doubts import NOISY, add_busy, find_doubts, is_busy
 from paceline.records.environment import capture_environment
+from paceline.records.findings import NOISY, add_busy, find_doubts, is_busy
 
 from .made_scaling import make_batch
 from .test_records_layers import build_profile, build_times

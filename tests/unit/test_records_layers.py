@@ -75,17 +75,10 @@ def test_sizes_and_times_for_the_files_of_others():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"parameters": ()}, "toy: 0 trained parameters"),
+        ({"parameters": ()}, "toy: no trained parameters"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"blocks": (BlockTimes("a", (0.1,) * 2, (0.1,) * 2),) * 2}, "a, a"),
-        ({"blocks": (BlockTimes("outside", (0.1,) * 2, (0.1,) * 2),)}, "'outside'"),
-        ({"blocks": ()}, "head.bias is in the block 'head'"),
         ({"optimizer": build_times(0.1)}, "optimizer has other repetitions"),
-        ({"forward": Samples(seconds=((0.1, 0.1),) * 2)}, "several ranks"),
-        ({"profiled_backward": build_times(1.0, 0.85)}, "embed.weight is at 0.9 s, after the end at 0.85 s"),
-        ({"profiled_forward": build_times(0.5, 0.2)}, "sum of all blocks' forward"),
-        ({"parameters": build_profile().parameters[::-1]}, "ready order"),
-        ({"parameters": (ParameterTimes("a", 4, 1, "float32", "", (0.1,)),)}, "a has 1 repetitions .* 2"),
+        ({"forward": Samples(seconds=((0.1, 0.1),) * 2)}, "forward has other .* ranks"),
     ],
 )
 def test_an_impossible_profile_is_refused(changes, reason):

@@ -15,12 +15,7 @@ from paceline.errors import MeasurementError, RecordError
 from paceline.records import Samples, Summary
 from paceline.records.kinds import record_from_json, record_to_json
 from paceline.records.samples import Ratio
-from paceline.records.steps import (
-    compare_steps,
-    compare_wrappers,
-    find_peak_of,
-    list_points,
-)
+from paceline.records.steps import compare_steps, compare_wrappers, find_peak_of, list_points
 from paceline.units import MIB
 
 from .made_scaling import (
@@ -148,12 +143,8 @@ def test_one_rank_by_itself_has_nothing_exposed_and_no_bandwidth():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"mode": "weak", "cell_size": 64, "batch_size": 32}, r"32 samples in a cell of 64 \(weak\)"),
-        ({"mode": "strong", "cell_size": 32, "batch_size": 32}, r"64 samples in a cell of 32 \(strong\)"),
-        ({"accumulate": 2}, r"64 samples in a cell of 32 \(weak\)"),
         ({"mode": "sideways"}, "mode is 'sideways'"),
-        ({"threads": 0}, "0 threads"),
-        ({"timing": Samples(seconds=((0.0, 0.0),) * 9)}, "in 0.0 s"),
+        ({"timing": Samples(seconds=((0.0, 0.0),) * 9)}, "timing is .* positive"),
         ({"source": "guessed"}, "source is 'guessed'"),
     ],
 )
@@ -208,15 +199,7 @@ def test_a_step_survives_json(record):
     [
         (PLAIN, {"role": "guess"}, "guess"),
         (DISTURBED, {"overlapped": SHORT}, "overlapped has other repetitions"),
-        (DISTURBED, {"num_messages": 0}, "only there"),
-        (DISTURBED, {"message_bytes": 0}, "only there"),
-        (DISTURBED, {"under_way": None}, "only there"),
-        (DISTURBED, {"overlapped": None}, "only there"),
-        (DISTURBED, {"role": "job"}, "only there"),
-        (PLAIN, {"role": "disturbed"}, "only there"),
         (PLAIN, {"num_messages": -1}, "num_messages is -1"),
-        (PLAIN, {"message_bytes": 1}, "only there"),
-        (PLAIN, {"under_way": PLAIN.timing}, "only there"),
         (PLAN, {"bucket_bytes": (MIB, -4)}, "bucket_bytes is -4"),
         (PLAN, {"cap_bytes": -1}, "cap_bytes is -1"),
         (PLAN, {"world_size": 0}, "world_size is 0"),

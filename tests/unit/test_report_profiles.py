@@ -366,8 +366,6 @@ def test_a_comparison_is_saved_and_the_same_again(traced, build_environment, tmp
     assert {"comparison.md", "operators.csv", "kernels.md"} <= {path.name for path in folder.iterdir()}
     assert load_result(folder).text() == result.text()
     assert result.run.verb == "compare"
-    older = build_result(replace(result.run, verb="profile --compare"), folder)
-    assert isinstance(older, ComparisonResult) and older.text() == result.text()
 
 
 def test_two_runs_of_the_repository_are_compared(build_environment):

@@ -9,8 +9,8 @@ import pytest
 from paceline.errors import ConfigError, RecordError
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
-from paceline.report.compared import TrainComparisonResult
-from paceline.report.result import Result, list_differences, load_result
+from paceline.report.compared import TrainComparisonResult, list_differences
+from paceline.report.result import Result, load_result
 from paceline.report.training_result import TrainRunResult, plot_training
 from paceline.training.train_settings import TrainSettings
 

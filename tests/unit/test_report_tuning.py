@@ -14,8 +14,8 @@ from paceline.errors import ConfigError
 from paceline.predict.race import VERDICTS
 from paceline.predict.tuning import TuneSettings, judge_tuning, render_predictions
 from paceline.records import StepRecord
-from paceline.records.doubts import find_doubts
 from paceline.records.environment import capture_environment
+from paceline.records.findings import find_doubts
 from paceline.records.store import Run
 from paceline.report.plots import render_png, render_svg
 from paceline.report.predictions import TuneResult, describe_answer, describe_errors, plot_race, plot_tuning

@@ -40,6 +40,16 @@ def build(*rows, **fields):
     return Table("table", "title", COLUMNS, rows, **fields)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("a.b", (1, 2)), ("a.b.1", 2), ("named.x.b.0", 1), ("named.y.b.0", None), ("none.b", None)],
+)
+def test_a_path_goes_through_attributes_items_and_keys(path, value):
+    inner = SimpleNamespace(b=(1, 2))
+    row = SimpleNamespace(a=inner, named={"x": inner}, none=None)
+    assert Column("", path).find(row) == value
+
+
 def test_json_and_csv_hold_the_raw_values_under_their_keys():
     table = build(Row(), Row(time_s=None))
     rows = table.rows_json()

@@ -137,6 +137,8 @@ def test_a_time_without_a_unit_is_refused_with_its_options_name(text):
         (units.format_bytes, 0, "0 B"),
         (units.format_bytes, 1023, "1023 B"),
         (units.format_bytes, 4096, "4 KiB"),
+        (units.format_bytes, -895488, "-874.50 KiB"),
+        (units.format_bytes, -(2**20), "-1 MiB"),
         (units.format_bytes, 1536, "1.50 KiB"),
         (units.format_bytes, 25 * 2**20, "25 MiB"),
         (units.format_bytes, 10**6, "976.56 KiB"),

@@ -21,8 +21,8 @@ from paceline import machine, transport
 from paceline.errors import PacelineError
 from paceline.measure.bench_settings import CollectiveSettings
 from paceline.records import CollectiveRecord
-from paceline.records.doubts import describe_load
 from paceline.records.environment import Environment
+from paceline.records.findings import describe_load
 from paceline.records.kinds import CheckRecord
 from paceline.runtime.ranks.launch import RankPool
 from paceline.runtime.ranks.place import is_launched, read_place

@@ -11,7 +11,7 @@ from paceline.errors import RecordError
 from paceline.predict.traces import GpuUse, Lateness, Overview, find_late
 from paceline.records.findings import Finding
 from paceline.records.samples import Samples, group_by
-from paceline.records.traced_step import TracedMessage, TracedStepRecord
+from paceline.records.steps import TracedMessage, TracedStepRecord
 from paceline.units import format_duration
 
 # Below these shares of the step there is no advice: run-to-run noise is as large.

@@ -23,7 +23,7 @@ from paceline.predict import curves
 from paceline.predict.curves import CostCurve, FamilyCurve
 from paceline.records import CollectiveRecord
 from paceline.records.samples import UNSTABLE, Samples, find_noise, group_by
-from paceline.records.traced_step import SERVERS
+from paceline.records.steps import SERVERS
 from paceline.units import MIB, format_duration, format_rate
 
 _CUSTOM = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|bit|B)/s,(\d+(?:\.\d+)?)(ns|us|µs|ms|s)")

@@ -21,7 +21,7 @@ from paceline.predict.race import Interval, Limit
 from paceline.predict.search import PLATEAU, estimate_caps, estimate_least_s, find_best_cuts
 from paceline.predict.simulate import MODEL_ERROR, Contention, Layout, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
-from paceline.records.traced_step import SERVERS
+from paceline.records.steps import SERVERS
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes, format_duration, format_ms
 

@@ -22,7 +22,7 @@ import numpy as np
 from paceline.errors import RecordError, refuse
 from paceline.predict.traces import BUCKET, Event, Floats, RankTrace, find_messages, is_collective, union_time
 from paceline.records.samples import group_by
-from paceline.records.traced_step import SERVERS, TracedMessage, TracedStepRecord
+from paceline.records.steps import SERVERS, TracedMessage, TracedStepRecord
 
 _NODE, _ACCUMULATE = "autograd::engine::evaluate_function: ", "torch::autograd::AccumulateGrad"
 _LAUNCH, _ALL_REDUCE = re.compile(r"c10d::_?all_?reduce"), re.compile(r"(?i)all_?reduce")

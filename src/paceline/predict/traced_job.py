@@ -27,7 +27,7 @@ from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, sim
 from paceline.predict.traces import Floats
 from paceline.records import CollectiveRecord
 from paceline.records.samples import Samples, group_by
-from paceline.records.traced_step import SERVERS, TracedStepRecord
+from paceline.records.steps import SERVERS, TracedStepRecord
 from paceline.units import KIB, format_bytes, format_duration, format_number_of
 
 # Sizes within this factor form one point of the curve: their times differ only by noise.

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from paceline.errors import RecordError
 from paceline.predict.memory_use import MemoryMarks, MemoryUse, build_memory
 from paceline.predict.simulate import BucketSpan
-from paceline.records.kinds import decode
+from paceline.records.checked import decode
 from paceline.records.samples import group_by
 from paceline.records.store import check_format, name_format
 

@@ -11,8 +11,7 @@ from paceline.records.layers import (
     ParameterTimes,
 )
 from paceline.records.samples import Samples, Summary
-from paceline.records.steps import StepRecord
-from paceline.records.traced_step import TracedMessage, TracedStepRecord
+from paceline.records.steps import StepRecord, TracedMessage, TracedStepRecord
 from paceline.records.training import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord
 
 __all__ = [

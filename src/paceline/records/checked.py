@@ -1,4 +1,4 @@
-"""Dataclasses that check their own values: a field's annotation says which values it may have, as in `Count`.
+"""Dataclasses that check their own values, and are read from JSON: a field's annotation says which values it may have.
 
 What several fields must have in common is in `find_faults`.
 """
@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import re
+import types
 import typing
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from paceline.errors import RecordError
 
 
 class Rule(NamedTuple):
-    """Which values are valid, and what to say about others."""
+    """Which values are valid, and what to say about others, which `show` writes."""
 
     is_valid: Callable[[Any], bool]
     needed: str
+    show: Callable[[Any], str] = repr
 
 
 def at_least(least: float) -> Rule:
@@ -51,7 +53,7 @@ class Checked:
                 values = list(itertools.chain.from_iterable(values))
             for value in values:
                 if value is not None and not rule.is_valid(value):
-                    raise RecordError(f"{self.place}: {name} is {value!r}; {rule.needed}")
+                    raise RecordError(f"{self.place}: {name} is {rule.show(value)}; {rule.needed}")
         for fault in self.find_faults():
             raise RecordError(f"{self.place}: {fault}")
 
@@ -61,8 +63,10 @@ class Checked:
 
     @property
     def place(self) -> str:
-        """Identifies the object in errors: `CollectiveRecord` is a collective record."""
-        return re.sub(r"(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
+        """Identifies the object in errors: the words of its class, and its name or model if it has one."""
+        kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
+        name = getattr(self, "name", "") or getattr(self, "model", "")
+        return f"{kind} {name}" if name else kind
 
 
 @functools.cache
@@ -75,3 +79,61 @@ def _find_rules(hint: Any) -> Iterator[Rule]:
     yield from getattr(hint, "__metadata__", ())
     for argument in typing.get_args(hint):
         yield from _find_rules(argument)
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+# The types of JSON values by the type of a field, and what to call that in errors. bool is an int, but not a number.
+_JSON: dict[Any, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "str"),
+    int: ((int,), "int"),
+    bool: ((bool,), "bool"),
+    float: ((int, float), "a number"),
+    tuple: ((list, tuple), "a list"),
+    dict: ((dict,), "a JSON object"),
+}
+
+
+def check_type(kind: Any, value: Any, name: str) -> None:
+    allowed, needed = _JSON.get(kind, ((), ""))
+    if allowed and type(value) not in allowed:
+        raise RecordError(f"{name} must be {needed}, not {type(value).__name__} {value!r:.40}")
+
+
+@functools.cache
+def _find_types(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def decode(kind: Any, value: Any, name: str = "") -> Any:
+    """Convert a JSON value to the type of a field and check it: dataclasses, tuples, optional values, strings, numbers.
+
+    `name` locates the value in errors.
+    """
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if dataclasses.is_dataclass(value):
+        return value
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None and types.NoneType in arguments else decode(arguments[0], value, name)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        check_type(dict, value, name)
+        known = _find_types(kind)
+        if unknown := sorted(set(value) - set(known)):
+            raise RecordError(f"{kind.__name__} has no field {', '.join(unknown)}")
+        where = f"{name}." if name else ""
+        found = {key: decode(known[key], item, where + key) for key, item in value.items()}
+        try:
+            return kind(**found)
+        except TypeError as error:  # a field is missing
+            raise RecordError(f"{name or kind.__name__}: {error}") from None
+    check_type(origin, value, name)
+    if origin is tuple:
+        item_type = arguments[0]
+        if item_type is float and set(map(type, value)) <= {int, float}:  # fast, for raw samples
+            return tuple(map(float, value))
+        return tuple(decode(item_type, item, name) for item in value)
+    try:
+        return float(value) if kind is float else value
+    except OverflowError as error:
+        raise RecordError(f"{name}: {error}") from None

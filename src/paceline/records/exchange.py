@@ -84,8 +84,8 @@ def _parse_allreduce_time(row: Row) -> CollectiveRecord:
 
 def _parse_published(row: Row) -> CollectiveRecord:
     backend, _, device = row["backend"].strip().partition("-")
-    times = {"median_s" if row["stat"].startswith("median") else "mean_s": float(row["time_s"])}
-    timing = Summary(stdev_s=_number(row["std_s"]), mean_s=times.get("mean_s"), median_s=times.get("median_s"))
+    values: dict[str, Any] = {"median_s" if row["stat"].startswith("median") else "mean_s": float(row["time_s"])}
+    timing = Summary(stdev_s=_number(row["std_s"]), **values)
     kind = "cuda" if backend == "nccl" else device or "cpu"  # "nccl" and "nccl-tests" alike
     more = {"device": kind, "note": row["source"].strip(), "nodes": int(row.get("nodes") or 0)}
     return import_all_reduce(backend, int(row["world_size"]), int(row["bytes"]), timing, **more)
@@ -94,11 +94,9 @@ def _parse_published(row: Row) -> CollectiveRecord:
 def _parse_own(row: Row) -> CollectiveRecord:
     values: dict[str, Any] = {name: row[name] for name in ("collective", "backend", "memory", "device", "dtype", "op")}
     values |= {name: int(row[name]) for name in ("world_size", "num_bytes")}
-    return CollectiveRecord(
-        **values,
-        timing=Summary(median_s=float(row["median_s"]), count=int(row["iters"]) if row["iters"] else None),
-        num_wrong=int(row["nwrong"]) if row["nwrong"] else None, source="imported",
-    )  # fmt: skip
+    count, num_wrong = (int(row[name]) if row[name] else None for name in ("iters", "nwrong"))
+    timing = Summary(median_s=float(row["median_s"]), count=count)
+    return CollectiveRecord(**values, timing=timing, num_wrong=num_wrong, source="imported")
 
 
 def _parse_markdown_row(row: Row) -> CollectiveRecord:
@@ -209,10 +207,11 @@ def load_cap_times(path: str | Path) -> list[CapTimeRecord]:
     `backward_s`; other columns are ignored."""
 
     def parse(of: str) -> Callable[[Row], CapTimeRecord]:
-        return lambda row: CapTimeRecord(
-            cap_bytes=parse_size(row["bucket_size"]), of=of, timing=Summary(mean_s=float(row[f"{of}_s"])),
-            source="imported",
-        )  # fmt: skip
+        def parse_row(row: Row) -> CapTimeRecord:
+            timing = Summary(mean_s=float(row[f"{of}_s"]))
+            return CapTimeRecord(cap_bytes=parse_size(row["bucket_size"]), of=of, timing=timing, source="imported")
+
+        return parse_row
 
     return _load_csv(Path(path), [(["bucket_size", f"{of}_s"], parse(of)) for of in ("step", "backward")])
 

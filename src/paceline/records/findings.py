@@ -1,20 +1,53 @@
-"""The one type of finding: what slows a step or casts doubt on a measurement, and what to do about it."""
+"""The one type of finding: what slows a step or casts doubt on a measurement, and what to do about it.
+
+`find_doubts` is the quality check that every verb shares: it uses the records and the machine's load.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from paceline.records.environment import Environment
+from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record
+from paceline.records.layers import LayerProfileRecord
+from paceline.records.samples import UNSTABLE, Samples
+from paceline.records.steps import RACED, StepRecord
+from paceline.records.training import BatchRecord
+from paceline.units import format_bytes, format_duration, format_number_of
+
+# With `--strict` these are failures: another run may give another answer.
+NOISY = ("inconclusive", "unstable", "drifting", "few")
+# Up to this many doubtful measurements are listed by name; beyond it, their number and the worst one.
+_MOST_NAMES = 3
+# Limits for the share of CPU time that the hypervisor steals, and for the load per core before a run.
+_MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
+# Evidence and cure (empty if there is none), most serious first. `_KINDS` maps those that differ only in their text to
+# one kind.
+_TEXTS = {
+    "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
+    "parameters": ("WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper", ""),
+    "above": (
+        "faster than one core per rank passes over memory at {}: several cores took part, or it was disturbed",
+        "",
+    ),
+    "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or with more --iters"),
+    "epochs": ("unstable at {} (p10 to p90 of epochs)", "repeat on a quiet machine or with more --epochs"),
+    "drifting": ("not settled at {} (second half compared with the first)", "raise --warmup"),
+    "few": ("fewer than 5 repetitions at {}: a median of these says little", ""),
+    "skewed": ("ranks arrive far apart at {}: over half of the time is waiting for the last one", ""),
+}
+_KINDS = {"parameters": "wrong", "epochs": "unstable"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause with its evidence and its cure.
+    """A cause, named by `kind`, with its evidence and its cure, both as clauses; there may be no cure.
 
-    `kind` names the cause for programs, `evidence` is what was found, with its numbers, and `cure` what to do, both as
-    clauses; there may be no cure. `rank` is where it was found, None if that is not one rank. `gain_s` is the possible
-    saving per step of `step_s`, with its interval where one is known, and `certainty` says how it was derived:
-    `measured`, `computed` from the trace, `at most` (a bound), or `estimated` (under an assumption that the text
-    states).
+    `gain_s` is the possible saving per step of `step_s`, and `certainty` says how it was derived: `measured`,
+    `computed` from the trace, `at most` (a bound), or `estimated` (under an assumption that the text states).
     """
 
     kind: str
@@ -52,3 +85,141 @@ class Finding:
         if not given.get("step_s") and factor > 1:
             given["step_s"] = found["gain_s"] * factor / (factor - 1)
         return cls(**given)
+
+
+# -- doubts -----------------------------------------------------------------------------------------------------------
+
+_Step = StepRecord | LayerProfileRecord | BatchRecord
+_Timed = CollectiveRecord | MemoryRecord | ChunksRecord | _Step
+_Reason = tuple[str, float, str]  # kind, severity and details
+_Doubted = tuple[_Timed, list[_Reason]]
+
+
+def _name(record: _Timed) -> str:
+    """What distinguishes this record from others on the same backend and ranks."""
+    if isinstance(record, StepRecord) and record.role == "together":
+        return f"{record.model}, {format_number_of(record.world_size, 'rank')} without messages"
+    if isinstance(record, StepRecord):
+        return f"{record.model} in {record.wrapper}{f', {record.label}' if record.label else ''}"
+    if isinstance(record, LayerProfileRecord | BatchRecord):
+        return f"{record.model}, batch {record.batch_size}"
+    if isinstance(record, ChunksRecord):
+        return format_bytes(record.chunk_bytes)
+    if isinstance(record, MemoryRecord):
+        return f"{format_bytes(record.num_bytes)} ({record.operation})"
+    return format_bytes(record.num_bytes) + (" in shared memory" if record.memory == "shared" else "")
+
+
+def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds) -> Iterator[_Reason]:
+    fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
+    spread = f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
+    if num_wrong := getattr(r, "num_wrong", None):
+        kind, what = ("parameters", "parameters") if isinstance(r, StepRecord) else ("wrong", "elements")
+        yield kind, num_wrong, f"{num_wrong} of {getattr(r, 'num_checked', None)} {what}"
+    if fraction is not None and fraction > 1.1:  # slightly above 1 is within the noise of both
+        yield "above", fraction, f"{fraction:.2f} of memory"
+    if isinstance(r, BatchRecord):  # a repetition is an epoch, so a few of them are many steps
+        if timing.noise > UNSTABLE:
+            yield "epochs", timing.noise, spread
+    elif timing.count < 5:
+        yield "few", -timing.count, ""
+    elif timing.noise > UNSTABLE:
+        yield "unstable", timing.noise, spread
+    elif abs(timing.drift) > 0.25:
+        yield "drifting", abs(timing.drift), f"{timing.drift:+.0%}"
+    # Passes over memory and steps without messages do not wait for other ranks.
+    waits = not isinstance(r, MemoryRecord) and getattr(r, "role", "") != "together"
+    if waits and (timing.skew_s or 0.0) > 0.5 * timing.median_s:
+        yield "skewed", (timing.skew_s or 0.0) / timing.median_s, ""
+
+
+def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
+    """CPU time stolen by the hypervisor during the run, and the load before it; each is empty unless too high."""
+    stolen, load, cores = environment.stolen or 0.0, environment.load_average or 0.0, environment.cores
+    took = f"the host took {stolen:.0%} of the cores' time for others"
+    worked = f"load {load:.1f} on {format_number_of(cores, 'core')}"
+    return [took] if stolen > _MOST_STOLEN else [], [worked] if load > _MOST_LOAD * cores else []
+
+
+def find_doubts(records: Sequence[Record], environment: Environment) -> list[Finding]:
+    """Every reason to doubt the measured records, most serious first. An environment without a load belongs to a run
+    that timed nothing, or whose load is irrelevant. Steps of a plan comparison are left out: its intervals include
+    their noise."""
+    compared = [r for r in records if isinstance(r, StepRecord) and r.note == RACED]
+    records = [r for r in records if r not in compared]
+    bounds = MemoryBounds(records)
+    timed = [
+        (r, list(_find_reasons(r, r.timing, bounds)))
+        for r in records
+        if isinstance(r, _Timed) and isinstance(r.timing, Samples)
+    ]
+    crowded: set[int] = set()
+    if environment.details.get("hosts", 1) == 1:
+        counts = {_count_ranks(r) for r, _ in timed if r.device == "cpu"}
+        crowded = {world_size for world_size in counts if world_size > environment.cores}
+    doubts = _join_reasons(timed)
+    if crowded:
+        many = f"{', '.join(map(str, sorted(crowded)))} ranks share {format_number_of(environment.cores, 'core')}"
+        doubts.append(Finding("crowded", f"{many}: their times include waiting for a core"))
+    causes, load = describe_load(environment)
+    causes = [*_find_unstable_steps(timed, crowded), *causes]
+    because = ", ".join([*causes, *load])
+    if causes:
+        evidence = f"the machine was too busy to measure ({because})"
+        if compared:
+            busy = Finding("inconclusive", f"{evidence}: predictions may be off; plan comparisons allow for the noise")
+        else:
+            evidence += ", so nothing can be concluded from the times"
+            busy = Finding("inconclusive", evidence, "repeat on a quiet machine")
+        doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), busy)
+    elif load:
+        before = f"the machine was busy before the run ({because})"
+        doubts.append(Finding("busy", f"{before}: other work may be in the times"))
+    return doubts
+
+
+def _count_ranks(record: _Timed) -> int:
+    return getattr(record, "world_size", 1)
+
+
+def _join_reasons(timed: Sequence[_Doubted]) -> list[Finding]:
+    """One finding per kind, backend and number of ranks, with the records that it is about."""
+    found: dict[tuple[str, str, int], list[tuple[float, str]]] = defaultdict(list)
+    totals: Counter[tuple[str, int]] = Counter()
+    for r, reasons in timed:
+        where = "memory" if isinstance(r, MemoryRecord) else getattr(r, "backend", ""), _count_ranks(r)
+        totals[where] += 1
+        for kind, badness, details in reasons:
+            found[kind, *where].append((badness, _name(r) + (f" ({details})" if details else "")))
+    doubts = []
+    for (kind, backend, n), places in sorted(found.items(), key=lambda item: list(_TEXTS).index(item[0][0])):
+        names = ", ".join(name for _, name in places)
+        if len(places) > _MOST_NAMES and _KINDS.get(kind, kind) != "wrong":  # wrong data is listed in full
+            names = f"{len(places)} of {totals[backend, n]} measurements, the worst {max(places)[1]}"
+        place = (f"{backend}, " if backend else "") + format_number_of(n, "rank")
+        evidence, cure = _TEXTS[kind]
+        doubts.append(Finding(_KINDS.get(kind, kind), f"{place}: {evidence.format(names)}", cure))
+    return doubts
+
+
+def _find_unstable_steps(timed: Sequence[_Doubted], crowded: set[int]) -> list[str]:
+    """Whether most variants of the step are unstable, and not only for want of cores."""
+    steps = [(r, reasons) for r, reasons in timed if isinstance(r, _Step)]
+    # The conclusion of a tuning rests on the steps of its candidates.
+    steps = [(r, reasons) for r, reasons in steps if getattr(r, "role", "") == "job"] or steps
+    unstable = [r for r, reasons in steps if any(_KINDS.get(kind, kind) == "unstable" for kind, *_ in reasons)]
+    if 2 * len(unstable) <= len(steps) or all(_count_ranks(r) in crowded for r in unstable):
+        return []
+    many = f"{len(unstable)} of {len(steps)} variants of the step are unstable"
+    return [many if len(steps) > 1 else "the step is unstable"]
+
+
+def is_busy(doubts: Sequence[Finding]) -> bool:
+    """Whether the machine was too busy to trust predictions from this run."""
+    return any(doubt.kind in ("inconclusive", "busy") for doubt in doubts)
+
+
+def add_busy(doubt: str, names: Sequence[str]) -> str:
+    """Extend the doubt about a prediction by the inputs that were measured on a busy machine."""
+    busy = f"measured on a busy machine: {', '.join(names)}" if names else ""
+    return "; ".join(filter(None, (doubt, busy)))

@@ -6,16 +6,13 @@ Nothing here measures or prints. Derived numbers are properties and are never st
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import types
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from paceline.errors import RecordError
-from paceline.records.checked import Checked, Count, PositiveCount, Seconds, one_of
+from paceline.records.checked import Checked, Count, PositiveCount, Rule, Seconds, check_type, decode, one_of
 from paceline.records.samples import Samples, Summary
 
 # Bytes per element of each dtype that a record can name.
@@ -35,6 +32,13 @@ COLLECTIVES: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
 }
 KINDS: dict[str, type[Record]] = {}
+IS_POSITIVE = Rule(
+    lambda timing: timing.center_s > 0,
+    "it must be positive (was a table rounded too far?)",
+    lambda timing: f"{timing.center_s} s",
+)
+Timing = Annotated[Samples | Summary, IS_POSITIVE]
+Timed = Annotated[Samples, IS_POSITIVE]
 
 
 def bus_factor(collective: str, world_size: int) -> float:
@@ -54,6 +58,13 @@ class Record(Checked):
         if "kind" in vars(cls):
             KINDS[cls.kind] = cls
 
+    def find_uneven(self, *names: str) -> Iterator[str]:
+        """Which of these samples have other repetitions or ranks than `timing`."""
+        for name in names:
+            found = getattr(self, name)
+            if found is not None and found.shape != self.timing.shape:  # type: ignore[attr-defined]
+                yield f"{name} has other repetitions or ranks than the steps"
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Timed(Record):
@@ -64,14 +75,9 @@ class _Timed(Record):
     device: str
     world_size: PositiveCount
     dtype: str
-    timing: Samples | Summary
+    timing: Timing
     num_wrong: int | None = None
     num_checked: int | None = None
-
-    def find_faults(self) -> Iterator[str]:
-        if self.time_s <= 0:
-            found = f"{self._moved_bytes} bytes on {self.world_size} ranks in {self.time_s} s"
-            yield f"{found}: the time must be positive (was a table rounded too far?)"
 
     @property
     def _moved_bytes(self) -> int:
@@ -97,11 +103,8 @@ class _Timed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord(_Timed):
-    """One collective at one size. `num_bytes` is the size as nccl-tests counts it: the full vector, not a rank's shard.
-
-    `memory` is `ordinary`, or `shared` if the ranks reduce in place in shared memory. `nodes` is the number of nodes; 0
-    where it is not known.
-    """
+    """One collective at one size: the full vector, as nccl-tests counts it, not a rank's shard. `memory` is `shared` if
+    the ranks reduce in place in shared memory, and `nodes` the number of nodes; 0 where it is not known."""
 
     kind: ClassVar[str] = "collective"
     collective: Annotated[str, one_of(COLLECTIVES)]
@@ -119,11 +122,8 @@ class CollectiveRecord(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecord(_Timed):
-    """One pass over memory: all ranks at once, each reading its own vector of `num_bytes` once and writing it once.
-
-    `operation` is `add` (a constant, in place) or `copy` (to another vector). `MemoryBounds` derives the fastest
-    possible all-reduce from it.
-    """
+    """One pass over memory: all ranks at once, each reading its own vector of `num_bytes` once and writing it once, in
+    place (`add`) or to another vector (`copy`)."""
 
     kind: ClassVar[str] = "memory"
     operation: Annotated[str, one_of(("add", "copy"))]
@@ -161,11 +161,6 @@ class ChunksRecord(_Timed):
     backend: str
     total_bytes: PositiveCount
     chunk_bytes: PositiveCount
-
-    def find_faults(self) -> Iterator[str]:
-        yield from super().find_faults()
-        if self.chunk_bytes > self.total_bytes:
-            yield f"chunks of {self.chunk_bytes} bytes are larger than the total of {self.total_bytes}"
 
     @property
     def chunk_elements(self) -> int:
@@ -220,11 +215,10 @@ class FaultRecord(Record):
     """One fault injected into a job, in step `step` on rank `rank`, and its outcome. Times count from the injection.
 
     `detected_s`: until the rank and the cause were reported; None if that took longer than `limit_s`. `is_right`:
-    whether the report was correct; for a pause, whether nothing was reported. `ended_s`: until the command exited; None
-    if it did not. `steps_lost`: steps since the newest checkpoint, or the steps that a recovered run repeated.
-    `restart_s`: from a restart until the lost steps were repeated. `said`: the line that reported the fault, or the
-    last line. `policy`: what the run did; `recovered_s`: from detection to the end of the next step, None if there was
-    none. `on_fault`: the requested policy. `names_step`: whether the reported step was correct; None where none can be.
+    whether the report was correct; for a pause, whether nothing was reported. `ended_s`: until the command exited.
+    `steps_lost`: steps since the newest checkpoint, or the steps that a recovered run repeated. `restart_s`: from a
+    restart until the lost steps were repeated. `said`: the line that reported the fault, or the last line. `policy`:
+    what the run did, and `on_fault` what was requested. `recovered_s`: from detection to the end of the next step.
     """
 
     kind: ClassVar[str] = "fault"
@@ -265,10 +259,6 @@ class CostRecord(Record):
     name: Annotated[str, one_of(COSTS)]
     seconds: tuple[Seconds, ...]
 
-    @property
-    def place(self) -> str:
-        return f"cost of {self.name}"
-
     def find_faults(self) -> Iterator[str]:
         if not self.seconds:
             yield "no time: at least one is needed"
@@ -283,8 +273,7 @@ def record_to_json(record: Record) -> dict[str, Any]:
 
 def record_from_json(document: dict[str, Any]) -> Record:
     """The inverse of `record_to_json`. RecordError for an unknown kind or field."""
-    if not isinstance(document, dict):
-        raise RecordError(f"a record must be a JSON object, not {type(document).__name__}")
+    check_type(dict, document, "a record")
     values = dict(document)
     kind = str(values.pop("kind", None))
     if kind not in KINDS:
@@ -294,46 +283,3 @@ def record_from_json(document: dict[str, Any]) -> Record:
             values["timing"] = decode(cls, timing, name)
     record: Record = decode(KINDS[kind], values)
     return record
-
-
-@functools.cache
-def _field_types(cls: type) -> dict[str, Any]:
-    types_by_name = typing.get_type_hints(cls)
-    return {field.name: types_by_name[field.name] for field in dataclasses.fields(cls)}
-
-
-def decode(kind: Any, value: Any, name: str = "") -> Any:
-    """Convert a JSON value to the type of a field and check it: dataclasses, tuples, optional values, strings, numbers.
-
-    `name` locates the value in errors.
-    """
-    arguments = typing.get_args(kind)
-    if dataclasses.is_dataclass(value):
-        return value
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return None if value is None and types.NoneType in arguments else decode(arguments[0], value, name)
-    try:
-        if dataclasses.is_dataclass(kind):
-            if not isinstance(value, dict):
-                raise RecordError(f"{name} must be a JSON object, not {type(value).__name__}")
-            assert isinstance(kind, type)
-            known, where = _field_types(kind), f"{name}." if name else ""
-            if unknown := sorted(set(value) - set(known)):
-                raise RecordError(f"{kind.__name__} has no field {', '.join(unknown)}")
-            return kind(**{key: decode(known[key], item, where + key) for key, item in value.items()})
-        if typing.get_origin(kind) is tuple:
-            if not isinstance(value, list | tuple):
-                raise RecordError(f"{name} must be a list, not {type(value).__name__}")
-            item_type = arguments[0]
-            return tuple(map(float, value) if item_type is float else (decode(item_type, v, name) for v in value))
-        if kind is float:
-            if isinstance(value, str | bool):
-                raise RecordError(f"{name} is {value!r:.40}; it must be a number")
-            return float(value)
-    except RecordError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RecordError(f"{name or kind.__name__}: {error}") from None
-    if kind in (str, int, bool) and type(value) is not kind:
-        raise RecordError(f"{name} is {value!r:.40}; it must be {kind.__name__}")
-    return value

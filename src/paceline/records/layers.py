@@ -1,15 +1,14 @@
 """Layers: rows of imported tables, and profiles of when each gradient becomes ready and how long each block takes."""
 
-import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar
 
 from paceline.records.checked import Checked, Count, PositiveCount, Seconds, one_of
-from paceline.records.kinds import Record
+from paceline.records.kinds import Record, Timed, Timing
 from paceline.records.samples import Ratio, Samples, Summary, compare_times
 
 # Everything outside a block: parameters of the model itself, and the time between blocks.
@@ -46,11 +45,7 @@ class CapTimeRecord(Record):
     kind: ClassVar[str] = "cap_time"
     cap_bytes: PositiveCount
     of: Annotated[str, one_of(("step", "backward"))]
-    timing: Samples | Summary
-
-    def find_faults(self) -> Iterator[str]:
-        if self.timing.center_s <= 0:
-            yield f"{self.of} in {self.timing.center_s} s with buckets of {self.cap_bytes} bytes"
+    timing: Timing
 
 
 @dataclass(frozen=True)
@@ -73,14 +68,6 @@ class ParameterTimes(Checked):
     num_rows: int = 0
     rest_s: tuple[Seconds | None, ...] = ()
 
-    def find_faults(self) -> Iterator[str]:
-        if self.shape and math.prod(self.shape) != self.num_elements:
-            yield f"{self.num_elements} elements of shape {self.shape}"
-
-    @property
-    def place(self) -> str:
-        return self.name
-
     @cached_property
     def median_s(self) -> float | None:
         """Over repetitions with a gradient; None if there was none."""
@@ -102,29 +89,21 @@ class ParameterTimes(Checked):
 
 @dataclass(frozen=True)
 class BlockTimes(Checked):
-    """Seconds of one block in every repetition; 0 if it was not called or got no gradient.
-
-    Backward runs from the gradient of the block's output to that of its input, recomputed activations included.
-    """
+    """Seconds of one block in every repetition; 0 if it was not called or got no gradient. Backward runs from the
+    gradient of the block's output to that of its input, recomputed activations included."""
 
     name: str
     forward_s: tuple[Seconds, ...]
     backward_s: tuple[Seconds, ...]
-
-    @property
-    def place(self) -> str:
-        return self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfileRecord(Record):
     """Interleaved plain and profiled steps of a bare model on one device.
 
-    `timing`, `forward`, `backward` and `optimizer` are times of plain steps, without the profiler. `parameters` and
-    `blocks` come from the profiled steps, whose own times are `profiled_*`. Repetitions with the same number are
-    adjacent in time. `parameters` are in ready order, by median, with those that never had a gradient last. `blocks`
-    are in model definition order. On CUDA, all times except those of whole steps are device times. Frozen parameters
-    are left out.
+    `timing`, `forward`, `backward` and `optimizer` are times of plain steps, without the profiler. `parameters` (in
+    ready order, by median, without frozen ones) and `blocks` (in model definition order) come from the profiled steps,
+    whose own times are `profiled_*`. On CUDA, all times except those of whole steps are device times.
     """
 
     kind: ClassVar[str] = "layer_profile"
@@ -134,7 +113,7 @@ class LayerProfileRecord(Record):
     batch_size: PositiveCount
     parameters: tuple[ParameterTimes, ...]
     blocks: tuple[BlockTimes, ...]
-    timing: Samples
+    timing: Timed
     forward: Samples
     backward: Samples
     optimizer: Samples
@@ -142,40 +121,11 @@ class LayerProfileRecord(Record):
     profiled_forward: Samples
     profiled_backward: Samples
 
-    @property
-    def place(self) -> str:
-        return self.model
-
     def find_faults(self) -> Iterator[str]:
-        count = self.timing.count
-        names = [block.name for block in self.blocks]
-        if not self.parameters or self.timing.median_s <= 0:
-            yield f"{len(self.parameters)} trained parameters and a step of {self.timing.median_s} s"
-        if len(set(names)) < len(names) or OUTSIDE in names:
-            yield f"blocks {', '.join(names)} must differ, and none may be {OUTSIDE!r}"
-        for phase in ("forward", "backward", "optimizer", "profiled_step", "profiled_forward", "profiled_backward"):
-            samples: Samples = getattr(self, phase)
-            if samples.shape != (count, 1) or self.timing.num_ranks != 1:
-                yield f"{phase} has other repetitions than the step, or several ranks"
-        for parameter in self.parameters:
-            if parameter.block and parameter.block not in names:
-                yield f"{parameter.name} is in the block {parameter.block!r}, which does not exist"
-            yield from self._find_late(parameter.name, parameter.ready_s, self.profiled_backward)
-        if any(first.order_s > second.order_s for first, second in itertools.pairwise(self.parameters)):
-            yield "the parameters are not in ready order"
-        for phase in ("forward", "backward"):
-            rows = [getattr(block, f"{phase}_s") for block in self.blocks]
-            if any(len(row) != count for row in rows):
-                yield "a block has other repetitions than the step"
-            sums = [math.fsum(values) for values in zip(*rows, strict=True)] or [0.0] * count
-            yield from self._find_late(f"the sum of all blocks' {phase}", sums, getattr(self, f"profiled_{phase}"))
-
-    def _find_late(self, what: str, values: Sequence[float | None], whole: Samples) -> Iterator[str]:
-        if len(values) != whole.count:
-            yield f"{what} has {len(values)} repetitions and the step has {whole.count}"
-        for value, (limit,) in zip(values, whole.seconds, strict=True):
-            if value is not None and value > limit * (1 + 1e-6) + 1e-9:
-                yield f"{what} is at {value} s, after the end at {limit} s"
+        if not self.parameters:
+            yield "no trained parameters"
+        phases = ("forward", "backward", "optimizer", "profiled_step", "profiled_forward", "profiled_backward")
+        yield from self.find_uneven(*phases)
 
     @property
     def num_bytes(self) -> int:
@@ -257,7 +207,3 @@ class CodecRecord(Record):
     num_bytes: PositiveCount
     num_buckets: PositiveCount
     parts: tuple[Samples, ...]
-
-    def find_faults(self) -> Iterator[str]:
-        if len(self.parts) < 2:
-            yield f"{self.strategy} has {len(self.parts)} parts; at least 2 are needed"

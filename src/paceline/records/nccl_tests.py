@@ -8,45 +8,35 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import RecordError
 from paceline.records.kinds import CollectiveRecord, bus_factor
 from paceline.records.samples import Summary
 from paceline.units import format_bytes
 
-_DTYPES = {
-    "float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "int8": "int8",
-    "uint8": "uint8", "int32": "int32", "int64": "int64",
-}  # fmt: skip
+_DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
+_DTYPES |= {name: name for name in ("bfloat16", "int8", "uint8", "int32", "int64")}
 _NEEDED = ("size", "type", "redop", "time", "algbw", "busbw")
 # Prefixes that mpirun and srun add: `[1,0]<stdout>:`, `[0] `, `0: `; and quote marks of an e-mail.
 _PREFIX = re.compile(r"^\s*>?\s*(?:\[\d+(?:,\d+)?\](?:<\w+>)?:?|\d+:)?\s?")
 _RANK = re.compile(r"Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 _STARTING = re.compile(r"Collective test starting:\s*(\S+)")
 _MOST_RANKS = 1 << 20
+_LAUNCH_ONLY = "cputime is the time of the launch alone: run nccl-tests without -C"
 
 
-@dataclass
-class _Row:
-    """One size: its place in the file, its properties by column, and its bandwidths, each with its largest rounding
-    error."""
+class _Row(NamedTuple):
+    """One size: its place in the file, the fields of its record, and the range of busbw / algbw that its rounded
+    bandwidths allow."""
 
     place: str
-    values: Mapping[str, Any]
-    timing: Summary
-    algbw: tuple[float, float]
-    busbw: tuple[float, float]
-    num_wrong: int | None
-
-    @property
-    def ratios(self) -> tuple[float, float]:
-        """The smallest and the largest busbw / algbw that round to these numbers."""
-        (alg, alg_off), (bus, bus_off) = self.algbw, self.busbw
-        return max(0.0, bus - bus_off) / (alg + alg_off), (bus + bus_off) / max(alg - alg_off, 1e-12)
+    fields: dict[str, Any]
+    least_ratio: float
+    most_ratio: float
 
 
 @dataclass
@@ -63,32 +53,39 @@ def is_nccl_text(text: str) -> bool:
     return any(_find_header(line) or _find_cells(line) for line in lines)
 
 
-def _find_header(line: str) -> list[str] | None:
+def _find_header(line: str) -> list[str]:
     names = line.replace("#wrong", "wrong").lstrip("#> \t").split()
-    return names if {"count", "redop"} <= set(names) and {"size", "time", "algbw"} & set(names) else None
+    is_header = {"count", "redop"} <= set(names) and {"size", "time", "algbw"} & set(names)
+    return names if is_header else []
+
+
+def _find_cells(line: str) -> list[str]:
+    """The cells of a result line, which begins with bytes, elements and a dtype; empty for other lines."""
+    cells = re.sub(r"\[\d+\]", " ", line).split()
+    is_row = len(cells) > 3 and cells[0].isdigit() and cells[1].isdigit() and cells[2].isidentifier()
+    return cells if is_row else []
 
 
 def read_nccl_text(path: Path, text: str) -> list[CollectiveRecord]:
     """The records of all runs of all_reduce_perf in a text."""
-    runs, columns = [_Run()], None
-    for number, line in enumerate(text.splitlines(), 1):
-        line = _PREFIX.sub("", line)
+    runs, columns = [_Run()], list[str]()
+    for number, prefixed in enumerate(text.splitlines(), 1):
+        line, place = _PREFIX.sub("", prefixed), f"{path}, line {number}"
+        rank, header, cells = _RANK.search(line), _find_header(line), _find_cells(line)
         if found := _STARTING.search(line):
             _refuse_other(path, found[1])
-        if found := _RANK.search(line):
-            if runs[-1].rows:
-                runs.append(_Run())
-            runs[-1].ranks.append((int(found[1]), int(found[2] or 0), found[3]))
-        elif header := _find_header(line):
-            columns = _read_header(path, number, header)
-            if runs[-1].rows:
-                runs.append(_Run())
-        elif cells := _find_cells(line):
-            if columns is None:
-                raise RecordError(
-                    f"{path}, line {number}: results of nccl-tests without its line `# size count ...` above"
-                )
-            runs[-1].rows.append(_read_row(path, number, columns, cells))
+        if (rank or header) and runs[-1].rows:  # another run begins
+            runs.append(_Run())
+        if rank:
+            runs[-1].ranks.append((int(rank[1]), int(rank[2] or 0), rank[3]))
+        elif header:
+            columns = _read_header(place, header)
+        elif cells and not columns:
+            raise RecordError(f"{place}: results of nccl-tests without its line `# size count ...` above")
+        elif cells and len(cells) < len(columns):
+            raise RecordError(f"{place}: {len(cells)} cells where the header has {len(columns)} out of place")
+        elif cells:
+            runs[-1].rows.append(_read_row(place, dict(zip(columns, cells, strict=False))))
     runs = [run for run in runs if run.rows]
     if not runs:
         raise RecordError(f"{path} has the header of nccl-tests and no results below it")
@@ -100,40 +97,14 @@ def _refuse_other(path: Path, program: str) -> None:
         raise RecordError(f"{path} is output of {program}: only that of all_reduce_perf can be read")
 
 
-def _find_cells(line: str) -> list[str]:
-    """The cells of a result line, which begins with bytes, elements and a dtype; empty for other lines."""
-    cells = re.sub(r"\[\d+\]", " ", line).split()
-    is_row = len(cells) > 3 and cells[0].isdigit() and cells[1].isdigit() and cells[2].isidentifier()
-    return cells if is_row else []
-
-
-def _read_header(path: Path, number: int, names: list[str]) -> list[str]:
+def _read_header(place: str, names: list[str]) -> list[str]:
+    """The columns of out-of-place results."""
     if "cputime" in names:
-        raise RecordError(f"{path}, line {number}: cputime is the time of the launch alone: run nccl-tests without -C")
+        raise RecordError(f"{place}: {_LAUNCH_ONLY}")
     if missing := [name for name in _NEEDED if name not in names]:
-        raise RecordError(f"{path}, line {number}: the table lacks {', '.join(missing)}")
+        raise RecordError(f"{place}: the table lacks {', '.join(missing)}")
     end = names.index("time", names.index("time") + 1) if names.count("time") > 1 else len(names)
     return names[:end]
-
-
-def _read_row(path: Path, number: int, columns: list[str], cells: list[str]) -> _Row:
-    place = f"{path}, line {number}"
-    if len(cells) < len(columns):
-        raise RecordError(f"{place}: {len(cells)} cells where the header has {len(columns)} out of place")
-    row = dict(zip(columns, cells, strict=False))
-    try:
-        timing = Summary(mean_s=float(row["time"]) * 1e-6)
-        wrong = row.get("wrong", "N/A")
-        num_wrong = None if wrong == "N/A" else int(float(wrong))
-        return _Row(place, row, timing, _read_rounded(row["algbw"]), _read_rounded(row["busbw"]), num_wrong)
-    except ValueError as error:
-        raise RecordError(f"{place}: {error}") from None
-
-
-def _read_rounded(text: str) -> tuple[float, float]:
-    """A printed number and its rounding error: half a unit of its last digit."""
-    digits = len(text.partition(".")[2].partition("e")[0])
-    return float(text), 0.51 * 10.0**-digits if "e" not in text else 0.1 * float(text)
 
 
 def read_nccl_json(path: Path, document: Any) -> list[CollectiveRecord]:
@@ -144,8 +115,16 @@ def read_nccl_json(path: Path, document: Any) -> list[CollectiveRecord]:
         # Each process lists only its first device, and has threads x GPUs ranks.
         each = int(config["nthreads"]) * int(config["ngpus"])
         devices = [(d["rank"], d.get("group", 0), d["hostname"]) for d in config["devices"]]
-        ranks = [(rank + more, group, host) for rank, group, host in devices for more in range(each)]
-        run = _Run(ranks, list(_read_results(path, document["results"])))
+        run = _Run([(rank + more, group, host) for rank, group, host in devices for more in range(each)])
+        for number, row in enumerate(document["results"], 1):
+            place, found = f"{path}, result {number}", row["out_of_place"] or row["in_place"]
+            if "time" not in found:
+                raise RecordError(f"{place}: {_LAUNCH_ONLY}")
+            named = {"algbw": found["alg_bw"], "busbw": found["bus_bw"], "wrong": found.get("nwrong")}
+            named |= {"time": found["time"], "each": row.get("out_of_place_per_iter") or {}}
+            run.rows.append(_read_row(place, row | named))
+    except RecordError:
+        raise
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise RecordError(f"{path} is not the JSON of nccl-tests: {type(error).__name__} {error}") from None
     if not run.rows:
@@ -153,20 +132,33 @@ def read_nccl_json(path: Path, document: Any) -> list[CollectiveRecord]:
     return _build_records(path, run)
 
 
-def _read_results(path: Path, results: Sequence[dict[str, Any]]) -> Iterator[_Row]:
-    for number, row in enumerate(results, 1):
-        place, found = f"{path}, result {number}", row["out_of_place"] or row["in_place"]
-        if "time" not in found:
-            raise RecordError(f"{place}: cpu_time is the time of the launch alone: run nccl-tests without -C")
-        if missing := {"size", "type", "redop"} - row.keys():
-            raise KeyError(*sorted(missing))
-        each, wrong = row.get("out_of_place_per_iter") or {}, found.get("nwrong")
-        timing = Summary(
-            mean_s=float(found["time"]) * 1e-6, count=len(each.get("times_us", ())) or None,
-            stdev_s=float(each["stdev_us"]) * 1e-6 if "stdev_us" in each else None,
-        )  # fmt: skip
-        alg, bus = ((float(found[name]), 1e-6) for name in ("alg_bw", "bus_bw"))
-        yield _Row(place, row, timing, alg, bus, None if wrong is None else int(wrong))
+def _read_row(place: str, row: Mapping[str, Any]) -> _Row:
+    """One size from its values by column of the text; `each` has raw times, which only the JSON has."""
+    try:
+        num_bytes, op, root = int(row["size"]), row["redop"], int(row.get("root", -1))
+        num_wrong = None if row.get("wrong") in (None, "N/A") else int(float(row["wrong"]))
+        if op == "none" or root >= 0:
+            raise RecordError(f"redop {op} with root {root} is not an all-reduce, and only that is read")
+        if num_wrong:
+            what = f"{num_wrong} values of {format_bytes(num_bytes)} are wrong (#wrong)"
+            raise RecordError(f"{what}: wrong results have no valid time; run nccl-tests again")
+        each = row.get("each", {})
+        stdev_s = float(each["stdev_us"]) * 1e-6 if "stdev_us" in each else None
+        timing = Summary(float(row["time"]) * 1e-6, stdev_s, count=len(each.get("times_us", ())) or None)
+        (alg, alg_off), (bus, bus_off) = _read_rounded(row["algbw"]), _read_rounded(row["busbw"])
+    except ValueError as error:
+        raise RecordError(f"{place}: {error}") from None
+    fields = {"num_bytes": num_bytes, "timing": timing, "op": op, "num_wrong": num_wrong}
+    fields["dtype"] = _DTYPES.get(row["type"], "unknown")
+    return _Row(place, fields, max(0.0, bus - bus_off) / (alg + alg_off), (bus + bus_off) / max(alg - alg_off, 1e-12))
+
+
+def _read_rounded(value: Any) -> tuple[float, float]:
+    """A number and its rounding error: half a unit of the last digit printed."""
+    if not isinstance(value, str):
+        return float(value), 1e-6
+    digits = len(value.partition(".")[2].partition("e")[0])
+    return float(value), 0.51 * 10.0**-digits if "e" not in value else 0.1 * float(value)
 
 
 def _build_records(path: Path, run: _Run) -> list[CollectiveRecord]:
@@ -174,20 +166,9 @@ def _build_records(path: Path, run: _Run) -> list[CollectiveRecord]:
     records = []
     for row in run.rows:
         try:
-            num_bytes, op, root = int(row.values["size"]), row.values["redop"], int(row.values.get("root", -1))
-            if op == "none" or root >= 0:
-                raise RecordError(f"redop {op} with root {root} is not an all-reduce, and only that is read")
-            if row.num_wrong:
-                what = f"{row.num_wrong} values of {format_bytes(num_bytes)} are wrong (#wrong)"
-                raise RecordError(f"{what}: wrong results have no valid time; run nccl-tests again")
-            dtype = _DTYPES.get(row.values["type"], "unknown")
-            records.append(
-                import_all_reduce(
-                    "nccl", world_size, num_bytes, row.timing,
-                    dtype=dtype, op=op, num_wrong=row.num_wrong, nodes=nodes, note=path.name,
-                )
-            )  # fmt: skip
-        except (ValueError, TypeError) as error:
+            more = row.fields | {"nodes": nodes, "note": path.name}
+            records.append(import_all_reduce("nccl", world_size, **more))
+        except RecordError as error:
             raise RecordError(f"{row.place}: {error}") from None
     return records
 
@@ -210,9 +191,9 @@ def _count_ranks(path: Path, run: _Run) -> tuple[int, int]:
     own = [host for _, group, host in run.ranks if group == run.ranks[0][1]]
     wanted = bus_factor("all_reduce", len(own))
     for row in run.rows:
-        low, high = row.ratios
-        if not low <= wanted <= high:
-            has = f"busbw is {low:.2f} to {high:.2f} of algbw, and {wanted:.2f} on the {len(own)} ranks that are named"
+        if not row.least_ratio <= wanted <= row.most_ratio:
+            allowed = f"{row.least_ratio:.2f} to {row.most_ratio:.2f}"
+            has = f"busbw is {allowed} of algbw, and {wanted:.2f} on the {len(own)} ranks that are named"
             raise RecordError(f"{row.place}: {has}: another collective, or other ranks than those")
     if len(own) == 1:
         raise RecordError(f"{path}: each process measured one rank alone: build nccl-tests with MPI=1")
@@ -221,7 +202,7 @@ def _count_ranks(path: Path, run: _Run) -> tuple[int, int]:
 
 def _find_ranks(path: Path, rows: Sequence[_Row]) -> int:
     """The number of ranks from the ratio of the bandwidths, 2 - 2/n, which must fit every row."""
-    low, high = (pick(row.ratios[end] for row in rows) for end, pick in enumerate((max, min)))
+    low, high = max(row.least_ratio for row in rows), min(row.most_ratio for row in rows)
     if low > high:
         raise RecordError(f"{path}: busbw / algbw differs between rows: they are of different numbers of ranks")
     if high < 0.99:

@@ -136,10 +136,8 @@ class Samples(Checked):
 
     @cached_property
     def from_last_arrival_s(self) -> tuple[float, ...] | None:
-        """Per repetition, from the arrival of the last rank to the end of the last rank; None without a common clock.
-
-        This is the cost of the call itself, without the wait for late ranks.
-        """
+        """Per repetition, from the arrival of the last rank to the end of the last one: the call itself, without the
+        wait for late ranks. None without a common clock."""
         if not self.arrivals_s:
             return None
         return tuple(

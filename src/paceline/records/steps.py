@@ -3,6 +3,7 @@
 `measure.steps` decides which steps are interleaved.
 """
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
 from paceline.errors import MeasurementError, RecordError
-from paceline.records.checked import Count, PositiveCount, one_of
-from paceline.records.kinds import CollectiveRecord, Record, bus_factor
+from paceline.records.checked import Checked, Count, PositiveCount, Seconds, one_of
+from paceline.records.kinds import CollectiveRecord, Record, Timed, bus_factor
 from paceline.records.samples import Ratio, Samples, compare_times
 from paceline.units import format_rate
 
@@ -38,23 +39,20 @@ class StepRecord(Record):
     """Steps of one variant of a job. Repetitions with the same number are adjacent in time in all variants of a cell,
     so they can be compared in pairs.
 
-    `timing` holds plain steps. Further kinds of steps of the same variant were interleaved with them: `marked` with
-    phase markers, `no_comm` with communication off (`no_comm_backward` is their backward), and steps with timed
-    messages, where `busy` is the time with at least one message in flight. The phases (`data_wait`, `forward`,
-    `backward` including its waits, `optimizer`) belong to `marked`, or to `timing` without it. `host` is the host time
-    of a step of an attached program whose `timing` is GPU time: the host may run ahead. None means not measured.
+    `timing` holds plain steps. Further kinds of steps of the same variant were interleaved with them; None means not
+    measured. `marked` steps have phase markers, `no_comm` have communication off (`no_comm_backward` is their
+    backward), and `busy` is the time with at least one message in flight. The phases (`backward` includes its waits)
+    belong to `marked`, or to `timing` without it. `host` is the host time of a step whose `timing` is GPU time.
 
     `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
     bare model while `num_messages` messages of `message_bytes` are sent during backward, where `under_way` is the mean
     time of a message, `overlapped` the part of it before the end of backward, and `alone` its time on an idle machine;
-    `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy in its label, to
-    measure its codec. `bucket_bytes` lists the wrapper's buckets in launch order, `cap_bytes` is their cap (0 if none),
-    and `num_bytes` is what a rank passes to all-reduce per step, gradients only, in `num_messages`.
-    `mode` and `cell_size` place a step in a scaling study: samples per rank (weak) or over all ranks (strong).
-    `num_parameters` counts tensors. `num_wrong` counts the parameters that differed between ranks, or from torch's, out
-    of `num_checked`. `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a
-    step adds at its peak, each on the rank with the most; 0 where it was not measured. `steps_per_turn` consecutive
-    repetitions were one turn of this variant; `order_seed` determined the order of turns, where there is one.
+    `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy in its label.
+    `bucket_bytes` lists the wrapper's buckets in launch order, and `num_bytes` is what a rank passes to all-reduce per
+    step, gradients only. `cell_size` is the samples per rank (`mode` weak) or over all ranks (strong).
+    `num_parameters` counts tensors. `num_wrong` of `num_checked` parameters differed between ranks, or from torch's.
+    `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a step adds at its
+    peak, each on the rank with the most. `steps_per_turn` consecutive repetitions were one turn of this variant.
     """
 
     kind: ClassVar[str] = "step"
@@ -64,7 +62,7 @@ class StepRecord(Record):
     device: str
     world_size: PositiveCount
     batch_size: PositiveCount
-    timing: Samples
+    timing: Timed
     data: str = ""
     precision: str = "fp32"
     accumulate: PositiveCount = 1
@@ -100,21 +98,7 @@ class StepRecord(Record):
     order_seed: int | None = None
 
     def find_faults(self) -> Iterator[str]:
-        if self.timing.median_s <= 0:
-            yield f"a step in {self.timing.median_s} s; it must be positive"
-        if self.mode and self.threads < 1:
-            yield f"{self.threads} threads per rank in a scaling study: at least 1 is needed"
-        samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
-        if self.mode and samples != self.cell_size:
-            yield f"{samples} samples in a cell of {self.cell_size} ({self.mode})"
-        is_disturbed = self.role == "disturbed"
-        messages = {self.message_bytes > 0, self.under_way is not None, self.overlapped is not None}
-        if messages != {is_disturbed} or (is_disturbed and self.num_messages < 1) or (self.alone and not is_disturbed):
-            yield "single messages are timed in disturbed steps, and only there"
-        for name in EXTRA_SAMPLES:
-            found: Samples | None = getattr(self, name)
-            if found is not None and found.shape != self.timing.shape:
-                yield f"{name} has other repetitions or ranks than the steps"
+        yield from self.find_uneven(*EXTRA_SAMPLES)
 
     @property
     def variant(self) -> str:
@@ -278,12 +262,10 @@ def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """A number of ranks compared with one rank without a wrapper, in the same cell.
-
-    Weak-scaling efficiency is T(1)/T(n) at equal samples per rank; strong-scaling speed-up is T(1)/T(n) at equal
-    samples over all ranks, and its efficiency is that divided by n. A point that was interleaved with a straggler
-    `is_disturbed` and must not be used.
-    """
+    """A number of ranks compared with one rank without a wrapper, in the same cell. Weak-scaling efficiency is
+    T(1)/T(n) at equal samples per rank; strong-scaling speed-up is T(1)/T(n) at equal samples over all ranks, and its
+    efficiency is that divided by n. A point that was interleaved with a straggler `is_disturbed` and must not be
+    used."""
 
     record: StepRecord
     alone: StepRecord
@@ -326,11 +308,9 @@ def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
 
 
 def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> float | None:
-    """The peak bus bandwidth of an all-reduce on the step's backend, ranks and device, from the same source; None where
-    either was not measured. MeasurementError "above-peak" if the step exceeds it: bytes or seconds were miscounted.
-
-    The fastest repetition of each size counts: the peak is what the machine can do, not its average.
-    """
+    """The peak bus bandwidth of an all-reduce on the step's backend, ranks and device, from the same source, by its
+    fastest repetition; None where either was not measured. MeasurementError "above-peak" if the step exceeds it: bytes
+    or seconds were miscounted."""
     place, rates = attrgetter("backend", "world_size", "device", "source"), []
     for c in collectives:
         if c.collective == "all_reduce" and place(c) == place(record):
@@ -370,3 +350,86 @@ def find_straggler(record: StepRecord) -> Straggler | None:
     others = statistics.median(middle for number, middle in enumerate(middles) if number != rank)
     excess = middles[rank] / others - 1
     return Straggler(record, rank, share, excess) if share > 2 / 3 and excess > 0.1 else None
+
+
+# -- traced steps of any data-parallel program -------------------------------------------------------------------------
+
+# Messages that a backend transfers at the same time; 1 where it is not known.
+SERVERS = {"gloo": 2}
+
+
+@dataclass(frozen=True)
+class TracedMessage(Checked):
+    """One all-reduce of gradients: its launch, the start of the transfer, and its end, in seconds since backward
+    began."""
+
+    num_bytes: PositiveCount
+    launch_s: float
+    start_s: float
+    done_s: float
+
+    def find_faults(self) -> Iterator[str]:
+        if not self.launch_s <= self.start_s <= self.done_s < math.inf:
+            yield f"launched at {self.launch_s} s, started at {self.start_s} s and ended at {self.done_s} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStepRecord(Record):
+    """One step of one rank. Its last backward begins after `before_s`, and the other times count from there. The rank's
+    own backward ends at `backward_s`; the last message ends at `over_s`, and the step `after_s` later. `ready_s` and
+    `gradient_bytes` list the gradients in ready order. `alone_s` are the backwards under `no_sync`, which send nothing.
+    `launch_s` is the host time to launch a message; 0 where the device computes meanwhile. `are_sizes_known` is False
+    if the trace has only the sizes of messages, not those of gradients. A step without messages sent nothing.
+    `num_other` counts all-reduces inside backward that were not of gradients.
+
+    On a GPU, `idle_s` is its idle time without exposed communication. Kernels that overlapped messages took `beside_s`,
+    against `without_s` for the same kernels without messages; only kernels that ran both ways in this step count."""
+
+    kind: ClassVar[str] = "traced_step"
+    rank: int
+    world_size: int
+    device: str
+    backend: str
+    host: str
+    number: int
+    before_s: Seconds
+    backward_s: Seconds
+    after_s: Seconds
+    gradient_bytes: tuple[int, ...]
+    ready_s: tuple[Seconds, ...]
+    messages: tuple[TracedMessage, ...]
+    alone_s: tuple[Seconds, ...] = ()
+    launch_s: Seconds = 0.0
+    are_sizes_known: bool = True
+    num_other: int = 0
+    idle_s: Seconds = 0.0
+    beside_s: Seconds = 0.0
+    without_s: Seconds = 0.0
+
+    @property
+    def place(self) -> str:
+        return f"step {self.number} of rank {self.rank}"
+
+    def find_faults(self) -> Iterator[str]:
+        if len(self.ready_s) != len(self.gradient_bytes) or not self.ready_s or max(self.ready_s) > self.backward_s:
+            yield "gradients outside of its backward"
+        if not self.backward_s:
+            yield "a backward of 0 s"
+
+    @property
+    def over_s(self) -> float:
+        """When the last gradient was reduced."""
+        return max([self.backward_s, *(message.done_s for message in self.messages)])
+
+    @property
+    def step_s(self) -> float:
+        return self.before_s + self.over_s + self.after_s
+
+    @property
+    def exposed_s(self) -> float:
+        """From the end of the rank's own backward to that of the last message."""
+        return self.over_s - self.backward_s
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        return tuple(message.num_bytes for message in self.messages)

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from paceline.errors import ConfigError, PacelineError, RecordError
+from paceline.records.checked import decode
 from paceline.records.environment import Environment
-from paceline.records.kinds import Record, decode, record_from_json, record_to_json
+from paceline.records.kinds import Record, record_from_json, record_to_json
 
 RUN_FORMAT = ("paceline-run", 3)
 RUN_FILE = "run.json"
@@ -36,10 +37,8 @@ _STUDY_FORMAT, _CELL_FORMAT = ("paceline-study", 1), ("paceline-cell", 3)
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a command: its resolved settings (`config`), the `environment`, and the `records`.
-
-    `warnings` holds reasons to doubt the result, and nothing else.
-    """
+    """One run of a command: its resolved settings (`config`), the `environment`, and the `records`. `warnings` holds
+    reasons to doubt the result, and nothing else."""
 
     verb: str
     config: dict[str, Any]
@@ -223,10 +222,7 @@ def _cannot_write(out: str | Path, reason: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Study:
-    """A run that is measured cell by cell: its resolved settings (`config`), and one file per finished cell.
-
-    `command_line` is the command that started it.
-    """
+    """A run that is measured cell by cell: its resolved settings (`config`), and one file per finished cell."""
 
     path: Path
     verb: str

@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,26 +17,21 @@ from paceline.errors import RecordError
 from paceline.records.checked import Checked, Count, PositiveCount, at_least, one_of
 from paceline.records.kinds import Record
 from paceline.records.samples import Samples, group_by
-from paceline.records.steps import StepRecord
+from paceline.records.steps import SERVERS, StepRecord, TracedMessage, TracedStepRecord
 from paceline.records.store import check_format, load_json, read_file
-from paceline.records.traced_step import SERVERS, TracedMessage, TracedStepRecord
 
 BUDGETS = ("epochs", "updates")
 CONFIG_FILE, METRICS_FILE, SAVES_FILE = "config.json", "metrics.jsonl", "saves.jsonl"
 CONFIG_FORMAT = ("paceline-train", 1)
 _NOT_FINITE = "not_finite"
 _LEAST_LEARNED = 0.05  # of the way from chance to no mistakes
-_ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except for rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord(Record):
-    """Epochs on one rank at one batch size. `timing` has one repetition per epoch: the time of its steps without the
-    wait for data, which is `data_wait`.
-
-    If the batch does not fit into memory, `failure` says so and there are no times. `peak_bytes` is the peak memory of
-    the process (on CUDA: of its tensors); 0 if it is not known.
-    """
+    """Epochs on one rank at one batch size. `timing` has one repetition per epoch, without the wait for data
+    (`data_wait`). If the batch does not fit into memory, `failure` says so and there are no times. `peak_bytes` is the
+    peak memory of the process (on CUDA: of its tensors)."""
 
     kind: ClassVar[str] = "batch"
     model: str
@@ -55,10 +50,6 @@ class BatchRecord(Record):
     @property
     def place(self) -> str:
         return f"{self.model}, batch {self.batch_size}"
-
-    def find_faults(self) -> Iterator[str]:
-        if (self.timing is None) != bool(self.failure):
-            yield "either times or a failure is needed"
 
     @property
     def epoch_s(self) -> float | None:
@@ -125,13 +116,6 @@ class LargeBatchRecord(Record):
     def place(self) -> str:
         return f"{self.recipe} at {self.global_batch_size}, seed {self.seed}"
 
-    def find_faults(self) -> Iterator[str]:
-        if not self.curve and not self.failure:
-            yield "nothing was evaluated"
-        values = [value for p in self.curve for value in (p.train_loss, p.test_loss, p.test_accuracy or 0.0)]
-        if not all(map(math.isfinite, values)):
-            yield "a loss or accuracy is NaN or infinite"
-
     @property
     def has_learned(self) -> bool:
         """Whether the final model beats guessing: accuracy above chance, and a loss not far above that of a guess."""
@@ -163,24 +147,12 @@ class NoiseProbe(Checked):
     small_squares: tuple[Square, ...]
     big_square: Square
 
-    def find_faults(self) -> Iterator[str]:
-        if len(self.small_squares) < 2:
-            yield f"small gradients {self.small_squares}; at least 2 are needed"
-        elif self.big_square > self.mean_small_square * (1 + _ROUNDING):
-            yield f"the square of the mean gradient, {self.big_square:g}, is above the mean of {self.small_squares}"
-
-    @property
-    def mean_small_square(self) -> float:
-        return statistics.fmean(self.small_squares)
-
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """The squared norm of the true gradient, and the trace of the covariance of per-sample gradients.
-
-    Both are unbiased, so the first can be negative if the noise is large. `interval` is the 90 % interval of the noise
-    scale; its upper end is infinite where the probes only give a lower bound. It is None with too few probes.
-    """
+    """The squared norm of the true gradient, and the trace of the covariance of per-sample gradients, both unbiased:
+    the first can be negative. `interval` is the 90 % interval of the noise scale, with an infinite end where the probes
+    only give a lower bound; None with too few probes."""
 
     gradient_square: float
     noise_trace: float
@@ -201,7 +173,7 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
     b = small_batch_size
     signals, noises = [], []
     for probe in probes:
-        big, small_square = b * len(probe.small_squares), probe.mean_small_square
+        big, small_square = b * len(probe.small_squares), statistics.fmean(probe.small_squares)
         signals.append((big * probe.big_square - b * small_square) / (big - b))
         noises.append((small_square - probe.big_square) / (1 / b - 1 / big))
     noise = max(0.0, statistics.fmean(noises))
@@ -241,10 +213,8 @@ def _student_t95(freedom: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRecord(Record):
-    """Probes of one training job after `step` steps and `epoch` epochs, possibly a fraction.
-
-    `seed` determines the samples of the probes. The noise scale and all batch sizes count samples; for tokens, blocks.
-    """
+    """Probes of one training job after `step` steps and `epoch` epochs, possibly a fraction; `seed` determines their
+    samples. The noise scale and all batch sizes count samples; for tokens, blocks."""
 
     kind: ClassVar[str] = "noise_scale"
     model: str
@@ -257,16 +227,6 @@ class NoiseRecord(Record):
     seed: int
     small_batch_size: PositiveCount
     probes: tuple[NoiseProbe, ...]
-
-    @property
-    def place(self) -> str:
-        return self.model
-
-    def find_faults(self) -> Iterator[str]:
-        sizes = sorted({len(probe.small_squares) for probe in self.probes})
-        if len(sizes) != 1:
-            found = f"{len(self.probes)} probes of {sizes} small gradients"
-            yield f"{found}: at least one probe is needed, and equally many gradients in each"
 
     @property
     def big_batch_size(self) -> int:
@@ -326,12 +286,18 @@ def summarize_rows(rows: Sequence[dict[str, Any]], epoch: int = 0) -> EpochSumma
     )
     # The wrapper does not report its first step, in which it plans its buckets.
     exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
+    tests = {name: last.get(name) for name in ("test_loss", "test_accuracy", "test_f1")}
     return EpochSummary(
-        epoch, len(rows), samples, loss, None if math.isnan(accuracy) else accuracy,
-        test_loss=last.get("test_loss"), test_accuracy=last.get("test_accuracy"), test_f1=last.get("test_f1"),
-        seconds=sum(row["step_s"] for row in rows), data_wait_s=sum(row["data_wait_s"] for row in rows),
+        epoch=epoch,
+        num_steps=len(rows),
+        num_samples=samples,
+        loss=loss,
+        accuracy=None if math.isnan(accuracy) else accuracy,
+        seconds=sum(row["step_s"] for row in rows),
         exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
-    )  # fmt: skip
+        data_wait_s=sum(row["data_wait_s"] for row in rows),
+        **tests,
+    )
 
 
 def list_ranks(row: Mapping[str, Any], name: str) -> list[float]:
@@ -397,10 +363,8 @@ def load_config(folder: str | Path) -> dict[str, Any]:
 
 
 class MetricsLog:
-    """A JSON Lines file of rows: an integer `step`, and any other JSON values.
-
-    JSON lacks nan and inf, which are written as `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`.
-    """
+    """A JSON Lines file of rows: an integer `step`, and any other JSON values. JSON lacks nan and inf, which are
+    written as `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`."""
 
     def __init__(self, path: Path, after_step: float = math.inf) -> None:
         """Open a file to append, or create it. Removes the incomplete last line of a killed run and rows of steps after

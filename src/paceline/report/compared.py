@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import statistics
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.errors import refuse
 from paceline.predict.advice import find_message_share
@@ -20,16 +20,13 @@ from paceline.predict.traces import CATEGORIES
 from paceline.records.environment import Environment
 from paceline.records.samples import Ratio, Samples, compare_medians
 from paceline.records.store import Run
-from paceline.report.plots import draw_line, new_figure, place_legend
+from paceline.report.plots import Drawings, Figure, draw_line, new_figure, place_legend
 from paceline.report.profiles import OVERVIEWS, TraceResult, shorten_names
-from paceline.report.result import Result, list_differences, load_result
+from paceline.report.result import Result, load_result
 from paceline.report.step_tables import PHASES, PhasesResult
 from paceline.report.table import Column, Table, build_row, format_ratio, join_words, raw_columns
 from paceline.report.training_result import TrainRunResult
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Settings that differ without a note: runs are compared where these are equal, or they are results or follow from
 # other settings.
@@ -53,11 +50,13 @@ _OF_TRACES = (
 _OF_TRAINING = ("step_s", "data_wait_s", "exposed_comm_s")
 _UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # others follow from the suffix
 _RATIO_NOTE = "Ratios of medians, ± 95 %; = is 1 within that. The runs were not interleaved."
-# Fields of a record that do not identify what it measures, and those that follow from others.
-_ABOUT = ("source", "note", "num_wrong", "num_checked", "held_bytes", "peak_step_bytes", "order_seed")
-_PLAIN = ("configuration", "num_parameters")
+# Fields of a record that do not identify what it measures, or follow from others.
+_ABOUT = (
+    *("source", "note", "num_wrong", "num_checked", "held_bytes", "peak_step_bytes", "order_seed"),
+    *("configuration", "num_parameters"),
+)
 
-_Key = tuple[tuple[str, Any], ...]  # what identifies a number, as names and values
+_Key = str | tuple[str, ...]  # what identifies a number: its name, or the fields of its record in words
 
 
 class _Number(NamedTuple):
@@ -83,22 +82,22 @@ def _list_numbers(result: Result) -> dict[_Key, _Number]:
     """The numbers of a run by what identifies them: those of a trace, phases or training, or all timed records."""
     if isinstance(result, TraceResult):
         row = build_row(OVERVIEWS, result.overviews[0]) | {"samples_per_s": result.samples_per_s}
-        return {(("quantity", key),): _Number(_find_unit(key), row[key]) for key in _OF_TRACES}
+        return {_name(key): _Number(_find_unit(key), row[key]) for key in _OF_TRACES}
     if isinstance(result, TrainRunResult):
         return _list_training(result)
     found: dict[_Key, _Number] = {}
     for record in result.steps if isinstance(result, PhasesResult) else ():
         cell = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
         row = build_row(PHASES, record)
-        for name in _OF_PHASES:
-            samples = record.timing.reduced_s if name == "step_s" else ()
-            found[("cell", cell), ("quantity", name)] = _Number(_find_unit(name), row[name], samples)
+        for key in _OF_PHASES:
+            samples = record.timing.reduced_s if key == "step_s" else ()
+            found[f"{cell}: {_name(key)}"] = _Number(_find_unit(key), row[key], samples)
     for timed in () if found else result.records:
         timing = getattr(timed, "timing", None)
         if isinstance(timing, Samples):
             fields = vars(timed).items()
-            key = tuple((name, v) for name, v in fields if isinstance(v, str | int) and name not in _ABOUT)
-            found[key] = _Number("s", timing.median_s, timing.reduced_s)
+            words = (_describe_field(name, v) for name, v in fields if isinstance(v, str | int) and name not in _ABOUT)
+            found[tuple(filter(None, words))] = _Number("s", timing.median_s, timing.reduced_s)
     return found
 
 
@@ -107,10 +106,10 @@ def _list_training(result: TrainRunResult) -> dict[_Key, _Number]:
     settled = result.rows[min(5, len(result.rows) // 2) :]
     for key in _OF_TRAINING:
         if times := [row[key] for row in settled if row.get(key)]:
-            found[(("quantity", key),)] = _Number("s", statistics.median(times), times)
+            found[_name(key)] = _Number("s", statistics.median(times), times)
     if tested := [row for row in result.rows if row.get("test_accuracy")]:
-        accuracy = _Number("share", tested[-1]["test_accuracy"], num_tested=tested[-1]["test_samples"])
-        found[(("quantity", "test_accuracy"),)] = accuracy
+        last = tested[-1]
+        found["test accuracy"] = _Number("share", last["test_accuracy"], num_tested=last["test_samples"])
     return found
 
 
@@ -118,17 +117,16 @@ def _find_unit(key: str) -> str:
     return _UNITS.get(key, "s" if key.endswith("_s") else "share")
 
 
-def _name(key: _Key, shown: Collection[str]) -> str:
-    """What people call a number; of a record, only the fields that tell it from others."""
-    words = [_say_field(*pair) for pair in key if pair[1] and pair[0] in shown]
-    return (": " if key[0][0] == "cell" else ", ").join(words) or "time"
+def _name(key: str) -> str:
+    return "samples/s" if key == "samples_per_s" else key.removesuffix("_s").replace("_", " ")
 
 
-def _say_field(name: str, value: Any) -> str:
-    if name == "quantity":
-        return "samples/s" if value == "samples_per_s" else value.removesuffix("_s").replace("_", " ")
+def _describe_field(name: str, value: str | int) -> str:
+    """A field of a record in words; empty for one that has no value."""
+    if isinstance(value, str) or not value:
+        return str(value or "")
     plain = name.replace("_bytes", "").removeprefix("num").replace("_", " ")
-    return value if isinstance(value, str) else f"{plain} {format_bytes(value) if '_bytes' in name else value}".strip()
+    return f"{plain} {format_bytes(value) if '_bytes' in name else value}".strip()
 
 
 @dataclass(frozen=True)
@@ -156,14 +154,17 @@ class ComparedNumber:
 def compare_numbers(parts: Sequence[Result], names: Sequence[str]) -> list[ComparedNumber]:
     """The numbers of each run that the first run has, too."""
     first, *others = map(_list_numbers, parts)
-    counts = Counter(name for name, _ in {pair for each in (first, *others) for key in each for pair in key})
-    shown = {name for name, count in counts.items() if count > 1 and name not in _PLAIN} | {"quantity", "cell"}
-    return [
-        ComparedNumber(_name(key, shown), here.unit, here.value, there.value, there.find_noise(here), run)
-        for run, numbers in zip(names[1:], others, strict=True)
-        for key, here in first.items()
-        if (there := numbers.get(key)) is not None and (here.value or there.value)
-    ]
+    fields = [set(key) for numbers in (first, *others) for key in numbers if not isinstance(key, str)]
+    common = set.intersection(*fields) if fields else set()
+    rows = []
+    for run, numbers in zip(names[1:], others, strict=True):
+        for key, here in first.items():
+            there = numbers.get(key)
+            if there is not None and (here.value or there.value):
+                words = [key] if isinstance(key, str) else [word for word in key if word not in common]
+                name = ", ".join(words) or "time"
+                rows.append(ComparedNumber(name, here.unit, here.value, there.value, there.find_noise(here), run))
+    return rows
 
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
@@ -174,11 +175,11 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _say(row: ComparedNumber, side: str) -> str | None:
+def _format_side(row: ComparedNumber, side: str) -> str | None:
     return None if (value := getattr(row, side)) is None else _FORMATS[row.unit](value)
 
 
-def _say_ratio(change: Ratio) -> str:
+def _format_ratio(change: Ratio) -> str:
     return f"{change.value:.2f}" if change.noise is None else format_ratio(change)
 
 
@@ -187,9 +188,9 @@ def _build_numbers_table(name: str, title: str, rows: Sequence[ComparedNumber], 
     columns = [
         Column(None if is_of_two else "run", "run", key="run", is_key=True),
         Column("quantity", "name", key="name", is_key=True),
-        Column("first", partial(_say, side="first"), str, is_key=True),
-        Column("second" if is_of_two else "this", partial(_say, side="second"), str, is_key=True),
-        Column("second / first" if is_of_two else "this / first", "change", _say_ratio),
+        Column("first", partial(_format_side, side="first"), str, is_key=True),
+        Column("second" if is_of_two else "this", partial(_format_side, side="second"), str, is_key=True),
+        Column("second / first" if is_of_two else "this / first", "change", _format_ratio),
         *raw_columns("unit", "first", "second", "ratio", ratio_noise="noise"),
     ]
     return Table(name, title, columns, rows, key, ratio_note=_RATIO_NOTE)
@@ -201,10 +202,10 @@ def _name_runs(parts: Sequence[Result]) -> list[str]:
 
 class ComparisonResult(Result):
     """Runs of one verb compared with the first, by `paceline.compare`, `profile --compare` and `paceline report`.
-
     `rows` are the numbers that they share, and `differences` the settings that differ, with the value of each run. Two
-    traces are also compared by operator and kernel.
-    """
+    traces are also compared by operator and kernel."""
+
+    json_columns = raw_columns("config.runs", "config.settings_that_differ", "config.accumulation")
 
     def _derive(self) -> None:
         self.rows: Sequence[Any] = [ComparedNumber(**row) for row in self.config["rows"]]
@@ -279,10 +280,6 @@ class ComparisonResult(Result):
                 tables.append(Table(kind, title, _build_times_columns(kind, rows), rows, shown=shown))
         return tables
 
-    def to_json(self) -> dict[str, Any]:
-        more = ("runs", "settings_that_differ", "accumulation")
-        return super().to_json() | {name: self.config[name] for name in more if name in self.config}
-
 
 def compare_results(parts: Sequence[Result], environment: Environment) -> ComparisonResult:
     """Compare runs of one verb with the first."""
@@ -317,6 +314,13 @@ def _list_differences(parts: Sequence[Result]) -> dict[str, list[Any]]:
     return list_differences(settings, may_differ)
 
 
+def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
+    """The settings in which runs differ, except for these, with the value of each run."""
+    names = dict.fromkeys(name for config in configs for name in config if name not in but)
+    values = {name: [config.get(name) for config in configs] for name in names}
+    return {name: each for name, each in values.items() if len(set(map(json.dumps, each))) > 1}
+
+
 # -- two traces --------------------------------------------------------------------------------------------------------
 
 # Tables of two traces, and the time by which each is compared; a terminal shows the largest differences.
@@ -324,12 +328,12 @@ _TIMES = {"operators": "self_s", "kernels": "time_s"}
 _MAX_COMPARED = 10
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ComparedTime(ComparedNumber):
     """An operator or kernel of two runs: seconds and calls per step."""
 
-    first_calls: float | None
-    second_calls: float | None
+    first_calls: float | None = None
+    second_calls: float | None = None
 
     @property
     def difference_s(self) -> float:
@@ -341,17 +345,9 @@ def _compare_times(first: TraceResult, second: TraceResult, kind: str, time: str
     here, there = ({row.name: row for row in getattr(one.overviews[0], kind)} for one in (first, second))
     rows = []
     for name in here | there:
-        one, two = here.get(name), there.get(name)
-        rows.append(
-            ComparedTime(
-                name=name,
-                unit="s",
-                first=getattr(one, time, None),
-                second=getattr(two, time, None),
-                first_calls=getattr(one, "calls", None),
-                second_calls=getattr(two, "calls", None),
-            )
-        )
+        sides = here.get(name), there.get(name)
+        times_s, calls = ([getattr(side, field, None) for side in sides] for field in (time, "calls"))
+        rows.append(ComparedTime(name, "s", times_s[0], times_s[1], first_calls=calls[0], second_calls=calls[1]))
     return sorted(rows, key=lambda row: -abs(row.difference_s))
 
 
@@ -381,14 +377,14 @@ def _build_times_columns(kind: str, rows: Sequence[ComparedTime]) -> Sequence[Co
         *raw_columns("name"),
         Column("first", "first", "ms", "first_s", is_key=True),
         Column("second", "second", "ms", "second_s", is_key=True),
-        Column("change (ms)", "difference_s", _say_change, "difference_s", is_key=True),
+        Column("change (ms)", "difference_s", _format_change, "difference_s", is_key=True),
         Column("ratio", "ratio", "ratio", "ratio", priority=1),
         Column("first calls", "first_calls", "{:g}".format, "first_calls"),
         Column("second calls", "second_calls", "{:g}".format, "second_calls"),
     )
 
 
-def _say_change(seconds: float) -> str:
+def _format_change(seconds: float) -> str:
     return f"{'-' if seconds < 0 else '+'}{format_ms(abs(seconds))}"
 
 
@@ -446,11 +442,11 @@ _RUNS = (
 
 
 class TrainComparisonResult(ComparisonResult):
-    """Result of `train --compare`, and of a job trained on several rank counts: runs compared with the first.
+    """Result of `train --compare`, and of a job trained on several rank counts. `parts` are the runs, a row for each in
+    `rows`, and `numbers` what they share, with its uncertainty. When saved, it stores the folders of the runs relative
+    to its own (`config["runs"]`)."""
 
-    `parts` are the runs, a row for each in `rows`, and `numbers` what they share, with its uncertainty. When saved, it
-    stores the folders of the runs relative to its own (`config["runs"]`).
-    """
+    json_columns = raw_columns("learned_the_same", settings_that_differ="differences")
 
     def __init__(self, run: Run, folder: Path | None = None, parts: Sequence[Result] | None = None) -> None:
         if parts is None:
@@ -528,12 +524,8 @@ class TrainComparisonResult(ComparisonResult):
         numbers = _build_numbers_table("numbers", "steps compared with the first run", self.numbers)
         return [Table("comparison", self.parts[0].title, _RUNS, self.rows, key="runs"), numbers]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         return {"losses": lambda: plot_losses(self.rows, self.parts[0].title, self.parts[0].machine)}
-
-    def to_json(self) -> dict[str, Any]:
-        said = {"learned_the_same": self.learned_the_same, "settings_that_differ": self.differences}
-        return Result.to_json(self) | said
 
     def _save_run(self, folder: Path) -> None:
         """Save runs without a folder inside its own."""

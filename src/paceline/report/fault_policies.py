@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from paceline.predict.goodput import ALL_LOST, Faults, Goodput, average_costs, estimate_goodput, is_ahead
 from paceline.records.kinds import CostRecord
-from paceline.report.plots import draw_line, new_figure, place_legend
+from paceline.report.plots import Drawings, Figure, draw_line, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.table import SIMULATED, Column, Table, raw_columns
 from paceline.units import format_duration, format_number_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _POINTS = 60  # of a line
 _MOST_ON_A_HOST = 16  # GPUs
@@ -28,26 +24,25 @@ _NAMES = {
 }
 
 
-def _say(share: float) -> str:
+def _percent(share: float) -> str:
     """With enough digits to differ from 100 %."""
     return f"{share:.1%}" if share < 0.99 else f"{share:.2%}"
 
 
 _COLUMNS = (
     Column("policy", "policy.name", key="policy", is_key=True),
-    Column("useful", "share", _say, "useful_share", priority=9),
-    Column("90 %", lambda one: f"{_say(one.low)} to {_say(one.high)}", str, priority=8),
+    Column("useful", "share", _percent, "useful_share", priority=9),
+    Column("90 %", lambda one: f"{_percent(one.low)} to {_percent(one.high)}", str, priority=8),
     Column("save every", "interval_s", format_duration, "interval_s", priority=7),
     Column("steps lost", "steps_lost", lambda steps: f"{steps:,.1f}", "steps_lost_per_fault", priority=6),
     Column("a fault costs", "fault_s", format_duration, "fault_s", priority=5),
     Column("by saves", "saving", "{:.2%}".format, "saves_share", priority=3),
     Column("by faults", "failing", "{:.2%}".format, "faults_share", priority=4),
     Column("idle ranks", "policy.num_idle", "number", "idle_ranks", priority=1),
-    Column("of all ranks", "of_ranks", _say, "useful_share_of_ranks", priority=2),
+    Column("of all ranks", "of_ranks", _percent, "useful_share_of_ranks", priority=2),
     *raw_columns("best_interval_s", useful_low="low", useful_high="high"),
-    Column(None, lambda one: one.good_intervals_s[0], key="interval_low_s"),
-    Column(None, lambda one: one.good_intervals_s[1], key="interval_high_s"),
-    Column(None, lambda _: "simulated", key="source"),
+    *raw_columns(interval_low_s="good_intervals_s.0", interval_high_s="good_intervals_s.1"),
+    SIMULATED,
 )
 _COSTS = (
     Column("cost", lambda one: _NAMES[one.name], key="cost", is_key=True),
@@ -63,28 +58,22 @@ class GoodputResult(Result):
     """`predict goodput`: a row for each policy whose costs are known, the best first. `share`, `interval` and
     `save_interval_s` are those of the best."""
 
+    json_columns = (
+        *raw_columns("faults.mtbf_s", "faults.ranks", "faults.all_lost", "faults.repair_s", "config.horizon_s"),
+        *raw_columns(policy="best.policy.name", useful_share="share", interval_s="save_interval_s"),
+        *raw_columns(useful_low="interval.0", useful_high="interval.1"),
+        SIMULATED,
+    )
+
     def _derive(self) -> None:
         asked = {name: self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s")}
         self.faults = Faults(**asked, usable=self.config.get("usable_ranks"))
         asked_s = self.config.get("interval_s")
         self.rows = estimate_goodput(self.only(CostRecord), self.faults, self.config["horizon_s"], asked_s)
-
-    @property
-    def best(self) -> Goodput:
-        return self.rows[0]
-
-    @property
-    def share(self) -> float:
-        return self.best.share
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """90 % of runs of this length, without the error of the model."""
-        return self.best.low, self.best.high
-
-    @property
-    def save_interval_s(self) -> float:
-        return self.best.interval_s
+        self.best: Goodput = self.rows[0]
+        self.share, self.save_interval_s = self.best.share, self.best.interval_s
+        # 90 % of runs of this length, without the error of the model
+        self.interval = self.best.low, self.best.high
 
     @property
     def answer(self) -> str:
@@ -94,9 +83,10 @@ class GoodputResult(Result):
             long = format_duration(best.policy.restart_s)
             return f"{ranks} with a fault every {every} make no progress: a restart takes {long}. Simulated."
         clauses = [
-            f"{ranks} with a fault every {every}: with {best.policy.name}, {_say(best.share)} of the time is useful "
-            f"(90 %: {_say(best.low)} to {_say(best.high)}), saving every {format_duration(best.interval_s)}",
-            *(f"with {one.policy.name} {_say(one.share)}" for one in self.rows[1:]),
+            f"{ranks} with a fault every {every}: with {best.policy.name}, {_percent(best.share)} of the time is "
+            f"useful (90 %: {_percent(best.low)} to {_percent(best.high)}), "
+            f"saving every {format_duration(best.interval_s)}",
+            *(f"with {one.policy.name} {_percent(one.share)}" for one in self.rows[1:]),
         ]
         return f"{'; '.join(clauses)}. Simulated; the interval does not include the error of the model."
 
@@ -116,7 +106,7 @@ class GoodputResult(Result):
         best = ""
         if one.interval_s != one.best_interval_s:
             share = one.policy.estimate_share(one.best_interval_s)
-            best = f"the best interval is {format_duration(one.best_interval_s)}, with {_say(share)}; "
+            best = f"the best interval is {format_duration(one.best_interval_s)}, with {_percent(share)}; "
         return [
             f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 % of "
             "the time more than the best",
@@ -178,7 +168,7 @@ class GoodputResult(Result):
         title = f"Useful share of the time, each policy at {at}"
         return [Table("table", title, _COLUMNS, self.rows, key="policies"), costs]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         return {"goodput": lambda: plot_goodput(self)}
 
     @property
@@ -201,12 +191,6 @@ class GoodputResult(Result):
         """Whether one host can hold all ranks: this one, the one they were measured on, or one with many GPUs."""
         known = self.run.environment.cores, self.config.get("measured_ranks") or 1
         return self.faults.ranks <= max(_MOST_ON_A_HOST, *known)
-
-    def to_json(self) -> dict[str, Any]:
-        low, high = self.interval
-        asked = {name: self.config[name] for name in ("mtbf_s", "ranks", "all_lost", "repair_s", "horizon_s")}
-        best = {"policy": self.best.policy.name, "useful_share": self.share, "useful_low": low, "useful_high": high}
-        return super().to_json() | asked | best | {"interval_s": self.save_interval_s, "source": "simulated"}
 
 
 def plot_goodput(result: GoodputResult) -> Figure:

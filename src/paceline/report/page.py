@@ -176,7 +176,7 @@ def _list_parts(container: Any) -> Iterable[Any]:
             yield part
 
 
-def _say(text: Any) -> str:
+def _escape(text: Any) -> str:
     return html.escape(str(text))
 
 
@@ -187,7 +187,7 @@ def split_verdict(text: str) -> tuple[str, str]:
 
 
 def _render_list(lines: Sequence[str], kind: str) -> str:
-    items = f'<ul class="{kind}">{"".join(f"<li>{_say(line)}</li>" for line in lines)}</ul>' if lines else ""
+    items = f'<ul class="{kind}">{"".join(f"<li>{_escape(line)}</li>" for line in lines)}</ul>' if lines else ""
     if kind == "findings" or len(lines) < 3:
         return items
     return f"<details><summary>{len(lines)} {kind}</summary>{items}</details>"
@@ -198,21 +198,21 @@ def render_table(table: Table) -> str:
     if not table.rows:
         return ""
     name = table.title or table.name.replace("_", " ")
-    body = f'<div class="wide" tabindex="0" role="region" aria-label="{_say(name)}">{table.html()}</div>'
+    body = f'<div class="wide" tabindex="0" role="region" aria-label="{_escape(name)}">{table.html()}</div>'
     data = base64.b64encode(table.csv().encode()).decode()
-    link = f'<a class="data" download="{_say(table.name)}.csv" href="data:text/csv;base64,{data}">CSV</a>'
+    link = f'<a class="data" download="{_escape(table.name)}.csv" href="data:text/csv;base64,{data}">CSV</a>'
     if len(table.rows) > _LONG:
-        body = f"<details><summary>{_say(name)}: {len(table.rows)} rows</summary>{body}</details>"
+        body = f"<details><summary>{_escape(name)}: {len(table.rows)} rows</summary>{body}</details>"
     return f'<div class="table">{body}{link}</div>'
 
 
 def _render_figure(number: int, figure: dict[str, Any], trace: str) -> str:
-    link = f'<a class="data" href="#" data-figure="{number}" download="{_say(figure["name"])}.csv">Data (CSV)</a>'
+    link = f'<a class="data" href="#" data-figure="{number}" download="{_escape(figure["name"])}.csv">Data (CSV)</a>'
     if trace and figure["name"] == "timeline":
-        link += f' <a class="data" href="{_say(trace)}" download>Trace for ui.perfetto.dev</a>'
+        link += f' <a class="data" href="{_escape(trace)}" download>Trace for ui.perfetto.dev</a>'
     return (
-        f'<figure id="figure-{number}"><figcaption><b>{_say(figure["title"])}</b></figcaption>'
-        f'<ul class="legend"></ul><div class="panels"></div><p class="sub">{_say(figure["subtitle"])}</p>'
+        f'<figure id="figure-{number}"><figcaption><b>{_escape(figure["title"])}</b></figcaption>'
+        f'<ul class="legend"></ul><div class="panels"></div><p class="sub">{_escape(figure["subtitle"])}</p>'
         f"{link}</figure>"
     )
 
@@ -234,7 +234,7 @@ def _render_origin(result: Result) -> str:
         "machine": environment.machine_and_torch,
         "commit": environment.git_commit,
     }
-    rows = "".join(f"<dt>{name}</dt><dd>{_say(value)}</dd>" for name, value in facts.items() if value)
+    rows = "".join(f"<dt>{name}</dt><dd>{_escape(value)}</dd>" for name, value in facts.items() if value)
     return f"<details><summary>How it was made</summary><dl>{rows}</dl></details>"
 
 
@@ -251,19 +251,19 @@ def render_page(
         shown = [_render_figure(len(figures) + number, figure, trace) for number, figure in enumerate(drawn)]
         figures += drawn
         if place:
-            head = f"<h2>{_say(result.caption)}</h2><p>{_say(verdict)} {_say(rest)}</p>"
+            head = f"<h2>{_escape(result.caption)}</h2><p>{_escape(verdict)} {_escape(rest)}</p>"
         else:
-            head = f'<p class="kicker">{_say(result.caption)}</p><h1 id="verdict">{_say(verdict)}</h1>'
-            head += f'<p id="rest">{_say(rest)}</p>'
-        link = f'<p><a href="{_say(trace)}" download>The trace</a>, for ui.perfetto.dev</p>' if trace else ""
+            head = f'<p class="kicker">{_escape(result.caption)}</p><h1 id="verdict">{_escape(verdict)}</h1>'
+            head += f'<p id="rest">{_escape(rest)}</p>'
+        link = f'<p><a href="{_escape(trace)}" download>The trace</a>, for ui.perfetto.dev</p>' if trace else ""
         sections.append(
             f"<section>{head}"
-            + (f'<p id="status" role="status" class="{live["how"]}">{_say(live["status"])}</p>' if live else "")
+            + (f'<p id="status" role="status" class="{live["how"]}">{_escape(live["status"])}</p>' if live else "")
             + (f'<div id="now">{now}</div>' if live else "")
             + _render_list(result.warnings, "warnings")
             + f"{''.join(shown)}{link}{''.join(map(render_table, result.page_tables()))}"
             + _render_list(result.findings, "findings")
-            + "".join(f"<p>next: <code>{_say(step)}</code></p>" for step in result.next_steps)
+            + "".join(f"<p>next: <code>{_escape(step)}</code></p>" for step in result.next_steps)
             + f"{_render_origin(result)}</section>"
         )
     data = {"lists": numbers.lists, "figures": figures, "live": live}
@@ -276,7 +276,7 @@ def render_page(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">{_GENERATOR} {__version__}">'
-        f'<link rel="icon" href="data:,"><title>{_say(results[0].caption)}</title><style>{style}</style></head>'
+        f'<link rel="icon" href="data:,"><title>{_escape(results[0].caption)}</title><style>{style}</style></head>'
         f'<body><main>{"".join(sections)}</main><div id="tip" role="tooltip" hidden></div>'
         f"<noscript>Figures need JavaScript; the tables do not.</noscript>"
         f'<script type="text/plain" id="data">{base64.b64encode(packed).decode()}</script>'

@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:  # matplotlib is imported when a figure is drawn
+    Axes = Figure = Any
+Drawings = dict[str, Callable[[], "Figure"]]  # functions that draw the figures, by file name
 
 # Distinguishable with any colour vision and in print (Okabe and Ito).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -63,7 +66,7 @@ def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def label_values(axes: Axes, values: Sequence[float], say: Callable[[Any], str] = "{:,}".format) -> None:
+def label_values(axes: Axes, values: Sequence[float], label: Callable[[Any], str] = "{:,}".format) -> None:
     """A log axis with ticks at the measured values; ticks without enough room are omitted."""
     found = sorted(set(values))
     apart = max(1.1, (found[-1] / found[0]) ** (1 / 12)) - 1e-9
@@ -71,7 +74,7 @@ def label_values(axes: Axes, values: Sequence[float], say: Callable[[Any], str] 
     for value in reversed(found[:-1]):
         if shown[0] / value >= apart and (value == found[0] or value / found[0] >= apart):
             shown.insert(0, value)
-    labels = [say(value) for value in shown]
+    labels = [label(value) for value in shown]
     axes.set_xscale("log", base=2)
     axes.set_xticks(shown, labels, fontsize=8.5, rotation=30 if sum(map(len, labels)) > 45 else 0)
     axes.set_xticks([], minor=True)

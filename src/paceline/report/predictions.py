@@ -9,10 +9,10 @@ import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
@@ -40,14 +40,7 @@ from paceline.predict.search import (
 )
 from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
 from paceline.predict.strategy_costs import describe_update
-from paceline.predict.tuning import (
-    DEFAULT,
-    PREDICTIONS,
-    TuneSettings,
-    Tuning,
-    hash_predictions,
-    load_tuning,
-)
+from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, Tuning, hash_predictions, load_tuning
 from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records import (
     CapTimeRecord,
@@ -57,10 +50,20 @@ from paceline.records import (
     LayerTimeRecord,
     StepRecord,
 )
-from paceline.records.doubts import add_busy
+from paceline.records.findings import add_busy
 from paceline.records.samples import group_by
 from paceline.records.store import load_json
-from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
+from paceline.report.plots import (
+    COLORS,
+    MARKERS,
+    Drawings,
+    Figure,
+    build_panels,
+    draw_line,
+    label_values,
+    new_figure,
+    place_legend,
+)
 from paceline.report.prediction_rows import (
     BUCKETS,
     GRID,
@@ -69,26 +72,26 @@ from paceline.report.prediction_rows import (
     WHAT_IF,
     advise_size,
     compare_plans,
+    describe_rows,
     draw_caps,
+    draw_measured,
+    format_interval,
     join_sizes,
-    say_ratio,
 )
 from paceline.report.result import Result, describe_job
-from paceline.report.table import Column, Table, build_row, raw_columns
+from paceline.report.table import SIMULATED, Column, Table, build_row, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # rows shown on the terminal: the widest ranges of bucket sizes, and the last one; the CSV has all of them
 _MOST_ROWS = 24
 _ROWS = (256, 1024, 4096)  # assumed distinct tokens per rank, used when the tables do not give the number
-_SAID = ("contention ", "interval: ", "measured: ")  # prefixes of lines that already name their source
 
 
 class PredictResult(Result):
     """Result of `predict`: one row per network and number of ranks. With a single row, `step_s`, `interval` and
     `exposed_s` return its values."""
+
+    json_columns: ClassVar[Sequence[Column]] = (*raw_columns("profile.model", assumptions="findings"), SIMULATED)
 
     def _derive(self) -> None:
         config = self.config
@@ -158,23 +161,15 @@ class PredictResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        networks = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
-        doubtful = []
-        for doubt, rows in group_by((row for row in self.rows if row.doubt), lambda row: row.doubt).items():
-            places = ", ".join(f"{row.network} on {row.world_size:,} ranks" for row in rows)
-            doubtful.append(f"{places if len(rows) < len(self.rows) else 'all rows'}: {doubt}")
-        assumed = [*networks, *describe_scenario(self.job, self.fabrics, **self.scenario)]
-        return [
-            *(f"profile: {line}" for line in self.job.notes),
-            *(line if line.startswith(_SAID) else f"assumed: {line}" for line in assumed),
-            *(f"doubtful: {line}" for line in doubtful),
-        ]
+        assumed = [line for fabric in self.fabrics for line in fabric.assumptions]
+        assumed += describe_scenario(self.job, self.fabrics, **self.scenario)
+        return [*(f"profile: {line}" for line in self.job.notes), *describe_rows(self.rows, assumed, "assumed")]
 
     def tables(self) -> list[Table]:
         title = f"{self.profile.model} on other networks and rank counts"
         return [Table("table", title, WHAT_IF, self.rows, key="rows")]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         title = f"{self.profile.model}: efficiency on other networks"
         return {"efficiency": lambda: plot_efficiency(self.rows, title, "best bucket size for each; 90 % intervals")}
 
@@ -185,10 +180,6 @@ class PredictResult(Result):
         if self.config["is_own"]:
             return (f"paceline.tune(model, step, network={network!r}, network_ranks={ranks})",)
         return (f"paceline tune --model {self.profile.model} --network {network} --network-ranks {ranks}",)
-
-    def to_json(self) -> dict[str, Any]:
-        more = {"model": self.profile.model, "assumptions": list(self.findings), "source": "simulated"}
-        return super().to_json() | more
 
 
 def plot_efficiency(rows: Sequence[Prediction], title: str, subtitle: str) -> Figure:
@@ -214,20 +205,19 @@ POINTS = (
     Column("buckets", lambda p: len(p.cuts), "count", "num_buckets", priority=2),
     Column("backward", "backward_s", "ms", "backward_s", priority=3),
     Column("exposed", "step.exposed_s", "ms", "exposed_s", priority=1),
-    Column(None, lambda p: "simulated", key="source"),
+    SIMULATED,
 )
 CHANGES = (
     Column("changed", lambda c: c.what or "nothing", key="changed", is_key=True),
     Column("by", "factor", "x {:g}".format, "factor", is_key=True),
     Column("best bucket size", lambda c: join_sizes(*c.plateau), priority=3),
-    Column(None, lambda c: c.plateau[0], key="plateau_low_bytes"),
-    Column(None, lambda c: c.plateau[1], key="plateau_high_bytes"),
+    *raw_columns(plateau_low_bytes="plateau.0", plateau_high_bytes="plateau.1"),
     Column("buckets", lambda c: len(c.chosen.cuts), "count", "num_buckets", priority=1),
     Column("backward", "chosen.backward_s", "ms", "backward_s", priority=2),
     Column("exposed", "chosen.step.exposed_s", "ms", "exposed_s"),
     Column("beyond the table", lambda c: c.is_beyond or None, "yes", priority=1),
-    Column(None, "is_beyond", key="is_beyond"),
-    Column(None, lambda c: "simulated", key="source"),
+    *raw_columns("is_beyond"),
+    SIMULATED,
 )
 
 
@@ -235,14 +225,13 @@ SPLITS = (
     Column("rows per rank", "num_rows", "count", "num_rows", is_key=True),
     Column("lookup rows", "num_bytes", "bytes", "num_bytes", priority=2),
     Column("best bucket size", lambda s: join_sizes(*s.caps.plateau), priority=3),
-    Column(None, lambda s: s.caps.plateau[0], key="plateau_low_bytes"),
-    Column(None, lambda s: s.caps.plateau[1], key="plateau_high_bytes"),
+    *raw_columns(plateau_low_bytes="caps.plateau.0", plateau_high_bytes="caps.plateau.1"),
     Column("backward", "caps.best.backward_s", "ms", "backward_s", priority=3),
     Column("exposed", "caps.best.step.exposed_s", "ms", "exposed_s", priority=3),
     Column("best free plan", "free.exposed_s", "ms", "free_exposed_s", priority=3),
     Column("best free plan, 1/10 latency", "quick.exposed_s", "ms", "quick_exposed_s", priority=1),
     *raw_columns("late_bytes"),
-    Column(None, lambda s: "simulated", key="source"),
+    SIMULATED,
 )
 
 
@@ -275,11 +264,26 @@ class Split(NamedTuple):
 class CapsResult(Result):
     """Result of `predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
 
-    The tables do not include contention, which changes the answer, so there are two curves, each with its own best size
-    and ranges: `caps` uses the tables alone, and `expected` adds the assumed contention, which is zero on a CPU.
-    `measured` holds step or backward times at some bucket sizes if a table of them was given. `splits` shows what
+    The tables do not include contention, so there are two curves: `caps` uses the tables alone, and `expected` adds the
+    assumed contention, which is zero on a CPU. `measured` holds times at some bucket sizes. `splits` shows what
     Paceline's wrapper gains when the first and the last layer share a tied tensor.
     """
+
+    json_columns = (
+        Column(None, lambda result: build_row(POINTS, result.caps.best), key="best"),
+        Column(None, lambda result: build_row(POINTS, result.expected.best), key="expected_best"),
+        *raw_columns(plateaus="caps.plateaus", expected_plateaus="expected.plateaus", interval_s="interval"),
+        *raw_columns(plateau_low_bytes="caps.plateau.0", plateau_high_bytes="caps.plateau.1"),
+        *raw_columns("shared", "default_s", "default_expected_s", "closed_form_bytes", notes="findings"),
+        *raw_columns(alpha_s="line.alpha_s", beta_bytes_per_s="line.bytes_per_s", local_backward_s="job.backward_s"),
+        *raw_columns(expected_s="expected.best.backward_s"),
+        Column(
+            None,
+            lambda result: {"num_buckets": len(result.free_plan[0]), "backward_s": result.free_plan[1].over_s},
+            key="free_plan",
+        ),
+        SIMULATED,
+    )
 
     def _derive(self) -> None:
         self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
@@ -450,26 +454,13 @@ class CapsResult(Result):
         predicted = Column(name, lambda record: self.predict_s(record, curve), "ms", key, priority=2)
         return [predicted, Column("error", find_error, "{:+.1%}".format, error_key)]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         found = {"caps": lambda: plot_caps(self), "sensitivity": lambda: plot_sensitivity(self)}
         return found | ({"split": lambda: plot_split(self)} if self.splits else {})
 
     @property
     def next_steps(self) -> Sequence[str]:
         return ("paceline profile layers --model gpt2-tiny", "paceline tune --model gpt2-tiny --ranks 2")
-
-    def to_json(self) -> dict[str, Any]:
-        (cuts, free), (low, high) = self.free_plan, self.caps.plateau
-        return super().to_json() | {
-            "best": build_row(POINTS, self.caps.best), "interval_s": list(self.interval),
-            "expected_best": build_row(POINTS, self.expected.best), "expected_s": self.expected.best.backward_s,
-            "plateau_low_bytes": low, "plateau_high_bytes": high, "plateaus": list(map(list, self.caps.plateaus)),
-            "expected_plateaus": list(map(list, self.expected.plateaus)), "shared": list(map(list, self.shared)),
-            "default_s": self.default_s, "default_expected_s": self.default_expected_s, "alpha_s": self.line.alpha_s,
-            "beta_bytes_per_s": self.line.bytes_per_s, "closed_form_bytes": self.closed_form_bytes,
-            "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
-            "local_backward_s": self.job.backward_s, "notes": list(self.findings), "source": "simulated",
-        }  # fmt: skip
 
 
 def plot_caps(result: CapsResult) -> Figure:
@@ -485,8 +476,8 @@ def plot_caps(result: CapsResult) -> Figure:
     alone_s = best.step.local_s + around_s
     draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, alone_s)
     if result.is_on_gpu:
-        slowed = [(size / MIB, (p.backward_s + around_s) * 1e3)
-                  for p in result.expected.points for size in (p.low_bytes, p.high_bytes)]  # fmt: skip
+        ends_s = [(p, p.backward_s + around_s) for p in result.expected.points]
+        slowed = [(size / MIB, at_s * 1e3) for p, at_s in ends_s for size in (p.low_bytes, p.high_bytes)]
         axes.plot(*zip(*slowed, strict=True), ":", color=COLORS[3], lw=1.2, label="predicted, with contention")
     for color, (name, found) in zip((2, 3), result.curves.items(), strict=False):
         for number, (low, high) in enumerate(found.plateaus):
@@ -496,9 +487,7 @@ def plot_caps(result: CapsResult) -> Figure:
     axes.axvline(result.closed_form_bytes / MIB, color=COLORS[4], ls="--", lw=1, label="closed form b*")
     if measured:
         points = [(r.cap_bytes / MIB, r.timing.center_s * 1e3, None, None) for r in measured]
-        draw_line(axes, 1, points, "measured (imported)", marker="o")
-        size, best_ms, *_ = min(points, key=lambda point: point[1])
-        axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
+        draw_measured(axes, points, "measured (imported)")
     # The axis starts just below the minimum so that differences of a percent are visible.
     times = [alone_s, 1.3 * ends[1], *(record.timing.center_s for record in measured)]
     limits = (0.97e3 * min(times), 1.03e3 * max(times))
@@ -562,9 +551,23 @@ def plot_split(result: CapsResult) -> Figure:
 class TuneResult(Result):
     """Result of `tune`; `plan` is the answer. `verdict` is "use" (this plan), "default" (the default is best), "flat"
     (all compared plans take the same time, or none can save 1 %) or "undecided". `gain` is the plan's time over the
-    default's, with its interval. `regret` is how much longer than the best plan it may take: the estimate and the upper
-    bound. Both are None if no plan was run. `candidates` are the bucket sizes of the sweep with their predictions and
-    measurements, and `rows` are the compared plans."""
+    default's, and `regret` how much longer than the best plan it may take: the estimate and the upper bound; both None
+    if no plan was run. `candidates` are the bucket sizes of the sweep, and `rows` the compared plans."""
+
+    json_columns = (
+        *raw_columns("step.model", "step.wrapper", "step.backend", "verdict", noise="tuning.noise"),
+        Column(None, lambda r: r.tuning.settings.network_ranks if r.tuning.settings.network else r.step.world_size,
+               key="world_size"),
+        Column(None, lambda r: r.tuning.race is None, key="is_predicted"),
+        *raw_columns("tuning.predicted_gain", gain="gain.saved.0", gain_low="gain.saved.1"),
+        Column(None, lambda r: r.gain.saved[2] if r.gain and r.gain.is_known else None, key="gain_high"),
+        *raw_columns(regret="regret.0", regret_high="regret.1"),
+        *raw_columns(best_predicted_cap_bytes="tuning.best_predicted.cap_bytes"),
+        *raw_columns(best_measured_cap_bytes="tuning.best_measured.cap_bytes"),
+        *raw_columns(plan_measured_s="tuning.answer.measured_s"),
+        *raw_columns(default_measured_s="tuning.candidates.0.measured_s"),
+        Column(None, lambda r: None if r.folder is None else str(r.folder / "plan.json"), key="plan"),
+    )  # fmt: skip
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -651,13 +654,13 @@ class TuneResult(Result):
         step = answer.step
         buckets = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
         title = "default plan" if answer.label == DEFAULT else "recommended plan"
-        return [
-            *([Table("race", "plan comparison", RACE, rows)] if rows else []),
-            *([Table("strategies", "predicted strategies", PREDICTED, self._list_strategies())]
-              if self.tuning.predicted else []),
+        tables = [
+            Table("race", "plan comparison", RACE, rows),
+            Table("strategies", "predicted strategies", PREDICTED, self._list_strategies()),
             Table("grid", "step time by bucket size", GRID, self.candidates),
             Table("buckets", f"{title} (predicted)", BUCKETS, buckets),
-        ]  # fmt: skip
+        ]
+        return [table for table in tables if table.rows]
 
     def _list_strategies(self) -> list[Prediction]:
         """Each strategy with its measured step, and the bytes that a rank sends."""
@@ -669,7 +672,7 @@ class TuneResult(Result):
             rows.append(replace(one, measured=measured.get(text), sent_bytes=sent_bytes))
         return rows
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         tuning, title = self.tuning, f"Step time against bucket size: {self.title}"
         found = {"tuning": lambda: plot_tuning(tuning, title, self.machine)}
         if tuning.race is not None:
@@ -699,28 +702,13 @@ class TuneResult(Result):
         return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
 
     def to_json(self) -> dict[str, Any]:
-        tuning, step = self.tuning, self.step
-        best, gain, regret = tuning.best_measured, self.gain, self.regret or (None, None)
-        bounds = (None, None) if gain is None or not gain.is_known else (1 - gain.high, 1 - gain.low)
-        return super().to_json() | tuning.scores | {
-            **{name: getattr(step, name) for name in ("model", "wrapper", "backend")},
-            "world_size": tuning.settings.network_ranks if tuning.settings.network else step.world_size,
-            "verdict": tuning.verdict, "answer": self.answer, "is_predicted": tuning.race is None,
-            "gain": None if gain is None else 1 - gain.value,
-            "gain_low": bounds[0], "gain_high": bounds[1], "noise": tuning.noise,
-            "regret": regret[0], "regret_high": None if regret[1] == math.inf else regret[1],
-            "best_predicted_cap_bytes": tuning.best_predicted.cap_bytes,
-            "best_measured_cap_bytes": None if best is None else best.cap_bytes,
-            "predicted_gain": tuning.predicted_gain,
-            "plan": None if self.folder is None else str(self.folder / "plan.json"),
-            "plan_measured_s": tuning.answer.measured_s, "default_measured_s": tuning.candidates[0].measured_s,
-        }  # fmt: skip
+        return super().to_json() | self.tuning.scores
 
 
 def describe_offers(tuning: Tuning) -> str:
     """What strategies that change the update would gain, in sentences; empty if none was requested."""
-    said = [f"{c.label} takes {say_ratio(to_default)} compared with the default" for c, to_default, _ in
-            tuning.offers]  # fmt: skip
+    offers = [(candidate.label, format_interval(to_default)) for candidate, to_default, _ in tuning.offers]
+    said = [f"{label} takes {ratio} compared with the default" for label, ratio in offers]
     if tuning.whole is None:  # fastest first
         others = [(one.step_s, text) for text, one in tuning.predicted.items() if not one.strategy.is_exact]
         said = [f"{text} is predicted to take {format_ms(step_s)} ms" for step_s, text in sorted(others)[:2]]
@@ -848,15 +836,10 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
     caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
     best = tuning.best_predicted
-    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s)
+    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s, points)
     axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
-    low, high = [p.low_s * 1e3 for p in points], [p.high_s * 1e3 for p in points]
-    sizes = [point.cap_bytes / MIB for point in points]
-    axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
     timings = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
     if measured := [(size, *(1e3 * s for s in (t.median_s, t.p10_s, t.p90_s))) for size, t in timings]:
-        draw_line(axes, 1, measured, "measured: median, p10 to p90", marker="o", lw=1)
-        best_ms, size = min((median_ms, size) for size, median_ms, *_ in measured)
-        axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
+        draw_measured(axes, measured, "measured: median, p10 to p90", lw=1)
     place_legend(figure, axes)
     return figure

@@ -8,36 +8,32 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.errors import RecordError
 from paceline.predict import traces as tracing
 from paceline.predict.advice import StepFacts
+from paceline.predict.memory_use import HeldMemory, MemoryUse
 from paceline.predict.networks import MeasuredFabric, build_sweeps, find_networks
 from paceline.predict.predictor import describe_rank, find_evidence, fit_rank
 from paceline.predict.traces import CATEGORIES, KernelRow, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
 from paceline.records import CollectiveRecord, LayerProfileRecord
-from paceline.records.doubts import add_busy, is_busy
 from paceline.records.exchange import export_layer_sizes, export_layer_times
-from paceline.records.findings import Finding
+from paceline.records.findings import Finding, add_busy, is_busy
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import group_by
 from paceline.records.store import Run, load_run, read_file
-from paceline.report.memory_table import MEMORY, describe_memory, list_memory, plot_memory
-from paceline.report.plots import COLORS, new_figure, place_legend
+from paceline.report.plots import COLORS, Drawings, Figure, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.step_tables import PHASES, PhasesResult
 from paceline.report.table import Column, Table, describe_change, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OVERVIEW = "overview.json"
 MAX_RANKS = 8  # maximum in one timeline
@@ -52,6 +48,8 @@ class ProfileResult(PhasesResult):
     `profile` is the record of the layers, None where they were not measured, `evidence` what messages and the wrapper
     cost, None where only layers were profiled, and `steps` the records of the phases.
     """
+
+    json_columns = raw_columns(notes="findings")
 
     def _derive(self) -> None:
         super()._derive()
@@ -83,7 +81,7 @@ class ProfileResult(PhasesResult):
             tables.append(Table("parameters", f"{name}, parameters", PARAMETERS, parameters, shown=()))
         return tables
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         profile = self.profile
         return {} if profile is None else {"ready": lambda: plot_ready(profile, self.machine)}
 
@@ -101,12 +99,9 @@ class ProfileResult(PhasesResult):
             return []
         return [f"paceline predict --model-profile {self.folder} --network 10gbe --ranks 2,8,64"]
 
-    def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"notes": self.findings}
-
 
 class _Part(NamedTuple):
-    """A block or a parameter of a profile; a parameter also has its position in ready order and the bytes ready by
+    """A block and the bytes of its gradients, or a parameter with its position in ready order and the bytes ready by
     then."""
 
     profile: LayerProfileRecord
@@ -117,7 +112,10 @@ class _Part(NamedTuple):
 
 def list_blocks(profile: LayerProfileRecord) -> list[_Part]:
     """The blocks in definition order, and the rest, so that columns add up to the total."""
-    return [_Part(profile, times) for times in (*profile.blocks, profile.outside)]
+    return [
+        _Part(profile, times, ready_bytes=sum(p.num_bytes for p in profile.parameters_of(times.name)))
+        for times in (*profile.blocks, profile.outside)
+    ]
 
 
 def list_parameters(profile: LayerProfileRecord) -> list[_Part]:
@@ -125,18 +123,22 @@ def list_parameters(profile: LayerProfileRecord) -> list[_Part]:
     return [_Part(profile, *row) for row in zip(profile.parameters, itertools.count(), ready, strict=False)]
 
 
+def _find_share(row: _Part) -> float:
+    """The share of backward."""
+    backward_s: float = statistics.median(row.of.backward_s)
+    return backward_s / (row.profile.profiled_backward.median_s or 1.0)
+
+
 BLOCKS = (
     *raw_columns("profile.model"),
     Column("block", "of.name", key="block", is_key=True),
-    Column("gradients", lambda r: sum(p.num_bytes for p in r.profile.parameters_of(r.of.name)), "bytes", "num_bytes",
-           priority=1),
+    Column("gradients", "ready_bytes", "bytes", "num_bytes", priority=1),
     Column("forward", lambda r: statistics.median(r.of.forward_s), "ms", "forward_s", priority=2),
     Column("backward", lambda r: statistics.median(r.of.backward_s), "ms", "backward_s", priority=3),
-    Column("of backward", lambda r: statistics.median(r.of.backward_s) / (r.profile.profiled_backward.median_s or 1.0),
-           "percent.1", "share_of_backward"),
+    Column("of backward", _find_share, "percent.1", "share_of_backward"),
     Column("last ready", lambda r: r.profile.ready_of(r.of.name), "ms", "last_ready_s", priority=2),
     *text_columns("profile.source", priority=-1),
-)  # fmt: skip
+)
 PARAMETERS = (
     Column("#", "place", "number", "index"),
     *raw_columns("profile.model", parameter="of.name", ready_s="of.median_s"),
@@ -206,11 +208,9 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
 
 
 class TraceResult(Result):
-    """Result of `profile trace`: what each rank did in a step, what takes the time, and how to speed it up.
-
-    A run has no records of its traces: `document` comes from the ranks or, for a saved run, from `overview.json` in its
-    folder. `traces` are those of the ranks, empty for a saved run; `plot` draws one step of them.
-    """
+    """Result of `profile trace`: what each rank did in a step, what takes the time, and how to speed it up. `document`
+    comes from the ranks or, for a saved run, from `overview.json` in its folder. `traces` are those of the ranks, empty
+    for a saved run; `plot` draws one step of them."""
 
     def __init__(
         self,
@@ -251,13 +251,13 @@ class TraceResult(Result):
     @property
     def answer(self) -> str:
         text = f"A step of {self._name} takes {format_duration(self.overviews[0].step_s)} in the trace of rank 0."
-        first = "".join(_say_gain(one) for one in self.advice[:1])
+        first = "".join(_describe_gain(one) for one in self.advice[:1])
         return f"{text} {first[:1].upper()}{first[1:]}." if first else text
 
     @property
     def findings(self) -> list[str]:
         lines = [] if self._memory is None else [describe_memory(self._memory)]
-        return [*lines, *(f"also: {_say_gain(one)}" for one in self.advice[1:])]
+        return [*lines, *(f"also: {_describe_gain(one)}" for one in self.advice[1:])]
 
     @property
     def places(self) -> list[str]:
@@ -281,9 +281,9 @@ class TraceResult(Result):
             tables.append(Table("memory", "memory of rank 0 over one step", MEMORY, rows))
         return tables
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         wrapper, memory = self.config.get("wrapper", "unknown wrapper"), self._memory
-        figures: dict[str, Callable[[], Figure]] = {}
+        figures: Drawings = {}
         if self._plot:
             title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
             figures["timeline"] = lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.machine)
@@ -307,14 +307,14 @@ class TraceResult(Result):
         return super().to_json() | self.document | {"picture": picture}
 
 
-def _say_gain(one: Finding) -> str:
+def _describe_gain(one: Finding) -> str:
     return f"{one.text} ({one.certainty} {one.factor:.2f}x as fast)" if one.gain_s else one.text
 
 
 _SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
 
 
-def _say_share(share: float) -> str:
+def _format_share(share: float) -> str:
     return f"{share:.1%}" if share >= 5e-4 else ""  # a column that is empty on every rank is not shown
 
 
@@ -329,10 +329,10 @@ OVERVIEWS = (
     Column("steps", lambda o: len(o.steps), "number", "steps", priority=-1),
     Column("step", "step_s", "ms", "step_s", is_key=True),
     *(
-        Column(_SHOWN.get(c, c), partial(Overview.share, category=c), _say_share, f"{c}_share", priority=2)
+        Column(_SHOWN.get(c, c), partial(Overview.share, category=c), _format_share, f"{c}_share", priority=2)
         for c in CATEGORIES
     ),
-    *(Column(p, lambda o, p=p: o.phases_s.get(p), "ms", f"{p}_s") for p in _PHASE_COLORS),  # type: ignore[misc]
+    *(Column(phase, f"phases_s.{phase}", "ms", f"{phase}_s") for phase in _PHASE_COLORS),
     _gpu_column("GPU busy", "busy"),
     _gpu_column("SM efficiency (est.)", "sm_efficiency"),
     _gpu_column("occupancy (est.)", "occupancy"),
@@ -426,12 +426,106 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
     return figure
 
 
-class CommTableResult(Result):
-    """Result of `profile comm-table`: the measured step of one rank, and its gradients on assumed and measured
-    networks.
+# -- memory of one step ------------------------------------------------------------------------------------------------
 
-    Measured networks are read from the runs given by `--curve`, which are not part of this run.
-    """
+_MEMORY_COLORS = {
+    "parameters": "#0072B2",
+    "optimizer": "#009E73",
+    "buckets": "#E69F00",
+    "gradients": "#D55E00",
+    "data": "#F0E442",
+    "activations": "#56B4E9",
+    "temporary": "#CC79A7",
+    "other": "#999999",
+}
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one category at moments of the step, and the share of the peak; `largest_bytes` is at its own moment.
+    `by_phase` is the largest of each phase."""
+
+    category: str
+    begin_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    largest_bytes: int
+    share: float
+    by_phase: dict[str, int]
+
+
+def list_memory(memory: MemoryUse) -> list[MemoryRow]:
+    """The categories, and the total: the sum of each column except for the largest, which is that of the sum."""
+    peak, by_phase = memory.peak, group_by(memory.phases, lambda phase: phase.name)
+    return [
+        MemoryRow(
+            category=one.category,
+            begin_bytes=one.num_bytes[0],
+            peak_bytes=one.num_bytes[peak],
+            end_bytes=one.num_bytes[-1],
+            largest_bytes=one.largest_bytes,
+            share=one.num_bytes[peak] / max(1, memory.peak_bytes),
+            by_phase={name: max(phase.largest_bytes[number] for phase in same) for name, same in by_phase.items()},
+        )
+        for number, one in enumerate((*memory.held, HeldMemory("total", tuple(memory.totals))))
+    ]
+
+
+MEMORY = (
+    Column("memory", "category", key="category", is_key=True),
+    Column("at begin", "begin_bytes", "bytes", "begin_bytes", is_key=True),
+    Column("at peak", "peak_bytes", "bytes", "peak_bytes", is_key=True),
+    Column("of peak", "share", "percent.1", "share_of_peak"),
+    Column("at end", "end_bytes", "bytes", "end_bytes", is_key=True),
+    Column("largest", "largest_bytes", "bytes", "largest_bytes"),
+    *(Column(f"in {p}", f"by_phase.{p}", "bytes", f"{p}_bytes", priority=-1) for p in tracing.PHASES),
+)
+
+
+def describe_memory(memory: MemoryUse) -> str:
+    """The peak, and when it occurs; the table shows what contributes to it."""
+    moment = format_duration(memory.times_s[memory.peak])
+    where = f"in {memory.peak_phase}, {moment} after the step began" if memory.peak else "at the start of the step"
+    by = f" ({memory.operator})" if memory.operator else ""
+    return f"memory: peak {format_bytes(memory.peak_bytes)} {where}{by}"
+
+
+def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:
+    """Stacked areas per category in MiB against ms, with the phases and the peak marked."""
+    figure, axes = new_figure(title, f"measured. {subtitle}")
+    end_ms, peak, totals = memory.times_s[-1] * 1e3, memory.peak, memory.totals
+    shown = [one for one in memory.held if one.largest_bytes]
+    axes.stackplot(
+        [time_s * 1e3 for time_s in memory.times_s],
+        [[num_bytes / MIB for num_bytes in one.num_bytes] for one in shown],
+        labels=[one.category for one in shown],
+        colors=[_MEMORY_COLORS[one.category] for one in shown],
+        step="post",
+        lw=0,
+    )
+    top = 1.15 * totals[peak] / MIB
+    for phase in memory.phases:
+        axes.axvline(phase.begin_s * 1e3, color="#555555", lw=0.8, ls=":")
+        has_room = (phase.end_s - phase.begin_s) * 1e3 > 0.009 * len(phase.name) * end_ms
+        if has_room or phase is memory.phases[-1]:  # there is room to the right of the last phase
+            at_ms, side = ((phase.begin_s + phase.end_s) * 500, "center") if has_room else (phase.begin_s * 1e3, "left")
+            axes.text(at_ms, 1.01, phase.name, ha=side, fontsize=8, transform=axes.get_xaxis_transform())
+    at_ms = memory.times_s[peak] * 1e3
+    axes.plot([at_ms], [totals[peak] / MIB], "v", color="black", ms=6)
+    offset, side = (8, "left") if at_ms < 0.5 * end_ms else (-8, "right")
+    words = f"peak {format_bytes(totals[peak])}"
+    axes.annotate(words, (at_ms, totals[peak] / MIB), (offset, 4), textcoords="offset points", ha=side, fontsize=8.5)
+    axes.set(xlim=(0, end_ms or 1), ylim=(0, top or 1), xlabel="ms since the step began", ylabel="allocated (MiB)")
+    place_legend(figure, axes)
+    return figure
+
+
+# -- tables of communication -------------------------------------------------------------------------------------------
+
+
+class CommTableResult(Result):
+    """Result of `profile comm-table`: the measured step of one rank, and its gradients on assumed networks and on those
+    measured by other runs (`--curve`)."""
 
     def _derive(self) -> None:
         self.rows: list[CommRow] = []

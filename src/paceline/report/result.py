@@ -5,22 +5,18 @@ from __future__ import annotations
 import base64
 import html
 import importlib
-import json as encoder
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from paceline.errors import RecordError
-from paceline.records.doubts import NOISY, find_doubts
-from paceline.records.findings import Finding
+from paceline.records.findings import NOISY, Finding, find_doubts
 from paceline.records.kinds import CheckRecord, LinkRecord, Record
 from paceline.records.store import RUN_FILE, Run, find_file, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
-from paceline.report.table import Column, Table, raw_columns, text_columns, wrap
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from paceline.report.plots import Drawings, Figure, render_png, render_svg
+from paceline.report.table import Column, Table, build_row, raw_columns, text_columns, wrap
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
@@ -36,10 +32,9 @@ _CLASSES = {
     "predict csv": "report.predictions.CapsResult",
     "predict goodput": "report.fault_policies.GoodputResult",
     "predict strategies": "report.strategy_steps.StrategyStepsResult",
-    "predict trace": "report.trace_predictions.TracedResult",
+    "predict trace": "report.observed.TracedResult",
     "profile": "report.profiles.ProfileResult",
     "profile attach": "report.observed.AttachedResult",
-    "profile --compare": "report.compared.ComparisonResult",  # the name of `compare` in older runs
     "profile comm-table": "report.profiles.CommTableResult",
     "profile layers": "report.profiles.ProfileResult",
     "profile phases": "report.step_tables.PhasesResult",
@@ -55,15 +50,15 @@ _CLASSES = {
     "tune attach": "report.observed.AttachedResult",
     "watch": "report.observed.AttachedResult",
 }
-_WITHOUT_RECORDS = ("compare", "profile --compare", "profile trace", "scale report", "train", "train --compare")
+_WITHOUT_RECORDS = ("compare", "profile trace", "scale report", "train", "train --compare")
 
 
 class Result:
-    """The return value of a verb. Subclasses interpret the records of their verb.
+    """The return value of a verb; subclasses interpret the records of their verb. Everything is derived from `run`, so
+    a saved run gives the same result again (`load_result`). `folder` is where the run was saved, None where it was
+    not."""
 
-    Everything is derived from `run`, so a saved run gives the same result again (`load_result`).
-    `folder` is where the run was saved, None where it was not.
-    """
+    json_columns: ClassVar[Sequence[Column]] = ()  # further keys of the JSON document: columns of the result itself
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run = run
@@ -108,11 +103,11 @@ class Result:
         """The tables on a page."""
         return self.tables()
 
-    def page_figures(self) -> dict[str, Callable[[], Figure]]:
+    def page_figures(self) -> Drawings:
         """The figures on a page, as in `figures`."""
         return self.figures()
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         """Functions that draw the figures, by file name."""
         return {}
 
@@ -186,15 +181,12 @@ class Result:
             **{table.key or table.name: table.rows_json() for table in self.tables()},
             "warnings": list(self.warnings),
             "run": None if self.folder is None else str(self.folder),
+            **build_row(self.json_columns, self),
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write the run, its tables and its figures into a folder, and return the folder.
-
-        Never overwrites the records of another run. Tables and figures follow from the records and are replaced.
-        """
-        from paceline.report.plots import render_png, render_svg
-
+        """Write the run, its tables and its figures into a folder, and return the folder. Never overwrites the records
+        of another run; tables and figures follow from the records and are replaced."""
         folder = Path(folder)
         try:
             folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -237,8 +229,6 @@ class Result:
         return f"<{type(self).__name__} of `paceline {self.run.verb}`: {len(self.records)} records>"
 
     def _repr_html_(self) -> str:
-        from paceline.report.plots import render_png
-
         said = [*self.findings, *(f"warning: {line}" for line in self.warnings)]
         parts = [f"<p><b>{html.escape(self.answer)}</b></p>", *(table.html() for table in self.tables())]
         parts += [f"<p>{html.escape(line)}</p>" for line in said]
@@ -250,6 +240,8 @@ class Result:
 
 class DoctorResult(Result):
     """Result of `paceline doctor`: one record per check and, for several hosts, per link."""
+
+    json_columns = (Column(None, lambda result: not result.failure, key="ok"),)
 
     def _list(self, status: str) -> str:
         return ", ".join(check.name for check in self.only(CheckRecord) if check.status == status)
@@ -308,9 +300,6 @@ class DoctorResult(Result):
             return (f"paceline doctor --hosts {hosts}" if self.failure else run,)
         return ("paceline doctor",) if self.failure else ("paceline bench allreduce --ranks 2",)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"ok": not self.failure} | super().to_json()
-
 
 _JOB_DEFAULTS = {
     "model": None, "wrapper": "paceline", "data": "synthetic", "batch_size": None, "precision": "fp32",
@@ -323,13 +312,6 @@ def describe_job(config: dict[str, Any]) -> str:
     given = {name: value for name in _JOB_DEFAULTS if (value := config.get(name)) not in (None, _JOB_DEFAULTS[name])}
     words = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
     return " ".join(f"--{name.replace('_', '-')} {' '.join(map(str, value))}" for name, value in words.items())
-
-
-def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
-    """The settings in which runs differ, except for these, with the value of each run."""
-    names = dict.fromkeys(name for config in configs for name in config if name not in but)
-    values = {name: [config.get(name) for config in configs] for name in names}
-    return {name: each for name, each in values.items() if len(set(map(encoder.dumps, each))) > 1}
 
 
 def _pick(named: dict[str, T], name: str | None, what: str) -> T:

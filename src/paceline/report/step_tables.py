@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from paceline.records.kinds import PRECISIONS
 from paceline.records.samples import group_by
 from paceline.records.steps import Standing, StepRecord, compare_wrappers
-from paceline.report.plots import COLORS, MARKERS, build_panels
+from paceline.report.plots import COLORS, MARKERS, Drawings, Figure, build_panels
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, count_clear, describe_change, ratio_columns, raw_columns, text_columns
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class PhasesResult(Result):
@@ -128,7 +124,7 @@ class WrappersResult(Result):
         title, columns = "steps of data-parallel wrappers", build_columns(self.standings)
         return [Table("table", title, columns, self.standings, key="rows")]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.steps[0].precision}"
         return {"wrappers": lambda: plot_wrappers(self.steps, subtitle)}
 
@@ -144,6 +140,7 @@ _DTYPES = {precision: dtype for dtype, precision in PRECISIONS.items()}
 def build_columns(standings: Sequence[Standing]) -> list[Column]:
     """The columns for wrappers; the ratio across backends is shown if several were interleaved."""
     several = len({standing.record.backend for standing in standings}) > 1
+    on_gloo = "/ torch on gloo" if several else None
     return [
         *text_columns("record.model", is_key=True),
         *text_columns("record.backend", is_key=several),
@@ -160,14 +157,10 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
         Column("p10", "record.timing.p10_s", "ms", "step_p10_s", priority=-2),
         Column("p90", "record.timing.p90_s", "ms", "step_p90_s", priority=-2),
         *ratio_columns("/ torch", "to_torch", "ratio_to_torch", "noise", 5),
-        *ratio_columns(
-            "/ torch on gloo" if several else None, "to_torch_on_gloo", "ratio_to_torch_on_gloo",
-            "noise_to_torch_on_gloo", 3,
-        ),
+        *ratio_columns(on_gloo, "to_torch_on_gloo", "ratio_to_torch_on_gloo", "noise_to_torch_on_gloo", 3),
         *ratio_columns("/ tuned", "to_tuned", "ratio_to_torch_tuned", "noise_to_torch_tuned", 2),
         *ratio_columns("/ bare", "to_bare", "ratio_to_bare", "noise_to_bare", 1),
-        Column("host µs/param", lambda s: (host_s := s.host_s_per_parameter) and host_s * 1e6, "{:.2f}".format,
-               "host_us_per_parameter", priority=-1),
+        Column("host µs/param", _find_host_us, "{:.2f}".format, "host_us_per_parameter", priority=-1),
         Column(None, lambda s: s.record.held_bytes or None, key="held_bytes"),
         Column(None, lambda s: s.record.peak_step_bytes or None, key="peak_step_bytes"),
         Column("memory added", "added_bytes", "bytes", "added_bytes", priority=-1),
@@ -176,7 +169,12 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
         Column("iters", "record.timing.count", "number", "iters", priority=-2),
         *raw_columns("record.timing.skew_s", nchecked="record.num_checked"),
         *text_columns("record.source", priority=-3),
-    ]  # fmt: skip
+    ]
+
+
+def _find_host_us(standing: Standing) -> float | None:
+    host_s = standing.host_s_per_parameter
+    return None if host_s is None else host_s * 1e6
 
 
 def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
@@ -27,15 +27,12 @@ from paceline.predict.strategy_costs import (
 )
 from paceline.predict.whatif import count_per_host, is_shared
 from paceline.records import CodecRecord
-from paceline.report.plots import draw_line, label_values, new_figure, place_legend
-from paceline.report.prediction_rows import interval_column, say_ratio
+from paceline.report.plots import Drawings, Figure, draw_line, label_values, new_figure, place_legend
+from paceline.report.prediction_rows import PLACE, format_interval, pick
 from paceline.report.predictions import PredictResult
-from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.report.table import Column, Table, build_row, raw_columns
 from paceline.strategy import DENSE, Strategy
-from paceline.units import format_bytes, format_ms
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from paceline.units import format_ms
 
 # How many bucket sizes are tried for each strategy on a network, and at each bandwidth.
 _CAPS, _SWEPT_CAPS = 48, 10
@@ -43,12 +40,8 @@ _LATENCY_S = 50e-6  # of a link, where a network does not say
 ACCURACY = "a lossy strategy may cost accuracy, which is not predicted here: see `paceline scale strategies`"
 
 
-def _say_change(ratio: Interval) -> str:
-    return "=" if ratio.low == ratio.high else say_ratio(ratio, "{:+.0%}")
-
-
-def _get_bound(base: str, bound: str, row: Prediction) -> float:
-    return float(getattr(row.ratios[base], bound))
+def _format_change(ratio: Interval) -> str:
+    return "=" if ratio.low == ratio.high else format_interval(ratio, "{:+.0%}")
 
 
 def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -> float:
@@ -56,24 +49,22 @@ def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -
 
 
 STRATEGIES = (
-    *text_columns("network", is_key=True),
-    Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
-    Column("strategy", "strategy.text", key="strategy", is_key=True),
-    Column("update", lambda r: describe_update(r.strategy), key="update", priority=7),
-    Column("sent", "sent_bytes", lambda size: format_bytes(round(size)), "sent_bytes", priority=5),
-    Column("step", "step_s", "ms", "step_s", priority=9),
-    interval_column(3),
-    Column("to dense", lambda r: r.ratios[DENSE.text], _say_change, priority=2),
-    Column("to bf16", lambda r: r.ratios[BF16.text], _say_change, priority=6),
+    *PLACE,
+    *pick(strategy=0, update=7, sent=5, step=9, interval=3),
+    Column("to dense", "ratios.dense", _format_change, priority=2),
+    Column("to bf16", "ratios.bf16", _format_change, priority=6),
     Column("bucket size", lambda r: None if r.strategy.outer else r.cap_bytes, "bytes", "best_cap_bytes"),
     *raw_columns("low_s", "high_s", "num_buckets", "doubt", "exposed_s"),
     Column(None, is_worth_it, key="is_worth_it"),
-    *raw_columns("source"),
-    *(
-        Column(None, functools.partial(_get_bound, base.text, bound), key=f"to_{base.text}{end}")
-        for base in (DENSE, BF16)
-        for bound, end in (("value", ""), ("low", "_low"), ("high", "_high"))
-    ),
+    *raw_columns("source", to_dense="ratios.dense.value", to_dense_low="ratios.dense.low"),
+    *raw_columns(to_dense_high="ratios.dense.high", to_bf16="ratios.bf16.value"),
+    *raw_columns(to_bf16_low="ratios.bf16.low", to_bf16_high="ratios.bf16.high"),
+)
+
+
+_CELL = (
+    *raw_columns("network", "world_size", winner="winner.strategy.text", exact="exact.strategy.text"),
+    *raw_columns(lossy="lossy.strategy.text", schedule="schedule.strategy.text"),
 )
 
 
@@ -110,7 +101,7 @@ class Cell:
                 less = f"{1 - ratio.value:.0%} less than bf16 (90 %: {1 - ratio.high:.0%} to {1 - ratio.low:.0%})"
                 text += f" The fastest {kind} is {name}, {format_ms(row.step_s)} ms, {less}."
             else:
-                why = f"none is shown to be more than 1 % faster than bf16 ({name}: {_say_change(ratio)})"
+                why = f"none is shown to be more than 1 % faster than bf16 ({name}: {_format_change(ratio)})"
                 text += f" A {kind} is not worth it here: {why}."
         return text
 
@@ -125,8 +116,8 @@ class StrategyStepsResult(PredictResult):
         self.cells: list[Cell] = []
         ranks = self.config["ranks"]
         for fabric in self.fabrics:
-            found = {one.text: self._simulate_on(fabric, draws, ranks, **self._send_by(one, fabric, _CAPS))
-                     for one in self.strategies}  # fmt: skip
+            sent = {one.text: self._send_by(one, fabric, _CAPS) for one in self.strategies}
+            found = {text: self._simulate_on(fabric, draws, ranks, **sends) for text, sends in sent.items()}
             for place, world_size in enumerate(ranks):
                 if world_size > 1:
                     rows = {text: rows[place] for text, rows in found.items()}
@@ -184,14 +175,17 @@ class StrategyStepsResult(PredictResult):
             for world_size, sweep in self.sweeps.items()
             for rate, below, above in sweep.crossings
         ]
-        none = [f"on {n:,} ranks {sweep.rows[0][1]} is fastest at every bandwidth" for n, sweep in self.sweeps.items()
-                if not sweep.crossings]  # fmt: skip
+        same = [(n, sweep.rows[0][1]) for n, sweep in self.sweeps.items() if not sweep.crossings]
         assumed = describe_strategies(self.job, self.strategies, self.codecs)
         return [
             *(f"{cell.world_size:,} ranks over {cell.network}: {cell.describe()}" for cell in others),
-            *crossings, *none, *self._name_schedules(), ACCURACY, *(f"assumed: {line}" for line in assumed),
+            *crossings,
+            *(f"on {n:,} ranks {fastest} is fastest at every bandwidth" for n, fastest in same),
+            *self._name_schedules(),
+            ACCURACY,
+            *(f"assumed: {line}" for line in assumed),
             *super().findings,
-        ]  # fmt: skip
+        ]
 
     def _name_schedules(self) -> list[str]:
         """The fastest schedules at the lowest and the highest bandwidth, on the most ranks."""
@@ -208,20 +202,22 @@ class StrategyStepsResult(PredictResult):
     def tables(self) -> list[Table]:
         swept = [(n, *row) for n, sweep in self.sweeps.items() for row in sweep.rows]
         columns = (
-            Column("ranks", lambda r: r[0], "{:,}".format, "world_size", is_key=True),
+            Column("ranks", "0", "{:,}".format, "world_size", is_key=True),
             Column("bandwidth (Gb/s)", lambda r: r[1] / 1e9, "{:g}".format, "gbit_per_s", is_key=True),
-            Column("fastest", lambda r: r[2], key="fastest", priority=9),
+            Column("fastest", "2", key="fastest", priority=9),
             Column("step (ms)", lambda r: r[3][r[2]], format_ms, "fastest_s", priority=8),
-            *(Column(f"{one.text} (ms)", functools.partial(_get_step, one.text), format_ms, f"{one.text}_s")
-              for one in self.strategies),
-        )  # fmt: skip
+            *(
+                Column(f"{name} (ms)", functools.partial(_get_step, name), format_ms, f"{name}_s")
+                for name in (one.text for one in self.strategies)
+            ),
+        )
         title = f"{self.profile.model}: the fastest strategy by bandwidth, at a latency of {self._latency}"
         return [
             Table("strategies", f"{self.profile.model}: a step under each strategy", STRATEGIES, self.rows, key="rows"),
             Table("bandwidths", title, columns, swept, key="bandwidths"),
         ]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         return {"bandwidths": lambda: plot_bandwidths(self)}
 
     @property
@@ -232,13 +228,9 @@ class StrategyStepsResult(PredictResult):
 
     def to_json(self) -> dict[str, Any]:
         cells = [
-            {"network": cell.network, "world_size": cell.world_size, "winner": cell.winner.strategy.text,
-             "exact": cell.exact.strategy.text if cell.exact else None,
-             "lossy": cell.lossy.strategy.text if cell.lossy else None,
-             "schedule": cell.schedule.strategy.text if cell.schedule else None,
-             "is_worth_it": cell.lossy is not None and is_worth_it(cell.lossy)}
+            build_row(_CELL, cell) | {"is_worth_it": cell.lossy is not None and is_worth_it(cell.lossy)}
             for cell in self.cells
-        ]  # fmt: skip
+        ]
         crossings = [
             {"world_size": n, "bits_per_s": rate, "below": below, "above": above}
             for n, sweep in self.sweeps.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.predict.curves import FamilyCurve, fit_collectives
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
@@ -13,14 +13,10 @@ from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds
 from paceline.records.samples import Ratio, Samples, compare_times, group_by
 from paceline.records.store import Run
-from paceline.report.plots import MARKERS, draw_line, label_values, new_figure, place_legend
+from paceline.report.plots import MARKERS, Axes, Drawings, Figure, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import GB, format_bytes, format_duration, format_number_of, format_rate
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
 
@@ -36,10 +32,7 @@ class Ratios(NamedTuple):
 
 class CollectiveResult(Result):
     """Result of `bench allreduce`: one row per backend, memory, number of ranks and size, and a line fitted to each
-    curve.
-
-    `compared` are rows of another run or table to compare with; `differences` are reasons why they are not comparable.
-    """
+    curve. `compared` are rows of another run or table; `differences` are reasons why they are not comparable."""
 
     def __init__(
         self,
@@ -109,7 +102,7 @@ class CollectiveResult(Result):
         place = attrgetter("backend", "memory", "world_size", "num_bytes")
         return sorted(pairs, key=lambda pair: place(pair[0] or pair[1]))
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
         known = {(record.backend, record.world_size) for record in self.rows}
         # With more than six curves, draw only backends and ranks that were measured here: more cannot be told apart.
@@ -159,7 +152,7 @@ class ChunksResult(Result):
     def tables(self) -> list[Table]:
         return [Table("table", f"{format_bytes(self.rows[0].total_bytes)} in chunks", CHUNKS, self.rows, key="rows")]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.rows[0].dtype}, sum"
         return {"chunks": lambda: plot_chunks(self.rows, subtitle)}
 
@@ -228,13 +221,13 @@ COMPARISON = (
     Column("backend", lambda p: _name_backend(p[0] or p[1]), key="backend", is_key=True),
     Column("ranks", lambda p: (p[0] or p[1]).world_size, "number", "world_size", is_key=True),
     Column("size", lambda p: (p[0] or p[1]).num_bytes, "bytes", "num_bytes", is_key=True),
-    Column("here", lambda p: p[0] and p[0].time_s, "ms", "here_s", priority=2),
-    Column("there", lambda p: p[1] and p[1].time_s, "ms", "there_s", priority=2),
+    Column("here", "0.time_s", "ms", "here_s", priority=2),
+    Column("there", "1.time_s", "ms", "there_s", priority=2),
     Column("here / there", lambda p: p[0] and p[1] and p[0].time_s / p[1].time_s, "ratio", "ratio", priority=3),
-    Column("here busbw", lambda p: p[0] and p[0].busbw_bytes_per_s, "GB/s", "here_busbw_gbps"),
-    Column("there busbw", lambda p: p[1] and p[1].busbw_bytes_per_s, "GB/s", "there_busbw_gbps"),
+    Column("here busbw", "0.busbw_bytes_per_s", "GB/s", "here_busbw_gbps"),
+    Column("there busbw", "1.busbw_bytes_per_s", "GB/s", "there_busbw_gbps"),
     Column("there is", lambda p: f"{p[1].source}, {p[1].timing.statistic}" if p[1] else None, key="there_is"),
-    Column("from", lambda p: p[1].note if p[1] else None, key="from", priority=-1),
+    Column("from", "1.note", key="from", priority=-1),
 )
 
 

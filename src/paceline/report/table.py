@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,10 +41,10 @@ _MIN_WORDS = 24  # minimum width of a wrapped column of words
 class Column:
     """One column, defined once for all forms of a table.
 
-    `value` is a function of a row or the dotted path of an attribute; it may return None. `unit` says how people read
-    it: a key of `_FORMATS`, or a function. `key` names the column in JSON and CSV, which contain the raw value (rates
-    in GB/s). A column without a key is only for people, one without a name only for programs. A narrow terminal drops
-    columns, lowest priority first and from the right among equals, but never a key column (`is_key`).
+    `value` is a function of a row, or the dotted path of an attribute or item; it may return None. `unit` is a key of
+    `_FORMATS`, or a function. `key` names the column in JSON and CSV, which contain the raw value (rates in GB/s). A
+    column without a key is only for people, one without a name only for programs. A narrow terminal drops columns,
+    lowest priority first and from the right among equals, but never a key column (`is_key`).
     """
 
     name: str | None
@@ -81,7 +81,10 @@ class Column:
         if callable(self.value):
             return self.value(row)
         for name in self.value.split("."):
-            row = None if row is None else getattr(row, name)
+            if isinstance(row, Mapping):
+                row = row.get(name)
+            elif row is not None:
+                row = row[int(name)] if name.isdigit() else getattr(row, name)
         return row
 
 
@@ -89,6 +92,9 @@ def raw_columns(*paths: str, **named: str) -> list[Column]:
     """Columns for programs only: the attribute at each dotted path, under its last name or the given one."""
     keys = {path.split(".")[-1]: path for path in paths} | named
     return [Column(None, path, key=key) for key, path in keys.items()]
+
+
+SIMULATED = Column(None, lambda row: "simulated", key="source")
 
 
 def text_columns(*paths: str, **options: Any) -> list[Column]:
@@ -130,11 +136,8 @@ def build_row(columns: Sequence[Column], row: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns. `name` is used for its files, and `key` for its rows in JSON (the name by default).
-
-    `shown` are the rows shown on a terminal if not all of them; an empty list makes a table for files only.
-    `ratio_note` is printed under the table if it has ratios.
-    """
+    """Rows under columns. `name` is used for its files, and `key` for its rows in JSON (the name by default). `shown`
+    are the rows shown on a terminal if not all of them; an empty list makes a table for files only."""
 
     name: str
     title: str
@@ -200,11 +203,9 @@ class Table:
     _repr_html_ = html
 
     def terminal(self, width: int | None = 80) -> str:
-        """The table for a terminal of this width; None shows every column, however wide.
-
-        A text that is the same in every row moves to the title. Cells are never cut and numbers never wrapped: columns
-        are dropped until the rest fits, and if even the key columns do not fit, each row becomes several lines.
-        """
+        """The table for a terminal of this width; None shows every column, however wide. A text that is the same in
+        every row moves to the title. Cells are never cut and numbers never wrapped: columns are dropped until the rest
+        fits, and if even the key columns do not fit, each row becomes several lines."""
         rows = self.rows if self.shown is None else self.shown
         if not rows:
             return ""

@@ -6,26 +6,23 @@ import contextlib
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.errors import RecordError
 from paceline.predict.traces import Lateness, find_late
 from paceline.records import TracedStepRecord
 from paceline.records import training as records
+from paceline.records.checked import decode
 from paceline.records.environment import Environment
-from paceline.records.kinds import decode
 from paceline.records.store import Run, find_file, name_format, write_new
 from paceline.report.observed import PARTS, AttachedResult, plot_ranks
-from paceline.report.plots import COLORS, new_figure, place_legend
+from paceline.report.plots import COLORS, Drawings, Figure, new_figure, place_legend
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, join_words, raw_columns
 from paceline.units import format_duration, format_ms, format_number_of, format_speed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _COLUMNS = (
     Column("epoch", lambda e: e.epoch + 1, "number", "epoch", is_key=True),
@@ -74,10 +71,13 @@ class ObservedTraining(AttachedResult):
 
 
 class TrainRunResult(Result):
-    """A training run: `config.json` and `metrics.jsonl` in its folder. `rows` has one row per step.
+    """A training run: `config.json` (its settings and, once it has ended, its `outcome`) and `metrics.jsonl` in its
+    folder. `rows` has one row per step."""
 
-    `run.config` has the settings and, in `outcome`, `steps`, `world_size`, `backend`, `device` and `num_parameters`.
-    """
+    json_columns = (
+        *raw_columns("finished", "steps", "world_size"),
+        *raw_columns("outcome.backend", "outcome.device", "outcome.num_parameters"),
+    )
 
     def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:
         super().__init__(run, folder)
@@ -104,9 +104,8 @@ class TrainRunResult(Result):
 
     @cached_property
     def saves(self) -> list[dict[str, Any]]:
-        """One row per completed save: its `step`, how long steps waited for it (`stall_s`), the part of that spent on
-        the previous write (`wait_s`), how long its own write took (`write_s`), and the interval that `--save-every
-        auto` chose next (`next_s`)."""
+        """One row per completed save: its `step`, how long steps waited for it (`stall_s`) and for the previous write
+        (`wait_s`), how long its own write took (`write_s`), and the next interval of `--save-every auto` (`next_s`)."""
         return self._load_rows(records.SAVES_FILE)
 
     def _load_rows(self, name: str) -> list[dict[str, Any]]:
@@ -206,7 +205,7 @@ class TrainRunResult(Result):
     def page_tables(self) -> list[Table]:
         return [*self.tables(), *(self.observed.tables() if self.observed is not None else ())]
 
-    def page_figures(self) -> dict[str, Callable[[], Figure]]:
+    def page_figures(self) -> Drawings:
         if self.observed is None:
             return self.figures()
         return {**self.figures(), "ranks": lambda: plot_ranks(self.rows, self.machine), **self.observed.figures()}
@@ -215,7 +214,7 @@ class TrainRunResult(Result):
     def title(self) -> str:
         return f"{self.config['model']} on {self.config['data'].split(':')[0]}"
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         title = f"{self.title}, {format_number_of(self.world_size, 'rank')} ({self.config['wrapper']})"
         return {"training": lambda: plot_training(self.rows, title, self.machine)} if self.rows else {}
 
@@ -231,10 +230,7 @@ class TrainRunResult(Result):
         return steps
 
     def to_json(self) -> dict[str, Any]:
-        outcome = {name: self.outcome.get(name) for name in ("backend", "device", "num_parameters")}
-        facts = {"finished": self.finished, "steps": self.steps, "world_size": self.world_size, **outcome}
-        facts |= {"faults": self.faults} if self.faults else {}
-        return super().to_json() | facts | {"phases": self.phases or None}
+        return super().to_json() | ({"faults": self.faults} if self.faults else {}) | {"phases": self.phases or None}
 
     def _save_run(self, folder: Path) -> None:
         """Write the files of a run that wrote none: it can be loaded from there, but not resumed."""
@@ -252,9 +248,11 @@ class TrainRunResult(Result):
 
 
 def render_config(
-    settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None,
+    settings: dict[str, Any],
+    environment: Environment,
+    outcome: dict[str, Any] | None = None,
     faults: Sequence[dict[str, Any]] = (),
-) -> str:  # fmt: skip
+) -> str:
     """The text of `config.json`."""
     document = name_format(records.CONFIG_FORMAT) | {
         "settings": settings,

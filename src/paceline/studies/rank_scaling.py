@@ -22,7 +22,7 @@ from paceline.predict.networks import find_links, find_networks
 from paceline.predict.predictor import Prediction
 from paceline.predict.scaling import ScalingEvidence, describe_assumptions, simulate_scaling
 from paceline.records import CollectiveRecord, Record, StepRecord
-from paceline.records.doubts import add_busy, is_busy
+from paceline.records.findings import add_busy, is_busy
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import ScalePoint, compare_steps, find_peak_of, find_straggler, list_points

@@ -13,8 +13,8 @@ from paceline import machine
 from paceline.errors import refuse
 from paceline.options import Option, check_counts, check_options
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
+from paceline.records.checked import decode
 from paceline.records.environment import Environment
-from paceline.records.kinds import decode
 from paceline.records.store import Study
 from paceline.report.result import Result
 from paceline.runtime.ranks.place import is_launched, read_place

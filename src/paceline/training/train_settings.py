@@ -19,7 +19,7 @@ from paceline import machine
 from paceline.errors import ConfigError, PacelineError, RecordError, refuse
 from paceline.options import DATA, LEARNING, MEASUREMENT, MODEL, OUTPUT, Option, check_options, option
 from paceline.plan import Plan
-from paceline.records.kinds import decode
+from paceline.records.checked import decode
 from paceline.records.training import count_usable_ranks
 from paceline.runtime.faults.monitor import find_hang_timeout
 from paceline.strategy import Strategy

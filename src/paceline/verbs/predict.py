@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
 from paceline.records import CodecRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord, TracedStepRecord
-from paceline.records.doubts import find_doubts, is_busy
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import (
     list_collectives,
@@ -24,6 +23,7 @@ from paceline.records.exchange import (
     load_layer_times,
     load_table,
 )
+from paceline.records.findings import find_doubts, is_busy
 from paceline.records.kinds import COSTS, CostRecord, FaultRecord
 from paceline.records.store import Run, create_folder, is_run_path, load_run, naming_damage, pause_collection
 from paceline.records.training import count_usable_ranks, pick_like_last
@@ -31,10 +31,10 @@ from paceline.units import parse_duration
 
 if TYPE_CHECKING:
     from paceline.report.fault_policies import GoodputResult
+    from paceline.report.observed import TracedResult
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
     from paceline.report.strategy_steps import StrategyStepsResult
-    from paceline.report.trace_predictions import TracedResult
 
 Place = str | Path | None
 R = TypeVar("R", bound="Result")
@@ -180,7 +180,7 @@ def predict_trace(
         out: Save the run in a new folder there.
     """
     from paceline.predict.curves import check_algorithm
-    from paceline.report.trace_predictions import TracedResult
+    from paceline.report.observed import TracedResult
 
     check_algorithm(algorithm)
     places = (traces,) if isinstance(traces, str | Path) else tuple(traces)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.machine import StolenTime
-from paceline.records.doubts import find_doubts
 from paceline.records.environment import Environment, capture_environment
+from paceline.records.findings import find_doubts
 from paceline.records.kinds import Record
 from paceline.records.store import (
     RUN_FILE,
