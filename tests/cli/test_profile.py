@@ -251,6 +251,7 @@ def test_a_run_of_another_kind_is_refused_with_the_command_that_makes_the_right_
     assert answer.code == 2 and "(`paceline bench allreduce`)" in answer.err and "no numbers" in answer.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked", [(*LAYERS, "--strict"), ("scale", "batch", *SMALL, "--batch-size", "8", "--epochs", "2")]
 )

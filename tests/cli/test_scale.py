@@ -227,6 +227,7 @@ NUMBERS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_large_batches_of_a_model_that_predicts_numbers(tmp_path):
     """By default with every recipe that fits such a job, compared by test loss."""
     answer = type_alone(*NUMBERS, "--json", "--out", str(tmp_path / "out"))

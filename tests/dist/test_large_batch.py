@@ -58,6 +58,7 @@ def trained(warm_pool) -> dict[str, Any]:
     return dict(zip(CELLS, zip(*ranks, strict=True), strict=True))
 
 
+@pytest.mark.slow
 def test_seeds_are_runs_of_one_task(trained):
     """Synthetic data does not depend on the seed; initial weights, and so the training, do."""
     data = [rank[1] for of_cell in trained.values() for rank in of_cell]

@@ -437,6 +437,7 @@ def describe_process() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_a_forked_rank_behaves_like_a_fresh_process(on_ranks):
     first, second = on_ranks(2, describe_process)
     assert first["server"] == second["server"] != os.getpid()

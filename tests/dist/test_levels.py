@@ -188,6 +188,7 @@ def train_on_two(settings: TrainSettings, folder: Path, resume: bool) -> Any:
         return train_watched(settings, folder, resume, pass_by).error
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_identically(job, tmp_path):
     settings = TrainSettings(**SMALL | {"ranks": 4, "strategy": "powersgd:2+hosts"})
     (tmp_path / "whole").mkdir()

@@ -279,6 +279,7 @@ def read_notices(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line.startswith("paceline: ")]
 
 
+@pytest.mark.slow
 def test_a_forward_that_is_slow_once_is_named_on_all_ranks_and_goes_on(tmp_path):
     def find_logs() -> dict[str, Path]:
         return {path.parent.name: path for path in tmp_path.glob("logs/**/stderr.log")}

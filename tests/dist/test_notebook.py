@@ -253,6 +253,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_killed_kernel_leaves_no_process_also_after_a_reset(runtime):
     check_death(runtime, reset=True)
 

@@ -165,6 +165,7 @@ def test_what_cannot_be_tuned_is_refused_before_a_rank_starts(monkeypatch, argum
     assert isinstance(caught.value, ConfigError) and caught.value.code == code
 
 
+@pytest.mark.slow
 def test_strategies_race_with_exact_plans(tmp_path):
     result = paceline.tune(build, ranks=2, quick=True, iters=3, caps="16KiB", backend="gloo", strategy="int8,diloco:10")
     labels = [candidate.label for candidate in result.tuning.candidates]

@@ -202,7 +202,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("policy", "fault", "rank", "place"),
     [
         ("restart", "kill", 1, "begin"),
-        ("spare", "kill", 1, "optimizer"),
+        pytest.param("spare", "kill", 1, "optimizer", marks=pytest.mark.slow),
         pytest.param("spare", "kill", 0, "begin", marks=pytest.mark.slow),
         pytest.param("spare", "segv", 1, "begin", marks=pytest.mark.slow),
         pytest.param("spare", "stop", 1, "begin", marks=pytest.mark.slow),
@@ -222,6 +222,7 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
     check_samples(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_ranks_whose_messages_never_fail_are_told_and_what_was_aborted_is_no_step(undisturbed, tmp_path):
     (found,) = run(tmp_path / "run", "spare", [(11, 1, "kill", "optimizer")], job=train_deaf)
     assert (found.rank, found.policy, found.steps_lost, found.ranks_after) == (1, "spare", 0, 2)

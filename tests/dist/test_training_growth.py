@@ -125,6 +125,7 @@ def test_micro_batches_become_more_or_larger(on_ranks, tmp_path, grow, wanted):
     assert on_ranks(2, count_micro_batches, settings, tmp_path) == [wanted, wanted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grow", "schedule"), [pytest.param("accumulate", "constant", marks=pytest.mark.slow), ("batch-size", "cosine")]
 )

@@ -72,6 +72,7 @@ def many_on_few_cores() -> None:
         ranks.conclude()
 
 
+@pytest.mark.slow
 def test_eight_ranks_on_two_cores(forked):
     forked(HERE + "many_on_few_cores")
 

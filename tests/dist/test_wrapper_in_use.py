@@ -444,16 +444,25 @@ def outlive_a_group() -> bool:
     with paceline.init("gloo", "cpu", announce=None) as world:
         owners = [Owner()]
         group = open_group(Channel(dist.group.WORLD, world.device), owners[0])
-        work, is_there, may_end = group.allreduce([torch.ones(4)]), threading.Event(), threading.Event()
+        is_there, may_end = threading.Event(), threading.Event()
 
         def hold(done, group=group):
             is_there.set()
             may_end.wait(100)
             return done.value()
 
-        future = work.get_future().then(hold)
-        assert is_there.wait(100)
-        del group, work, hold
+        if world.rank == 1:
+            world.barrier()  # the callback of rank 0 would run in its own thread if the all-reduce were complete
+        work = group.allreduce([torch.ones(4)])
+        if world.rank == 0:
+            future = work.get_future().then(hold)
+            world.barrier()
+            assert is_there.wait(100)
+            del work
+        else:
+            future = work.get_future()
+            del work
+        del group, hold
         owners.clear()
         gc.collect()
         may_end.set()

@@ -130,6 +130,7 @@ def test_padding_is_cut_to_the_longest_of_the_batch(tmp_path):
 
 
 @given(st.text(max_size=40), st.text(max_size=40), st.integers(4, 60))
+@pytest.mark.slow
 def test_pairs_fit_the_context_and_lose_no_more_than_they_must(first, second, context):
     (ids,) = TOKENIZER.encode_pairs([first], [second], context)
     left, right = first.encode(), second.encode()

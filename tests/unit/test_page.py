@@ -207,6 +207,7 @@ def test_a_page_is_replaced_and_another_file_is_not(tmp_path):
         save_report([])
 
 
+@pytest.mark.slow
 def test_a_page_of_many_steps_and_ranks_is_small():
     rows = make_rows(steps=10_000, ranks=8, recorded=range(2, 18))
     page = render_page([make_result(rows, ranks=8)])
