@@ -108,7 +108,6 @@ def test_read_a_run(start, tmp_path):
     assert "gloo, 2 ranks: a message of 2 MiB takes about 0.005000 s" in out
 
 
-@pytest.mark.slow
 def test_large_batch(start):
     found = re.fullmatch(
         r"(\d+) steps, the last of 256 samples; accuracy (\d+)%\n", run_example(start, "large_batch.py")

@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,13 @@ SMOOTH = tuple(shape for shape in SCHEDULES if shape != "piecewise")
 def rates(shape, warmup=0, steps=STEPS):
     schedule = Schedule(shape=shape, peak=PEAK, num_steps=steps, warmup_steps=warmup)
     return [schedule.rate(step) for step in range(steps + 1)]
+
+
+def test_a_rate_is_set_in_every_parameter_group():
+    schedule = Schedule(shape="linear", peak=PEAK, num_steps=STEPS)
+    optimizer = torch.optim.SGD([{"params": [torch.ones(1)]}, {"params": [torch.ones(1)], "lr": 7.0}], lr=1.0)
+    assert schedule.apply(optimizer, 4) == schedule.rate(4)
+    assert [group["lr"] for group in optimizer.param_groups] == [schedule.rate(4)] * 2
 
 
 def test_constant_is_constant():

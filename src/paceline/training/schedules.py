@@ -8,8 +8,12 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError, refuse
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 SCHEDULES = ("constant", "cosine", "linear", "piecewise")
 
@@ -62,6 +66,13 @@ class Schedule:
         if self.shape == "linear":
             return self.peak * (1 - share)
         return self.peak * 0.5 * (1 + math.cos(math.pi * share))
+
+    def apply(self, optimizer: Optimizer, step: int) -> float:
+        """Set the learning rate of a step in all parameter groups, and return it."""
+        rate = self.rate(step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return rate
 
 
 # How a rank computes its part of a grown batch: with more micro-batches, or with larger ones.
