@@ -140,7 +140,8 @@ class GradientSync:
                 self._completes = False
 
     def before_forward(self, change: str, is_training: bool = True) -> None:
-        """Finish what the last step left open. The next step reports `change`, made to the model, to every rank."""
+        """Finish the work that the last step left open. The next step reports `change`, made to the model, to every
+        rank."""
         if self.schedule is not None:
             self._unusable = self._unusable or self.schedule.unusable
         if self._unusable:
@@ -393,7 +394,8 @@ class GradientSync:
             status |= Status.CHANGED
         if (local := self._local) is not None and not local.has_finite_gradients():
             status |= Status.SKIPS
-        # A pending backward needs the buffers as they are. Evaluation outputs do not count: they may be kept for ever.
+        # A pending backward needs the current buffers. Evaluation outputs do not count, because they may be kept
+        # forever.
         if any(forward.is_training for forward in self._open):
             return status | Status.HOLD
         if self.buffers.are_due(self.num_steps if local is None else 0, in_training=not self._completes):
@@ -466,7 +468,7 @@ class GradientSync:
         return True
 
     def _raise_for_all(self, missing: list[int], failure: Failure | None) -> None:
-        """Exchange what each rank found wrong, and raise one error with the same text everywhere."""
+        """Exchange the problems found by each rank, and raise one error with the same text on all ranks."""
         params = self.replica.params
         error, place = failure or (None, "")
         text = "" if error is None else f"{place}: {type(error).__name__}: {error}"

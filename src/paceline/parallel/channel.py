@@ -32,7 +32,7 @@ _WORD_BITS = 62  # a store's counters have 64 bits
 
 
 class Sent(NamedTuple):
-    """What a rank passed to all-reduce: the number of calls, and the bytes of their gradients."""
+    """The all-reduces of a rank: the number of calls, and the bytes of their gradients."""
 
     num_messages: int
     num_bytes: int
@@ -109,7 +109,7 @@ class Channel:
         return [] if end == "all" else [int(rank) for rank in end.split()]
 
     def report_failure(self, step: object) -> None:
-        """Warn ranks that wait outside of our messages: what they wait for may never be sent in this step."""
+        """Warn ranks that wait for other messages than ours, which may never be sent in this step."""
         with contextlib.suppress(RuntimeError):  # the rank that served the store has left
             self._failures.set(str(step), "")
 

@@ -682,7 +682,7 @@ def _choose(
 
 
 def _once(message: torch.Tensor, compute: Callable[[], Any]) -> Any:
-    """Cache what is computed from a message, which is equal on all ranks and never modified. Replicas in one process
+    """Cache values computed from a message, which are equal on all ranks and never modified. Replicas in one process
     receive the same tensor, so the first one computes it for all."""
     found = vars(message)
     if "computed" not in found:

@@ -124,7 +124,7 @@ class ControlWords:
 
 
 class Finding(NamedTuple):
-    """What one rank found in a failed step: an error message, a change of the model, missing gradients."""
+    """One rank's report on a failed step: an error message, a change of the model, missing gradients."""
 
     error: str
     in_hook: bool

@@ -379,7 +379,7 @@ def estimate_goodput(
 
 
 def is_ahead(first: Goodput, second: Goodput) -> bool:
-    """Whether what is known of the costs decides between two policies: in 95 % of the draws."""
+    """Whether the known costs decide between two policies, in 95 % of the draws."""
     better = sum(a > b for a, b in zip(first.draws, second.draws, strict=True))
     return better >= 0.95 * len(first.draws)
 

@@ -21,7 +21,7 @@ ALL = (
     "zero1+bf16",
 )  # fmt: skip
 EVERY = ("all",)
-# What a profile measures; another amount of a codec is assumed to cost the same.
+# The strategies that a profile measures; other parameters of a codec are assumed to cost the same.
 MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:1", "diloco:1", "zero1")
 BF16 = Strategy.parse("bf16")
 # Range of a codec's time in a step relative to its time alone.
@@ -42,7 +42,7 @@ def list_strategies(given: str | Sequence[str], can_shard: bool = True) -> tuple
     return tuple(dict.fromkeys((DENSE, BF16, *named)))
 
 
-# In order of how much they change the update.
+# Ordered by how much they change the update.
 UPDATES = ("exact", "rounded", "lossy", "schedule")
 
 

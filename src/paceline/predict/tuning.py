@@ -119,7 +119,7 @@ class TuneSettings:
     def to_json(
         self, gradients: Sequence[Gradient], default_plan: Plan, predictions: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
-        """What is needed besides the records to analyse a saved run again."""
+        """The data needed, besides the records, to analyse a saved run again."""
         return {
             "predictions": list(predictions),
             "tune": asdict(self) | {"caps_bytes": list(self.caps_bytes), "strategies": list(self.strategies)},
@@ -264,7 +264,7 @@ class Tuning:
 
     @cached_property
     def predicted_gain(self) -> float:
-        """What the best of all plans saves of the default's step by the prediction, whether it ran or not."""
+        """The predicted saving of the best of all plans relative to the default, whether it ran or not."""
         if self.race is None:
             return self.choice.gain
         return self.model.choose(self.choice.default.cuts, only_caps=not self.settings.takes_lists).gain

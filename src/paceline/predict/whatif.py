@@ -89,13 +89,13 @@ def simulate_what_if(
 ) -> list[Prediction]:  # fmt: skip
     """One row per number of ranks, with the best bucket size. `draws` are the job as it might have been measured. A
     step has `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`.
-    `evidence` is what the profile shows about copies, contention and neighbours; without it they are `known`, or
+    `evidence` holds the profile's measurements of copies, contention and neighbours; without it they are `known`, or
     assumed. At most `most_caps` bucket sizes are tried (0 means all). Calls that differ only in `send` use the same
     draws."""
     jobs = enumerate([job, *draws])
 
     def build(resample: Resample) -> Callable[[int], Draw]:
-        """What is known of the job, the fabric and what a rank pays, for any number of ranks."""
+        """The known facts about the job, the fabric and a rank's costs, for any number of ranks."""
         number, alone = next(jobs)
         alone = alone.accumulate(accumulate)
         there = fabric if resample.source is None else fabric.draw(resample.source, resample.shift)
@@ -191,7 +191,7 @@ def describe_scenario(
 
 
 class CommRow(NamedTuple):
-    """A profile and what is predicted for it on one network and number of ranks."""
+    """A profile and its predictions on one network and number of ranks."""
 
     profile: LayerProfileRecord
     job: Job

@@ -58,7 +58,7 @@ class Checked:
             raise RecordError(f"{self.place}: {fault}")
 
     def find_faults(self) -> Iterator[str]:
-        """What is wrong with values that are valid each by itself."""
+        """Why these values, each valid by itself, are invalid together."""
         yield from ()
 
     @property

@@ -21,7 +21,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 SOURCES = ("measured", "simulated", "emulated", "imported")
-# Where the message is: in an ordinary tensor, or in memory that the ranks share and reduce in place.
+# The memory of the message: an ordinary tensor, or memory that the ranks share and reduce in place.
 MEMORIES = ("ordinary", "shared")
 
 # busbw = algbw * factor(n), as nccl-tests defines it: the bytes that each link carries per byte of the message.
@@ -218,7 +218,8 @@ class FaultRecord(Record):
     whether the report was correct; for a pause, whether nothing was reported. `ended_s`: until the command exited.
     `steps_lost`: steps since the newest checkpoint, or the steps that a recovered run repeated. `restart_s`: from a
     restart until the lost steps were repeated. `said`: the line that reported the fault, or the last line. `policy`:
-    what the run did, and `on_fault` what was requested. `recovered_s`: from detection to the end of the next step.
+    the policy that the run applied, and `on_fault` the requested policy. `recovered_s`: from detection to the end of
+    the next step.
     """
 
     kind: ClassVar[str] = "fault"

@@ -113,7 +113,7 @@ class StepRecord(Record):
 
     @property
     def job(self) -> tuple[str, str, str, str]:
-        """What a step computes."""
+        """The computation of a step."""
         return self.model, self.data, self.device, self.precision
 
     @property
@@ -205,7 +205,7 @@ class StepRecord(Record):
 
 
 def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
-    """Step time divided by the reference's in the same repetition: they are adjacent, so a slow spell hits both."""
+    """Step time divided by the reference's in the same repetition: they are adjacent, so a slow period affects both."""
     if record is reference:
         return Ratio(1.0, 0.0)
     here, there = ((r.cell, r.job, r.timing.count) for r in (record, reference))

@@ -1,4 +1,4 @@
-"""What a fault trial asks of its job, and environments that a fault needs: a small disk, a memory limit, or two hosts.
+"""The request of a fault trial to its job, and environments for faults: a small disk, a memory limit, or two hosts.
 
 Each is created for one job and then removed. Hosts are network namespaces of this machine, which need root.
 """

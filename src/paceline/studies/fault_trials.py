@@ -158,7 +158,7 @@ class Trial:
         return bool(can) and self.policy != "stop" and self.system == "train"
 
     def build_request(self, folder: Path, group: str = "") -> Asked:
-        """What the job is asked to do. `group` is the control group whose memory runs out."""
+        """The request to the job. `group` is the control group whose memory runs out."""
         fault, place = self.fault, self.kind.place
         steps = _LONG_STEPS
         if (not self.kind.cause and fault != "noise") or place == "start":
@@ -203,7 +203,7 @@ def faults(
         on_fault: Recovery policy of `paceline train`: stop, restart, spare or shrink; several are interleaved.
         state: Size of the model and optimizer: 100MB. Default: small.
         device: cpu or cuda.
-        out: Save the run in a new folder there, trial by trial.
+        out: Save the run in a new subfolder of this folder, trial by trial.
         resume: The folder of an interrupted run. It keeps its own settings: only the number of trials may be given.
     """
     given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
@@ -493,7 +493,7 @@ def _make_damaged(trial: Trial, asked: Asked) -> int:
 
 
 def _find_recovered(folder: Path) -> dict[str, Any]:
-    """What a run that continued recorded about its fault; empty if it did not continue."""
+    """The fault as recorded by a run that continued; empty if it did not continue."""
     for path in folder.glob(f"{OUT}/*/config.json"):
         for fault in json.loads(path.read_text()).get("faults", []):
             return {name: value for name, value in fault.items() if value is not None}

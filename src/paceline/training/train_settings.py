@@ -161,7 +161,7 @@ class TrainSettings:
 
     @property
     def batches(self) -> Batches:
-        """Fill in the sizes that are None; refuse sizes that contradict each other."""
+        """Fill in the sizes that are None; refuse inconsistent sizes."""
         ranks, batch_size, size, accumulate = self.ranks, self.batch_size, self.global_batch_size, self.accumulate
         check_options(self, ("batch_size", "global_batch_size", "accumulate"))
         if size is None:
@@ -284,7 +284,7 @@ class TrainSettings:
             raise ConfigError(f"{found}: leave it out, or use --on-fault restart")
 
     def _check_batches(self) -> None:
-        """Refuse contradictory batches and lengths of a run."""
+        """Refuse inconsistent batch sizes and run lengths."""
         _ = self.batches
         if self.steps is not None and self.epochs != 1:
             found = f"--steps {self.steps} with --epochs {self.epochs}"

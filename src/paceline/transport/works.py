@@ -248,7 +248,7 @@ class Futures:
 
 def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: Exception | None) -> None:
     """Complete a Future with a result or an error. Unlike `set_exception`, each caller gets its own exception: the
-    traceback of a shared one would keep this Future and the caller's group alive for ever."""
+    traceback of a shared one would keep this Future and the caller's group alive forever."""
     if error is None:
         future.set_result(tensors)
         return

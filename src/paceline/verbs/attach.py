@@ -71,7 +71,7 @@ def attach(
         race: Stop this run, and compare its own buckets with the best ones in a second run, interleaved.
         caps: Bucket sizes to compare instead of the best ones.
         budget: Time limit for the comparison, in seconds.
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
     """
     check_counts(steps=steps or None, every=every)
     words = list(command)

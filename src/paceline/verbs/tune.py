@@ -47,7 +47,7 @@ def tune(
         budget: Time limit for comparing plans, in seconds. Default: 60, or 30 with `quick`.
         strategy: "all", or a list ("bf16,int8"): predict every strategy. bf16 and the named ones are also measured; for
             "all", bf16 and the best lossy one. `result.plan` is always for exact gradients.
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
         job: Options of `paceline.train`, for a built-in model (`data`, `batch_size`, ...).
     """
     is_odd = network is None and network_ranks is not None

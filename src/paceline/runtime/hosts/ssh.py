@@ -290,7 +290,7 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
     """Run every agent's request, show all output, and return the exit code of the first that failed, or 0.
 
     When one fails, or on the first Ctrl-C or SIGTERM, all are asked to end and get `grace_s` to save; a second signal
-    kills them. All are also asked to end, with BrokenPipeError, when nobody reads the output any more (`| head`).
+    kills them. All are also asked to end, with BrokenPipeError, when nothing reads the output any longer (`| head`).
     """
     signals: list[int] = []
     asked_s: list[float] = []

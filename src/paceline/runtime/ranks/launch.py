@@ -63,7 +63,7 @@ _Hear = Callable[[int, Any], None] | None
 
 
 def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
-    """Raise ConfigError if this host's memory cannot hold so many local ranks."""
+    """Raise ConfigError if this host's memory cannot hold this many local ranks."""
     if num_ranks < 1:
         raise ConfigError(f"{num_ranks} ranks: use at least 1")
     each, have = RANK_BYTES + bytes_per_rank, machine.available_memory_bytes()
@@ -400,7 +400,7 @@ def run_ranks(
         args: Its arguments, the same on every rank.
         timeout_s: Ends ranks that take longer. In a launched world it bounds the wait for the other ranks after `fn`
             returned here.
-        on_message: `on_message(rank, message)` gets what ranks `post`.
+        on_message: `on_message(rank, message)` is called with every message that ranks `post`.
     """
     if not is_launched():
         with RankPool(num_ranks) as pool:

@@ -42,7 +42,7 @@ _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
 # The address of our launcher's store, and the secret that ranks of several hosts prove to know.
 STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
 _BIND_S = 3.0  # how long the store of an earlier world may take to release its name
-_ANSWER_S = 3.0  # how long an answer may take in transit, beyond the timeout of a wait for a key
+_ANSWER_S = 3.0  # time allowed for an answer in transit, on top of the timeout for waiting for a key
 _LONGEST_S = 1e6  # the kernel does not accept infinity
 # A host that vanishes sends nothing; keepalive probes detect it: idle seconds, probe interval, number of probes, and
 # the timeout in ms.

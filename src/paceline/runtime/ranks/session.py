@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # Seconds between lines in a log, without a terminal to draw on.
 _LINE_S = 10.0
 
-# What ranks call: a function, or "package.module:name", which only the ranks import.
+# The function that ranks call, or "package.module:name", which only the ranks import.
 Function = str | Callable[..., Any]
 Describe = Callable[[Sequence[Record]], str]
 

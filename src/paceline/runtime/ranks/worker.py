@@ -93,7 +93,7 @@ def _open_page(variables: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def listen(listener: Callable[[Any], None]) -> Iterator[None]:
-    """Receive what this process posts."""
+    """Receive the messages that this process posts."""
     global _listener
     before, _listener = _listener, listener
     try:

@@ -125,10 +125,10 @@ def init(
         rendezvous: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
         rank: This process's number, without a launcher.
         world_size: The number of ranks, without a launcher.
-        threads: torch's threads per rank. By default the cores of this host shared among its ranks.
+        threads: torch's threads per rank. By default this host's cores divided by its number of ranks.
         timeout_s: Bounds each collective.
         rendezvous_timeout_s: Bounds the wait for the other ranks.
-        announce: Called on rank 0 with a line that says what was chosen.
+        announce: Called on rank 0 with a line that describes the choices made.
     """
     global _open
     limits = f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}"

@@ -314,7 +314,7 @@ def load_data(
     check_request(request)
     if request.name.startswith("synthetic"):
         return build_synthetic(request, split, form, device)
-    limit = request.samples if split == "train" else None  # the test split is never cut
+    limit = request.samples if split == "train" else None  # the test split is never truncated
     path = load_from_hub(request.name) if request.path is None else Path(request.path)
     layout, files = find_files(request.name, path, split)
     labels: _Labels = {"name": request.name, "split": split, "source": f"from {layout} files in {path}"}

@@ -86,8 +86,8 @@ class MicroBatch(NamedTuple):
 
 
 def split_window(indices: torch.Tensor, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
-    """A rank's share of a global batch, in as many micro-batches as every other rank has. Shares are contiguous and
-    differ by at most one sample, and so do the micro-batches of a rank."""
+    """A rank's share of a global batch, in the same number of micro-batches on every rank. Shares are contiguous and
+    differ in size by at most one sample, as do the micro-batches of a rank."""
     largest = -(-len(indices) // world_size)
     count = -(-largest // micro_batch_size)
     share = cut_range(range(len(indices)), rank, world_size)
