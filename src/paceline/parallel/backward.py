@@ -89,7 +89,7 @@ class GradientSync:
         self.join: JoinOptions | None = None
         self.futures: list[torch.futures.Future[Any]] = []  # from a buffer hook; backward waits for them
         self._is_announced, self._all_finished = False, False
-        self._last_active = 0  # the lowest rank that still had data
+        self._last_active = 0  # the lowest rank that still has data
         self._weight = 1  # this rank's weight in the average
         self.expected_total = self.channel.world_size  # assumed total weight of all ranks: that of the last step
         self._task: int | None = None  # autograd's ID of the running backward
@@ -165,7 +165,7 @@ class GradientSync:
         """Detect when a backward passes through the output."""
         pulse.enter(pulse.BETWEEN)
         if isinstance(output, torch.Tensor) and not output.requires_grad:
-            return  # as from a frozen teacher: no backward follows
+            return  # no backward will follow, as for a frozen teacher
         forward = _Forward(samples, is_training)
         self._open.add(forward)
         nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
@@ -176,7 +176,7 @@ class GradientSync:
             self.expect_backward()
 
     def expect_backward(self) -> None:
-        """Prepare for a backward that no output announces: it may reach any parameter first."""
+        """Prepare for a backward that cannot be detected from an output: it may reach any parameter first."""
         if len(self._handles) < len(self.replica.params):
             self._hook([param for param in self.replica.params if param.requires_grad])
 
@@ -426,7 +426,7 @@ class GradientSync:
         return self.control.read_reports(slots.tolist()), missing
 
     def _send_empty(self) -> None:
-        """Take part in one more step with zeros, as ranks do that read this step's control words one step later."""
+        """Take part in one more step with zeros, like the ranks that read this step's control words one step later."""
         words, _, _ = self.reducer.collect(self._factor, take_part=False)
         with torch.no_grad():
             self.control.write_report(words, RankReport(Status.FAILED))
@@ -442,7 +442,8 @@ class GradientSync:
     def _act_on(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
     ) -> bool:
-        """Raise on every rank what any rank reported, and share changed buffers. False if every rank has failed."""
+        """Raise the errors reported by any rank on every rank, and share changed buffers. False if every rank has
+        failed."""
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
         self._all_finished = not active
@@ -689,7 +690,7 @@ class BucketedReducer:
 
     def _start(self, bucket: LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
         number = bucket.number
-        self.timeline.mark("launch", number)  # before the call: on few cores it may return when half is done
+        self.timeline.mark("launch", number)  # before the call: on few cores it may return half-way through
         if self.hook_calls is not None:
             bucket.work = self.hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
             self._failure = self._failure or self.hook_calls.failure

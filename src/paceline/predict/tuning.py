@@ -1,4 +1,4 @@
-"""One tuning run: turns its records into the recommended plan, the answer, and the accuracy of the prediction.
+"""Turns the records of one tuning run into the recommended plan, the answer, and the accuracy of the prediction.
 
 Pure, so a saved run always gives the same answer; the measurements are taken in `measure.plan_bench`.
 """
@@ -258,7 +258,7 @@ class Tuning:
 
     @property
     def spread(self) -> float:
-        """How much longer the slowest cap takes than the fastest."""
+        """The extra time of the slowest cap relative to the fastest."""
         times = [point.best_s for point in self.points]
         return max(times) / min(times) - 1
 
