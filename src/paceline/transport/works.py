@@ -1,4 +1,4 @@
-"""Building blocks of the process group: tensors as the core needs them, and torch's `Work` and `Future`."""
+"""Building blocks of the process group: tensors in the form that the core needs, and torch's `Work` and `Future`."""
 
 from __future__ import annotations
 

@@ -418,7 +418,8 @@ def _finish(
     doubts: Iterable[str] = (),
     out: Place = None,
 ) -> R:
-    """The result, saved in a new folder if `out` names a place. It refuses what cannot be simulated before that."""
+    """The result, saved in a new folder if `out` is given. Requests that cannot be simulated are refused before
+    that."""
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     result = build(Run(verb, config, here, tuple(records), tuple(doubts)))
     if out is not None:

@@ -99,7 +99,7 @@ def profile(
 
 
 def _measure_together(session: Session, given: Any, iters: int | None, warmup: int | None) -> list[Any]:
-    """How twice as many ranks slow each other down on a CPU, if ranks are started here and each has a core.
+    """Measure how twice as many ranks slow each other down on a CPU, if ranks are started here and each has a core.
 
     Called first, so that the profile finds its ranks warm.
     """
@@ -125,7 +125,7 @@ def trace(
     Args:
         steps: Number of steps to record.
         warmup: Number of warm-up steps. Default: 3.
-        memory: Show what uses memory over one more step, by category, and what causes its peak.
+        memory: Show memory use over one more step, by category, and the cause of its peak.
         shapes: Record the shapes of operator inputs.
         plot: Draw one step of all ranks.
     """
