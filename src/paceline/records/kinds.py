@@ -59,7 +59,7 @@ class Record(Checked):
             KINDS[cls.kind] = cls
 
     def find_uneven(self, *names: str) -> Iterator[str]:
-        """Which of these samples have other repetitions or ranks than `timing`."""
+        """The samples whose repetitions or ranks differ from those of `timing`."""
         for name in names:
             found = getattr(self, name)
             if found is not None and found.shape != self.timing.shape:  # type: ignore[attr-defined]
@@ -253,7 +253,7 @@ class CostRecord(Record):
 
     `name`: a training `step`; the stall of a `save`, and the background `write` of the checkpoint; the time to `detect`
     a fault, and from there to the next step after a `restart`, with a `spare`, or on fewer ranks (`shrink`). `source`
-    is `imported` where the user typed it, and `note` says where it comes from.
+    is `imported` if the user typed it, and `note` says where it comes from.
     """
 
     kind: ClassVar[str] = "cost"

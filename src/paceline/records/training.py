@@ -187,7 +187,7 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
     a negative estimate counts as 0.
     """
     count = len(signals)
-    if count < 3:  # too few to know their spread
+    if count < 3:  # too few to estimate their spread
         return None
     noise, signal = statistics.fmean(noises), max(0.0, statistics.fmean(signals))
     scale = _student_t95(count - 1) ** 2 / count

@@ -47,7 +47,7 @@ from paceline.units import format_duration, format_number_of, parse_size
 from paceline.verbs.jobs import Names, Place, check_resume, finish, list_names
 
 SYSTEMS = ("train", "script", "torch")
-ATTACHED = "attached"  # torch's wrapper, in a script that does not know the monitor
+ATTACHED = "attached"  # torch's wrapper, in a script without any monitor code
 _MOST_TRIALS = 10_000
 _QUICK = "kill,stop,gil,loop,exception,term,stall"
 
@@ -82,7 +82,7 @@ FAULTS: dict[str, Fault] = {
     "gil": Fault("forward", "GIL"),
     "loop": Fault("forward", "has been computing"),
     "deadlock": Fault("backward", "has been blocked"),
-    "endless-kernel": Fault("forward", "GPU that does not finish", "gpu"),
+    "endless-kernel": Fault("forward", "has been waiting for its GPU", "gpu"),
     "exception": Fault("forward", "ValueError: a bad sample"),
     "exception-in-backward": Fault("backward", "ValueError: a bad sample"),
     "exception-in-optimizer": Fault("optimizer", "ValueError: a bad sample"),
@@ -196,7 +196,7 @@ def faults(
         backend: gloo, shm, or both.
         ranks: Number of ranks.
         systems: train (`paceline train`), script (a script with Paceline's wrapper and monitor, under torchrun), torch
-            (one with torch's wrapper and torch.save), attached (that with PACELINE_MONITOR=1).
+            (a script with torch's wrapper and torch.save), attached (the same script with PACELINE_MONITOR=1).
         trials: Number of trials per fault. Default: 1, or as in the resumed run.
         patience: Seconds to wait for a fault to be identified, and to disturb a healthy job.
         restart: Restart each job once from its newest checkpoint.
@@ -232,7 +232,7 @@ def _build_config(
     *, faults: str, backend: Names, systems: Names, ranks: int, trials: int, patience: float, restart: bool,
     on_fault: Names, state: str | None, device: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """The configuration of the run, after all checks that need no job."""
+    """The configuration of the run, after all checks that do not need a job."""
     named, policies, backends = list_names(systems), list_names(on_fault), list_names(backend)
     known = (*SYSTEMS, ATTACHED)
     Option(choices=known).check("systems", named)

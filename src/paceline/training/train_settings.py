@@ -416,7 +416,8 @@ def check_size(settings: TrainSettings) -> None:
 
 
 def check_job(settings: TrainSettings) -> None:
-    """Refuse what can be refused before a rank starts: bad settings, unknown models or data, missing files."""
+    """Refuse all errors that can be detected before a rank starts: bad settings, unknown models or data, missing
+    files."""
     settings.check()
     settings.check_policy()
     if settings.wrapper == "dp" and (settings.device == "cpu" or not machine.count_gpus()):
@@ -439,7 +440,7 @@ def check_job(settings: TrainSettings) -> None:
 
 
 def list_job_warnings(settings: TrainSettings) -> list[str]:
-    """Warnings about settings that work but measure little."""
+    """Warnings about settings that work but give little information."""
     if settings.wrapper != "dp" or machine.count_gpus() > 1:
         return []
     return ["--wrapper dp on one GPU: nn.DataParallel has nothing to distribute and acts as if there were no wrapper"]
