@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline import load_run
-from paceline.measure.bench_settings import WRAPPERS
+from paceline.measure.bench_settings import DEFAULT_WRAPPERS
 from paceline.records import StepRecord
 
 ROW_KEYS = {
@@ -55,7 +55,7 @@ def test_a_person_gets_a_table_with_all_wrappers_at_world_size_1(command, tmp_pa
     asked = ("bench", "wrappers", "--model", "cnn", "--ranks", "1", "--batch-size", "2", "--iters", "5")
     answer = command(*asked, "--out", str(tmp_path))
     assert answer.code == 0, answer.err
-    for words in (*WRAPPERS, "step (ms)", "/ torch", "/ tuned", "/ bare", "fastest of"):
+    for words in (*DEFAULT_WRAPPERS, "step (ms)", "/ torch", "/ tuned", "/ bare", "fastest of"):
         assert words in answer.out
     assert "steps of data-parallel wrappers (cnn, gloo, cpu, fp32" in answer.out
     assert answer.out.startswith("A step of cnn on 1 rank (gloo) in Paceline's wrapper takes ")
