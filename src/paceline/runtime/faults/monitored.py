@@ -184,7 +184,7 @@ def attach() -> None:
     torch.autograd.backward = run_backward
 
 
-# -- the process of a host ---------------------------------------------------------------------------------------------
+# -- the monitor process of a host -------------------------------------------------------------------------------------
 
 
 def serve() -> None:

@@ -88,7 +88,7 @@ def _read_stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-# -- its stack ---------------------------------------------------------------------------------------------------------
+# -- the stack of a process --------------------------------------------------------------------------------------------
 
 
 def find_frames(stack: str) -> list[tuple[str, str, str]]:
@@ -118,7 +118,7 @@ def is_importing(stack: str) -> bool:
     return False
 
 
-# -- its end -----------------------------------------------------------------------------------------------------------
+# -- how a process ended -----------------------------------------------------------------------------------------------
 
 
 def describe_end(code: int, where: str = "", is_oom: bool = False, stack: str = "") -> str:
@@ -144,7 +144,7 @@ def count_oom_kills() -> int:
     return 0
 
 
-# -- the failure of its rank -------------------------------------------------------------------------------------------
+# -- the failure of a rank ---------------------------------------------------------------------------------------------
 
 # Phrases that gloo, NCCL and torch's stores use for a peer that is gone or late. They have no error codes.
 _BACKENDS = ("gloo", "c10d", "NCCL", "Store")
