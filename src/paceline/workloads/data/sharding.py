@@ -1,4 +1,4 @@
-"""Which rank takes which sample: the order of an epoch, its global batches, and each rank's share.
+"""The assignment of samples to ranks: the order of an epoch, its global batches, and each rank's share.
 
 Everything depends only on its arguments, so ranks agree without communication.
 """
@@ -79,7 +79,7 @@ class EpochOrder:
 
 class MicroBatch(NamedTuple):
     """The samples of one forward and backward pass on one rank. `num_counted` is 0 for a filler: one sample that does
-    not count in the loss, so that all ranks run equally many passes."""
+    not count in the loss, so that all ranks run the same number of passes."""
 
     indices: torch.Tensor
     num_counted: int
