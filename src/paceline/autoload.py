@@ -1,8 +1,8 @@
 """Called by torch on import (entry point `torch.backends`); does nothing unless one of these variables is set.
 
 PACELINE_WRAPPER=1 replaces torch's wrapper with ours. PACELINE_ATTACH, which `paceline profile -- COMMAND` sets,
-observes the training of this process. PACELINE_MONITOR=1 lets a monitor watch its ranks. An error would fail
-`import torch`, so none leaves this module.
+observes the training of this process. PACELINE_MONITOR=1 lets a monitor watch its ranks. An error would make `import
+torch` fail, so this module raises none.
 """
 
 import os

@@ -18,7 +18,7 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError, ValueError):
-    """The request is contradictory, unknown, or impossible on this machine."""
+    """The request is inconsistent, unknown, or impossible on this machine."""
 
 
 def refuse(*cases: tuple[object, str], code: str = "", error: type[PacelineError] = ConfigError) -> None:

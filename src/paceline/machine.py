@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-# If this variable is 1, several NCCL ranks may share a GPU, to test and measure with more ranks than GPUs.
+# If this variable is 1, several NCCL ranks may share a GPU, for tests and measurements with more ranks than GPUs.
 SHARE_GPUS = "PACELINE_SHARE_GPUS"
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -42,7 +42,7 @@ def _cgroup_value(name: str) -> str:
 
 
 def read_quota() -> float:
-    """How many cores the container's CPU quota allows at a time; infinite without a quota."""
+    """The container's CPU quota in cores; infinite without a quota."""
     quota = re.fullmatch(r"(\d+) (\d+)", _cgroup_value("cpu.max"))
     return int(quota[1]) / int(quota[2]) if quota else math.inf
 
@@ -67,7 +67,8 @@ def available_memory_bytes() -> int:
 
 
 def read_stolen_s() -> float:
-    """Stolen CPU time since boot, in seconds over all cores: time that the hypervisor gave to others; 0 if unknown."""
+    """Stolen CPU time since boot, in seconds over all cores: time that the hypervisor gave to other guests; 0 if
+    unknown."""
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
@@ -83,13 +84,13 @@ def find_load() -> float | None:
 
 
 class StolenTime:
-    """The share of all cores' time since construction that the hypervisor gave to others."""
+    """Measures the share of all cores' time that the hypervisor has stolen since construction."""
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic(), read_stolen_s()
 
     def read_share(self) -> float:
-        """The stolen share, over at least a second because the counter is coarse."""
+        """The stolen share of CPU time. The interval counts as at least a second, because the counter is coarse."""
         since_s, stolen_s = self._begun_s
         return (read_stolen_s() - stolen_s) / (max(1.0, time.monotonic() - since_s) * (os.cpu_count() or 1))
 
@@ -117,7 +118,7 @@ def must_share_gpus(gpus: int, local_ranks: int) -> bool:
 
 
 def gpu_name() -> str:
-    """The first visible GPU's name according to the driver; empty without a GPU."""
+    """The first visible GPU's name, as reported by the driver; empty without a GPU."""
     if not count_gpus():
         return ""
     driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(128)
@@ -127,7 +128,7 @@ def gpu_name() -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name according to the kernel, otherwise the architecture."""
+    """The processor's name, as reported by the kernel, or else the architecture."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

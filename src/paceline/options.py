@@ -1,4 +1,4 @@
-"""Options: settings declare each one in a field, with its help and limits. Checks and the command line follow from it.
+"""Options: settings declare each one in a field, with its help and limits. Checks and the command line derive from it.
 
 An option takes its name, type and default from the settings field or the verb's argument.
 """
@@ -18,10 +18,10 @@ from paceline.units import format_duration, shorten
 
 _YEAR_S = 365 * 24 * 3600
 # Why a resumed study refuses other options.
-RESUMED = "with --resume: a study is resumed as it was started; leave it out"
-# Panels of the help, in this order.
+RESUMED = "with --resume: a study keeps the settings it was started with; leave it out"
+# Help panels, in display order.
 PANELS = JOB, DATA, MODEL, LEARNING, MEASUREMENT, OUTPUT = "Job", "Data", "Model", "Learning", "Measurement", "Output"
-# Flags that are not just the name of the option.
+# Flags that differ from the option's name.
 FLAGS = {
     "backends": "--backend",
     "batch_sizes": "--batch-size",
@@ -51,9 +51,9 @@ def find_flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """The help of an option, and the values that it accepts: one of `choices`, text that matches `pattern`, or a number
-    within limits. `each_s` is the minimum time of one repetition, to refuse requests that would never end; `advice`
-    ends the message about a limit."""
+    """An option's help text and accepted values: one of `choices`, text that matches `pattern`, or a number within
+    limits. `each_s` is the minimum time of one repetition, used to refuse requests that would never end; `advice` is
+    appended to the message about a limit."""
 
     help: str = ""
     panel: str = JOB
@@ -111,7 +111,7 @@ def option(default: Any = dataclasses.MISSING, help: str = "", panel: str = JOB,
 
 
 def check_options(settings: Any, names: Collection[str] = ()) -> None:
-    """Refuse the first field of these settings whose value its option does not accept."""
+    """Raise an error for the first field whose value its option does not accept."""
     for field in dataclasses.fields(settings):
         if "option" in field.metadata and (not names or field.name in names):
             value, flag = getattr(settings, field.name), find_flag(field.name)
@@ -140,6 +140,6 @@ _COUNTS = {
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse impossible numbers of repetitions; None means not given."""
+    """Refuse invalid numbers of repetitions; None means not given."""
     for name, count in counts.items():
         _COUNTS.get(name, Option(least=1, each_s=1e-6)).check(name, count)

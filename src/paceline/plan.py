@@ -196,7 +196,7 @@ class Plan:
         if self.rows:
             raise ConfigError("torch's wrapper cannot send embedding rows, but this plan does")
         if self.is_split:
-            raise ConfigError("torch's wrapper cannot split a gradient over buckets, but this plan does")
+            raise ConfigError("torch's wrapper cannot split a gradient across buckets, but this plan does")
         order = [index for indices in self.partition for index in indices]
         # A bucket closes when its size reaches the cap: the cap is above its size without the last gradient, and not
         # above its full size.

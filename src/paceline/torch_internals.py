@@ -1,4 +1,4 @@
-"""All private names of torch that Paceline uses, and what happens if one is missing.
+"""All private names of torch that Paceline uses, and the behaviour if one is missing.
 
 Module attributes are looked up here and used through this module. If a required one is missing, importing this module
 raises a one-line error; the others have a fallback. Class members are used directly, and listed in `MEMBERS`.
@@ -83,7 +83,7 @@ abort_process_group = getattr(distributed_c10d, "_abort_process_group", dist.des
 
 _GROUP = "torch.distributed.ProcessGroup."
 _DDP = "torch.nn.parallel.DistributedDataParallel."
-# Class members, and what does not work without them. `torch._foreach_*` are operators, as public as the optimizers that
+# Class members, and the features that need them. `torch._foreach_*` are operators, as public as the optimizers that
 # torch builds on them.
 MEMBERS = {
     "torch.Tensor._version": "the wrapper, which detects changed gradients",
@@ -126,7 +126,7 @@ OPTIONAL = {
 
 
 def find_missing() -> dict[str, str]:
-    """Members that the installed torch lacks, and what does not work without them."""
+    """Members that the installed torch lacks, and the features that need them."""
     return {path: why for path, why in MEMBERS.items() if not _has_member(path)}
 
 

@@ -75,7 +75,7 @@ def test_ranks_that_cannot_reduce_are_a_failure(command, monkeypatch):
     [
         (0.5, 0.0, "ok", "0.5 on 2 cores"),
         (16.0, 0.0, "warn", "load 16.0 on 2 cores"),
-        (16.0, 0.6, "warn", "the host took 60% of the cores' time for others, load 16.0 on 2 cores"),
+        (16.0, 0.6, "warn", "the hypervisor stole 60% of CPU time, load 16.0 on 2 cores"),
     ],
 )
 def test_a_loaded_machine_is_reported(command, monkeypatch, load, stolen_s, status, found):

@@ -189,7 +189,7 @@ def test_contention_changes_the_answer_and_each_curve_has_its_own_ranges(tables,
     both = [p.low_bytes for p, q in zip(result.caps.points, result.expected.points, strict=True)
             if result.caps.is_fast(p) and result.expected.is_fast(q)]  # fmt: skip
     assert [low for low, _ in result.shared] == both[:1]
-    assert f"Good in both cases: {format_bytes(both[0])} to " in result.answer
+    assert f"Sizes good in both cases: {format_bytes(both[0])} to " in result.answer
     # Each time in the answer is that of a curve at its own best, and its interval is around that time.
     assert f"{format_ms(result.expected.best.backward_s)} ms (90 %: " in result.answer
     assert result.interval[0] < result.expected.best.backward_s < result.interval[1]

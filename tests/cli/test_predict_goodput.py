@@ -118,10 +118,10 @@ def test_the_text_has_a_sentence_and_two_tables(command, tmp_path):
     answer = command(*GOODPUT, "--mtbf", "2d", "--ranks", "8", *TYPED, "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     assert answer.out.startswith("8 ranks with a fault every 2 d: with restart, 99.")
-    assert "The costs that this is computed from" in answer.out
+    assert "Input costs" in answer.out
     assert "--save-every auto --mtbf 172800s --on-fault restart" in " ".join(answer.out.split())
     assert "left out: spare and shrink" in answer.out
-    assert "docs/faults.md has the error of the model" in " ".join(answer.out.split())
+    assert "see docs/faults.md for the model's error" in " ".join(answer.out.split())
 
 
 def test_without_a_training_run_it_is_assumed_that_all_other_ranks_continue():

@@ -224,7 +224,7 @@ def test_a_person_sees_the_ranks_on_a_terminal(command, files, tmp_path, monkeyp
     assert [first for first in firsts if first in ("8", "64", "1,024")] == ["8", "64", "1,024"]
 
 
-BUSY = "the machine was busy before the run (load 16.0 on 2 cores): other work may be in the times"
+BUSY = "the machine was busy before the run (load 16.0 on 2 cores): the times may include other work"
 
 
 @pytest.mark.parametrize(

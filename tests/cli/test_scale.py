@@ -324,7 +324,7 @@ def test_bad_input_is_refused_in_one_line(command, monkeypatch, arguments, words
             "ranks",
             "ranks",
             ("--iters", "3"),
-            "--iters with --resume: a study is resumed as it was started",
+            "--iters with --resume: a study keeps the settings it was started with",
         ),
         ("large-batch", "large-batch", ("--base-batch-size", "4"), "--base-batch-size with --resume"),
         ("large-batch", "large-batch", ("--seeds", "3"), "--seeds with --resume"),  # the default

@@ -388,7 +388,7 @@ def test_a_host_whose_monitor_was_killed_is_lost_at_once(monkeypatch):
             wait_until(lambda: hub._peers)
             assert (hub.look() or hub.find_lost()) is None
         heard = wait_until(lambda: hub.look() or hub.find_lost())
-    assert "the host b (rank 1) is lost: its monitor is gone" in heard
+    assert "the host b (rank 1) is lost: its monitor has exited" in heard
 
 
 @pytest.mark.parametrize(

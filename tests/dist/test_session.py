@@ -239,7 +239,7 @@ def test_a_batch_whose_ranks_were_killed_is_a_row():
     (row,) = build_killed(job, 8, LaunchError("rank 0 was killed", code="killed"))
     assert build_killed(job, 8, LaunchError("rank 0 failed")) is None
     assert (row.batch_size, row.data, row.device, row.threads, row.timing) == (8, "synthetic:images", "cpu", 2, None)
-    assert row.failure == "killed, as by the kernel when memory is exhausted"
+    assert row.failure == "killed, probably by the kernel's out-of-memory killer"
 
 
 # -- asking, and progress ----------------------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ def test_a_run_records_the_stolen_time(monkeypatch):
     with open_session("bench allreduce", {}, ranks=2) as session:
         run = session.save([RECORD])
         assert run.environment.stolen == pytest.approx(0.5)  # of a second, the shortest time that is counted
-        assert any("the host took 50% of the cores" in text for text in run.warnings)
+        assert any("the hypervisor stole 50% of CPU time" in text for text in run.warnings)
         launched = replace(session, place=Place(1, 2, 1, 2, "torchrun"))
         assert launched.save([RECORD]).environment.stolen is None  # each rank would find another share
 
@@ -480,7 +480,7 @@ def test_untimed_runs_record_no_load_and_parts_that_of_the_whole_run(monkeypatch
     monkeypatch.setattr(machine, "read_stolen_s", lambda: 0.0)
     with open_session("scale report", {}) as whole:
         assert whole.save([RECORD]).warnings == (
-            "the machine was busy before the run (load 16.0 on 2 cores): other work may be in the times",
+            "the machine was busy before the run (load 16.0 on 2 cores): the times may include other work",
         )
         whole.is_timed = False
         run = whole.save([RECORD])

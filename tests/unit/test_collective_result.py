@@ -206,7 +206,7 @@ def test_another_type_is_not_compared_and_an_unknown_one_is(build, build_collect
 def test_a_comparison_names_the_memory_and_the_other_machine(build, bounded):
     result = build(*bounded[:2], compared=bounded[:1], differences=["cpu: a compared with b"])
     assert [row["backend"] for row in read_cells(result.table("comparison").markdown())] == ["gloo", "shm (shared)"]
-    assert result.warnings == ("compared with another cpu: a compared with b",)
+    assert result.warnings == ("the runs differ in cpu: a compared with b",)
     assert result.run.warnings == ()
 
 

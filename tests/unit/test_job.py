@@ -21,7 +21,7 @@ def test_ready_times_lose_the_cost_of_profiling():
     assert job.ready_s == pytest.approx((0.2 / 1.5, 0.3 / 1.5, 0.9 / 1.5, 0.75))
     assert job.backward_s == 0.75
     assert job.num_bytes == 68
-    assert any("1 parameters never had a gradient" in note for note in job.notes)
+    assert any("1 parameters never received a gradient" in note for note in job.notes)
 
 
 def test_the_step_around_is_the_plain_one():

@@ -115,7 +115,7 @@ def look_back(module, changed_at=7):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("", "hf: names nothing"),
+        ("", "hf: has no name"),
         ("./nowhere", "model folder nowhere does not exist: give a folder with config.json"),
         ("a/b/c", "model folder a/b/c does not exist"),
         ("EMPTY", "has no config.json"),
@@ -289,8 +289,8 @@ def test_pairs_are_read_at_the_last_token_before_the_padding(transformers, tmp_p
 @pytest.mark.parametrize(
     ("changes", "form", "words"),
     [
-        ({}, {"vocabulary": 65}, "has a vocabulary of 64, and the data one of 65"),
-        ({}, {"shape": (41,)}, "has 40 positions, and the data 41"),
+        ({}, {"vocabulary": 65}, "has a vocabulary of 64, but the data has 65"),
+        ({}, {"shape": (41,)}, "has 40 positions, but samples have 41"),
         ({"model_type": "zebra"}, {}, "config.json cannot be used: .*zebra"),
         ({"model_type": "vit", "vocab_size": None}, {}, r"\(vit\) has no vocabulary"),
         ({"model_type": "t5"}, {}, "cannot be built for tokens: .*T5Config"),

@@ -233,7 +233,7 @@ def test_of_many_doubtful_measurements_the_number_and_the_worst_are_named(
         (3, {"load_average": 8.0}, ["inconclusive", "unstable"], "are unstable, load 8.0 on 8 cores)"),
         (0, {"load_average": 8.0}, ["busy"], ""),
         (0, {"stolen": 0.1}, [], ""),
-        (0, {"stolen": 0.12}, ["inconclusive"], "(the host took 12% of the cores' time for others)"),
+        (0, {"stolen": 0.12}, ["inconclusive"], "(the hypervisor stole 12% of CPU time)"),
     ],
 )
 def test_a_machine_that_is_too_busy_to_measure_says_that_nothing_can_be_concluded(
@@ -264,7 +264,7 @@ def test_unstable_steps_of_more_ranks_than_cores_are_no_sign_of_a_busy_machine(
 def test_only_what_can_be_done_is_a_cure(build_wrapper, build_environment):
     (few,) = find_doubts([build_wrapper("torch", (1.0, 1.0))], build_environment())
     assert few.kind == "few" and few.cure == ""
-    assert few.sentences.endswith(": a median of these says little.")
+    assert few.sentences.endswith(": the median is not reliable.")
 
 
 def test_one_unstable_step_is_no_variant(build_wrapper, build_environment):

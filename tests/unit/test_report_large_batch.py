@@ -45,10 +45,10 @@ def test_a_sentence_says_what_a_big_batch_costs():
     assert text == (
         f"cnn: gradient noise scale 45 (90 %: {least:,.0f} to {most:,.0f}) at epoch 1; "
         f"840 (90 %: {low:,.0f} to {high:,.0f}) at epoch 5. Batches far "
-        "above it save few steps: at 8192, 10.8 times the fewest samples for 1.1 times the fewest steps."
+        "above this save few steps: at 8192, 10.8 times the fewest samples for 1.1 times the fewest steps."
     )
     (text,) = describe_noise([last], 84)
-    assert text.endswith("cost few more samples: at 84, 1.1 times the fewest samples for 11.0 times the fewest steps.")
+    assert text.endswith("cost few extra samples: at 84, 1.1 times the fewest samples for 11.0 times the fewest steps.")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_sentence_says_what_a_big_batch_costs():
         ([build_known(9.0, step=1, epoch=1.0), LOST], ["noise scale 9 (90 %"]),
         (
             [build_known(9.0, step=1, epoch=1.0), LOST],
-            ["; > 96 (90 %: from 96) at epoch 6, where noise hides the gradient. Batches far above it"],
+            ["; > 96 (90 %: from 96) at epoch 6, where noise hides the gradient. Batches far above this"],
         ),
         ([build_noise(LOST.probes[:1])], ["noise scale unknown at epoch 5"]),
         ([build_noise((NoiseProbe((2.0, 2.0), 2.0),) * 3)], ["noise scale 0 (90 %: 0 to 0) at epoch 5"]),

@@ -241,13 +241,13 @@ def test_a_comm_table_has_the_doubts_of_its_profiles_and_curves_and_none_of_its_
         ("busy", "gloo"): f"{on}{tmp_path / 'busy'}, --curve {tmp_path / 'curve'}",
     }  # fmt: skip
     assert "| yes |" in result.table().markdown() and load_result(result.folder).to_json() == result.to_json()
-    busy = "the machine was busy before the run (load 16.0 on 8 cores): other work may be in the times"
-    few = "1 rank: fewer than 5 repetitions at {}, batch 2: a median of these says little"
+    busy = "the machine was busy before the run (load 16.0 on 8 cores): the times may include other work"
+    few = "1 rank: fewer than 5 repetitions at {}, batch 2: the median is not reliable"
     assert [line for line in result.warnings if not line.startswith("--curve")] == [
         f"{tmp_path / 'quiet'}: {few.format('quiet')}", f"{tmp_path / 'busy'}: {few.format('busy')}",
         f"{tmp_path / 'busy'}: {busy}",
     ]  # fmt: skip
-    assert any("the host took 50%" in line for line in result.warnings)
+    assert any("the hypervisor stole 50%" in line for line in result.warnings)
     here = build("profile comm-table", build_profile(), networks="10gbe", ranks=[2])
     assert [row.step.doubt for row in here.rows] == [""]
     loaded = build_result(replace(here.run, environment=build_environment(load_average=16.0)))

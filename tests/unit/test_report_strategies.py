@@ -31,8 +31,8 @@ def test_the_one_that_sends_least_within_the_spread_is_the_answer(build_environm
 @pytest.mark.parametrize(
     ("bf16", "int8", "wanted"),
     [
-        ((0.85,), (0.85,), "One seed does not tell"),
-        ((0.85, 0.86), (0.85,), "One seed does not tell"),
+        ((0.85,), (0.85,), "One seed is not enough"),
+        ((0.85, 0.86), (0.85,), "One seed is not enough"),
         ((0.1, 0.85), (0.85, 0.86), "Nothing can be compared: bf16 itself has not learned (1 of 2 seeds"),
         ((0.12, 0.11), (0.12, 0.11), "Nothing can be compared: bf16 itself has not learned (2 of 2 seeds"),
         ((0.997, 0.999), (0.996, 1.0), "The job is too easy"),

@@ -41,7 +41,7 @@ def test_the_answer_is_of_the_whole_run():
     assert "loss 0.5, test accuracy 60.0% after 2 epochs on 2 ranks" in answer and "not finished" not in answer
     assert "exposed communication" in answer and "data wait" in answer
     assert "not finished" in build_run(EPOCH_ROWS).answer
-    assert build_run([]).answer == "No step was taken."
+    assert build_run([]).answer == "No steps were taken."
 
 
 def test_the_times_of_a_busy_machine_are_doubted_also_from_disk(tmp_path):

@@ -63,9 +63,9 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
         ({"backends": ("nccl",), "device": "cpu"}, "nccl works on GPUs only"),
         (
             {"collective": "broadcast", "op": "max"},
-            "--op max contradicts --collective broadcast, which reduces nothing",
+            "--op max cannot be combined with --collective broadcast, which reduces nothing",
         ),
-        ({"collective": "all_gather", "op": "avg"}, "--op avg contradicts --collective all_gather"),
+        ({"collective": "all_gather", "op": "avg"}, "--op avg cannot be combined with --collective all_gather"),
         ({"op": "avg", "dtype": "int32"}, "--op avg of int32 is not defined"),
         ({"op": "avg", "dtype": "uint8"}, "--op avg of uint8 is not defined"),
         ({"sizes": (1024, 1026)}, "(1026 bytes) is not a whole number of float32 elements of 4 bytes"),

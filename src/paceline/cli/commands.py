@@ -53,7 +53,7 @@ _MOST_TEXT = 4096  # longest path on Linux; no list or number needs as much
 
 
 def check_typed(value: Any, flag: str) -> None:
-    """Refuse text that cannot be a path, a list or a number."""
+    """Refuse text that cannot be a valid path, list or number."""
     for item in value if isinstance(value, list | tuple) else (value,):
         text = str(item)
         refuse(
@@ -135,7 +135,7 @@ class _Parameter:
         return ",".join(map(str, self.default)) if isinstance(self.default, tuple | list) else self.default
 
     def read(self, value: Any) -> Any:
-        """The verb's argument, from what was typed."""
+        """The verb's argument, from the typed text."""
         if self.name != "command":  # a command after -- is passed on unchecked
             check_typed(value, self.flag)
         if self.default is True:  # a switch that turns it off
@@ -182,9 +182,9 @@ class Command:
     """A command that calls a verb with `always` and the options that the user gave; the verb has the other defaults.
 
     Its options are the arguments of `adapter` and of the verb, except `without`. A verb with `**job` also takes
-    `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. `help`, `flags` and `panels` are for options
-    that this command has differently. The help of the others is in the docstring of `adapter`, in the settings, or in
-    the docstring of the verb or of a function in `like`: the first of these that has one.
+    `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. `help`, `flags` and `panels` override those of
+    individual options. The help of all other options comes from the first of these that has one: the docstring of
+    `adapter`, the settings, the docstring of the verb, or that of a function in `like`.
     """
 
     verb: str
@@ -200,7 +200,7 @@ class Command:
 
     @cached_property
     def parameters(self) -> dict[str, _Parameter]:
-        """The options by name, in the order of the panels."""
+        """The options by name, in panel order."""
         verb = _load(self.verb)
         arguments: dict[str, inspect.Parameter] = {**inspect.signature(verb).parameters}
         typed: dict[str, str] = {"out": COMMON["out"], **self.help}  # in Python, nothing is saved by default
@@ -264,7 +264,7 @@ class Command:
         return typer.main.get_command(alone)
 
     def run(self, context: typer.Context, values: Mapping[str, Any]) -> None:
-        """Call the verb with the options that were typed, and print its result."""
+        """Call the verb with the given options, and print its result."""
         given = dict(self.always)
         for name, parameter in self.parameters.items():
             source = context.get_parameter_source(name)

@@ -211,7 +211,7 @@ def _predict(
     refuse(
         (not sources, "nothing to predict from: give --trace FILE, --model-profile RUN or --csv FOLDER"),
         (len(sources) > 1, f"{' and '.join(sources)} are {len(sources)} sources: give one of them"),
-        (not csv and measured, "--measured needs --csv, which is not given"),
+        (not csv and measured, "--measured needs --csv"),
         (not profile and "strategy" in given,
          f"--strategy with {''.join(sources)}: tables and traces have neither gradient shapes nor codec costs; give "
          "--model-profile, a run of `paceline profile layers`"),
@@ -265,7 +265,7 @@ def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **g
         refuse((steps is not None, "--steps is for a command after --, and there is none: leave it out"))
         return tune(**{"model": "cnn", **given})
     others = [name for name in given if name not in _FOR_COMMAND.split()]
-    refuse_given(others, "with a command after --: your program decides that itself; leave it out")
+    refuse_given(others, "with a command after --: your program decides this itself; leave it out")
     return attach(command, race=True, **given)
 
 
@@ -287,7 +287,7 @@ Command(
     app,
     "tune",
     "Find the best buckets: measure this machine and model, predict all plans, compare the best, save the winner.\n\n"
-    "With --network, nothing is sent: one rank computes, and its messages take as long as on that network.\n\n"
+    "With --network, nothing is sent: a single rank computes, and its messages take as long as on that network.\n\n"
     "Your own program: paceline tune -- torchrun --nproc-per-node 2 train.py (runs it twice, about 100 steps each).",
 )
 
@@ -305,7 +305,7 @@ def _watch(*, command: Sequence[str] | None = None, every: int | None = None, ou
     words = list(command or [])
     is_run = len(words) == 1 and Path(words[0]).is_dir()
     if is_run:
-        refuse((every is not None, "--every with a run: leave it out"))
+        refuse((every is not None, "--every applies only to a command after --, not to a run: leave it out"))
         os.nice(5)  # do not slow the ranks
         return watch(words[0], **given)
     return attach(words, every=50 if every is None else every, steps=0, out=out, **given)
@@ -385,7 +385,7 @@ Command(
     like=["studies.scale:large_batch", "studies.scale:batch"],
     help=_OF_ACCURACY
     | {
-        "data": "As for train. Default: synthetic:noisy; with --model, synthetic.",
+        "data": "As in train. Default: synthetic:noisy; with --model, synthetic.",
         "strategies": "all, or a list: int8,topk:0.01,... dense and bf16 are always included.",
         "workers": "Replicas in one process that exchange data as ranks would. Default: 4.",
         "ranks": "Number of ranks, instead of --workers; makes times meaningful. Default: none.",
@@ -456,7 +456,7 @@ def main() -> None:
             print(f"paceline: error: {first}{more}", file=sys.stderr)
         sys.exit(1 if isinstance(error, TrainingError) else 2)
     except (OSError, MemoryError, RecursionError, OverflowError, UnicodeError) as error:
-        # Problems of a file or the machine that no check anticipated; a broken pipe is `paceline ... | head`.
+        # File or machine problems that no check anticipated; `paceline ... | head` causes a broken pipe.
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)

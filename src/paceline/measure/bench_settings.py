@@ -22,9 +22,9 @@ SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
 DEFAULT_WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-simple")
 WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
-# Models that two cores measure in minutes; the others are for GPUs and must be named.
+# Models that can be measured on two cores in minutes; the others are for GPUs and must be named explicitly.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
-# Maximum number of bucket settings that a tuned wrapper chooses from: its own caps, five others, a single bucket, and,
+# Maximum number of bucket settings that tuning a wrapper tries: its default caps, five others, a single bucket, and,
 # for torch's wrapper, our plan.
 MAX_CANDIDATES = 8
 _TIME = ", or leave it out to fit the time"
@@ -32,7 +32,8 @@ _TIME = ", or leave it out to fit the time"
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a measurement, equal on every rank: records, and the environment that only ranks know."""
+    """The result of a measurement, identical on every rank: records, and facts about the environment known only to
+    ranks."""
 
     records: tuple[Record, ...]
     details: dict[str, Any]
@@ -118,7 +119,7 @@ class CollectiveSettings(GroupSettings):
             self._check_shared()
         refuse(
             (what not in REDUCING and self.op != "sum",
-             f"--op {self.op} contradicts --collective {what}, which reduces nothing"),
+             f"--op {self.op} cannot be combined with --collective {what}, which reduces nothing"),
             (self.op == "avg" and "int" in self.dtype, f"--op avg of {self.dtype} is not defined: use floating point"),
             (self.limit and what != "all_reduce",
              f"--limit applies only to all_reduce: leave it out for --collective {what}"),
@@ -154,17 +155,18 @@ class CollectiveSettings(GroupSettings):
         return self.collective in ("all_gather", "reduce_scatter")
 
     def memories_of(self, backend: str) -> tuple[str, ...]:
-        """The memories to measure on this backend."""
+        """The kinds of memory to measure on this backend."""
         return self.memories if backend == "shm" else ("ordinary",)
 
     def num_elements(self, num_bytes: int, world_size: int) -> int:
-        """Elements of the full vector; for all_gather and reduce_scatter cut to a multiple of the ranks."""
+        """Elements of the full vector, rounded down to a multiple of `world_size` for all_gather and reduce_scatter."""
         elements = num_bytes // self.item_bytes
         return elements - elements % world_size if self.has_shares else elements
 
     @property
     def bytes_per_rank(self) -> int:
-        """A vector for each memory, and one to copy to for the limit; or a vector, a share, and gloo's copy of both."""
+        """One vector per kind of memory, plus a copy target for the limit; or a vector, a share, and gloo's copies of
+        both."""
         if self.has_shares:
             return 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
         return len({*self.memories, "ordinary", "target"} if self.limit else self.memories) * max(self.sizes)
@@ -172,7 +174,7 @@ class CollectiveSettings(GroupSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSettings(GroupSettings):
-    """`bench chunks`: a fixed total, all-reduced in chunks of many sizes, in bytes."""
+    """`bench chunks`: a fixed total, all-reduced in chunks of various sizes, in bytes."""
 
     total_bytes: int
     chunks: tuple[int, ...]
@@ -193,9 +195,10 @@ class ChunkSettings(GroupSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WrapperSettings(GroupSettings):
-    """`bench wrappers`: each model on each number of ranks, all wrappers in turns. `batch_size` None: the model's."""
+    """`bench wrappers`: each model on each number of ranks, with all wrappers interleaved. If `batch_size` is None,
+    each model uses its own."""
 
-    memory_advice: ClassVar[str] = "leave out a large --model or some of --wrapper"
+    memory_advice: ClassVar[str] = "leave out a large --model or some wrappers"
 
     models: tuple[str, ...] = option(DEFAULT_MODELS, choices=WORKLOADS)
     wrappers: tuple[str, ...] = option(DEFAULT_WRAPPERS, choices=WRAPPERS)
@@ -207,9 +210,10 @@ class WrapperSettings(GroupSettings):
         return WORKLOADS[model].batch_size if self.batch_size is None else self.batch_size
 
     def replica_bytes(self, model: str, num_backends: int) -> int:
-        """Parameters and buffers of all replicas, gradients and a copy of one that steps. Activations come on top."""
+        """Parameters and buffers of all replicas, plus gradients and a copy for the one that steps. Excludes
+        activations."""
         replicas = num_backends * len(self.wrappers)
-        if {"torch-tuned", "paceline-tuned"} & {*self.wrappers}:  # their candidates are tried before, one after another
+        if {"torch-tuned", "paceline-tuned"} & {*self.wrappers}:  # candidates are tried beforehand, one at a time
             replicas = max(replicas, MAX_CANDIDATES)
         batch_bytes = 4 * self.batch_of(model) * math.prod(WORKLOADS[model].data_form.shape)
         return (2 * replicas + 2) * 4 * WORKLOADS[model].num_elements + batch_bytes

@@ -26,7 +26,7 @@ from paceline.units import MIB
 _MOST_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 _PACE = Pace(budget_s=5.0, min_iters=4, max_iters=10, warmup=1)
 _STEP_TOUCHES = 4  # memory that a step touches besides a codec, in multiples of the gradients
-# Few and many ranks, to separate costs that grow with their number from those that do not.
+# Few and many ranks, to separate costs that grow with the number of ranks from those that do not.
 RANKS = (2, 8)
 
 Named = list[tuple[str, torch.Tensor]]
@@ -54,10 +54,10 @@ def take_gradients(replica: Replica) -> Named:
 def measure_codecs(
     grads: Named, device: torch.device, bench: StepBench, ranks: Sequence[int] = RANKS
 ) -> list[CodecRecord]:
-    """Time each codec, interleaved, on all ranks of a job's bench at the same time: with all gradients in one bucket,
-    with a bucket for each, and with more ranks. A large bucket is also split into smaller ones. An outer optimizer is
-    timed for one round over the same number of parameters; a sharded update includes its parameters. Collective: call
-    on every rank."""
+    """Time the codecs, interleaved, on all ranks of a job's bench at once: with all gradients in one bucket, with one
+    bucket per gradient, and for more ranks. If the single bucket is large, it is also timed in smaller pieces. An outer
+    optimizer is timed for one round over the same number of parameters; a sharded update also gathers the parameters.
+    Collective: call on every rank."""
     grads = _choose_common(grads, bench)
     if not grads:
         return []
@@ -73,7 +73,7 @@ def measure_codecs(
     parsed = [Strategy.parse(text) for text in MEASURED]
     runs = [(one, *setting) for one in parsed if not one.outer for setting in settings]
     runs += [(one, first, [grads]) for one in parsed if one.outer]
-    # Stands for the other memory that a step touches: parameters, gradients and optimizer state.
+    # Stands in for the other memory that a step touches: parameters, gradients and optimizer state.
     others = torch.zeros(min(_STEP_TOUCHES * num_bytes, _MOST_BYTES[device.type]) // 4, device=device)
     rounds: list[list[list[float]]] = []  # seconds of each part of each run
 
@@ -110,8 +110,8 @@ def _choose_common(grads: Named, bench: StepBench) -> Named:
 def _time(
     strategy: Strategy, world_size: int, buckets: Sequence[Named], others: torch.Tensor, control: dist.ProcessGroup
 ) -> list[float]:
-    """The seconds of each part, summed over all buckets, in the second step: memory is allocated, and the caches hold
-    other data."""
+    """The seconds of each part, summed over all buckets. The second step counts: by then memory is allocated, and the
+    caches hold other data."""
     codec = build_codec(strategy, 0, world_size)
     parts: list[float] = []
     outers = [
@@ -144,7 +144,7 @@ def _end_round(outer: Outer) -> Exchange:
 
 
 def _update(vector: torch.Tensor, world_size: int) -> Exchange:
-    """The exchange of a sharded update: a bucket of gradients, and then as many parameters."""
+    """The exchange of a sharded update: a bucket of gradients, then the same number of parameters."""
     yield from scatter(vector, 0, world_size, sums=vector.is_cuda)
     each = count_each(vector.numel(), vector.element_size(), world_size)
     rows = yield GATHER, join([vector[:each]], vector.new_empty(each))

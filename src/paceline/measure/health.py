@@ -138,7 +138,7 @@ def _check_interface() -> CheckRecord:
 
 
 def _describe_missing() -> str:
-    """The private names that this torch lacks, and what does not work without them."""
+    """The private names that this torch lacks, and the features that need them."""
     try:
         from paceline.torch_internals import find_missing
     except PacelineError as error:

@@ -44,7 +44,7 @@ _MESSAGE_BYTES = {"cpu": (MIB // 4, 4 * MIB), "cuda": (4 * MIB, 25 * MIB)}
 _TRAFFIC_BYTES = {"cpu": 256 * MIB, "cuda": 512 * MIB}
 
 Block = tuple[str, nn.Module]
-# One of our jobs; or a user's module and step, or a factory of both, with a wrapper and the options of `join_world`.
+# A built-in job; or a user's module and step, or a factory for both, with a wrapper and the options of `join_world`.
 Given = TrainSettings | tuple[OwnModel, OwnStep | None, str, dict[str, Any]]
 
 
@@ -90,7 +90,7 @@ class LayerClock:
             self._lookups.attach(self._note_rows)
             hooks.callback(self._lookups.stop)
         self._calls: list[tuple[int, Any, Any]] = []  # block, start and end of one forward
-        self._owners: list[tuple[Any, int]] = []  # time in backward from which this block, or none, is running
+        self._owners: list[tuple[Any, int]] = []  # time in backward at which this block, or none, starts running
         self._open: dict[int, tuple[Any, list[Any]]] = {}  # forwards in progress; a recomputed one may stop half-way
         step_bench.hook_gradients(self._params, hooks, self._note_ready)
         for index, block in enumerate(self._blocks):
@@ -111,7 +111,7 @@ class LayerClock:
 
     def read(self) -> LayerTimes:
         """The times of the step, which must have finished on the GPU."""
-        # Measure everything from the first timestamp: events round, and a part must not exceed the whole.
+        # Measure everything from the first timestamp: event times are rounded, and a part must not exceed the whole.
         at_s = functools.partial(between_s, self.marks[0][1])
         spans = [(phase, at_s(begin), at_s(end)) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
         took_s: dict[str, float] = {}
@@ -175,7 +175,7 @@ class LayerClock:
 
 
 def _find_nodes(*values: Any) -> list[Any]:
-    """The autograd nodes that produced the tensors in nested values."""
+    """The autograd nodes that produced the tensors in a nested structure."""
     found: list[Any] = []
     for value in values:
         # Shortcut for the usual case: the search takes longer than the rest of the hook.
@@ -187,8 +187,8 @@ def _find_nodes(*values: Any) -> list[Any]:
 
 
 def list_blocks(module: nn.Module) -> list[Block]:
-    """The blocks that `find_blocks` finds, and modules without parameters outside them (activations), in definition
-    order. Blocks may share a submodule, such as a dropout, but nested blocks belong to the outer one."""
+    """The blocks that `find_blocks` finds, and parameterless modules outside them (activations), in definition order.
+    Blocks may share a submodule, such as a dropout, but a nested block belongs to its outer block."""
     found = {block: name or "model" for name, block in find_blocks(module)}  # the root module has no name
     inside = {part for block in found for part in block.modules() if part is not block}
     parts = ((found.get(part, name), part) for name, part in module.named_modules() if part not in inside)
@@ -205,7 +205,7 @@ class Layers(step_bench.Probe):
         self._module = replica.module
         self._model = model
         self.steps: list[LayerTimes] = []
-        self._names: dict[nn.Parameter, list[str]] = {}  # names of every trained parameter; tied ones have several
+        self._names: dict[nn.Parameter, list[str]] = {}  # names of every trainable parameter; tied ones have several
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 self._names.setdefault(parameter, []).append(name)
@@ -272,7 +272,7 @@ class Layers(step_bench.Probe):
 
 @contextlib.contextmanager
 def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, MeasuredJob]]:
-    """Open the world and the job, in its wrapper or bare. Collective: call on every rank."""
+    """Open the world and build the job, wrapped or bare. Collective: call on every rank."""
     if isinstance(given, TrainSettings):
         with open_world(given) as world:
             wrapper = "none" if is_bare else given.wrapper
@@ -353,8 +353,8 @@ def measure_layers(
     """Profile steps of a bare replica, interleaved with plain ones, so that the record shows the cost of profiling.
 
     `labels` are those of its job. With `job`, also interleaves steps disturbed by messages and steps of the wrapper on
-    a group of this rank alone; their records follow, with those of codecs. The steps train the module. Collective:
-    call on every rank.
+    a single-rank group; their records follow, along with those of codecs. The steps train the module. Collective: call
+    on every rank.
     """
     per_turn = 1 if job is None else job.steps_per_turn
     iters = iters or (20 if job is None else 10)
@@ -379,8 +379,8 @@ def measure_layers(
 
 
 def _has_room(world: World, replica: Replica) -> bool:
-    """Whether the GPU has memory for two more models with gradients, optimizer moments and buckets, and for traffic;
-    or for the buffers of codecs. Collective: call on every rank."""
+    """Whether the GPU has enough memory for two more models with gradients, optimizer moments and buckets, plus
+    traffic; or for the buffers of codecs. Collective: call on every rank."""
     device = replica.device
     num_bytes = sum(param.nbytes for param in replica.parameters)
     return device.type != "cuda" or all(world.share(torch.cuda.mem_get_info(device)[0] > 16 * num_bytes))
@@ -407,9 +407,9 @@ def add_costs(
     bench: StepBench, replica: Replica, layers: Layers, traffic: Traffic | None, sizes: Sequence[int],
     build: Callable[[dist.ProcessGroup, int], Replica],
 ) -> None:  # fmt: skip
-    """Add steps of a bare replica that are disturbed by messages of these sizes, and steps of the wrapper on a group of
-    this rank alone, with a single bucket and with a bucket for each gradient. `build(group, cap_bytes)` returns a
-    replica in the wrapper. Collective: call on every rank."""
+    """Add steps of a bare replica, disturbed by messages of these sizes, and steps of the wrapper on a single-rank
+    group, with a single bucket and with one bucket per gradient. `build(group, cap_bytes)` returns a wrapped replica.
+    Collective: call on every rank."""
     world = bench.world
     num_bytes = sum(param.nbytes for param in replica.parameters)
     for size in sizes:

@@ -1,8 +1,8 @@
-"""Observes the ranks of a user's own, unmodified program: times all steps, and traces a few.
+"""Observes the ranks of a user's unmodified program: times all steps, and traces a few.
 
-`paceline.autoload` calls `attach` if PACELINE_ATTACH holds its settings. A step ends with its optimizer; on a GPU, when
-the GPU has finished it. torch's profiler records a few steps in detail. Nothing comes between torch's wrapper and its
-messages, so the program's results do not change. Each rank writes its own files, sends nothing, and never makes the
+`paceline.autoload` calls `attach` if PACELINE_ATTACH holds its settings. A step ends with its optimizer; on a GPU, once
+the GPU has finished it. torch's profiler records a few steps in detail. Nothing is inserted between torch's wrapper and
+its messages, so the program's results do not change. Each rank writes its own files, sends nothing, and never makes the
 program wait for its GPU. Needs only torch.
 """
 
@@ -80,9 +80,9 @@ class _LaunchedStep(NamedTuple):
 class Observer:
     """Observes the steps of this process: their number, duration, data loading time and host time.
 
-    On a GPU, duration and data loading are measured on the GPU: it waits for data while it is idle and the host is in a
-    data loader; any other wait of the host is hidden. All optimizers that step before one of them steps again belong to
-    one step, and the last of them ends it.
+    On a GPU, duration and data loading time are measured on the GPU: data loading time is the time that the GPU is idle
+    while the host is in a data loader; time that the host waits while the GPU is busy does not count. All optimizers
+    that step before one of them steps again belong to one step, and the last of them ends it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -90,7 +90,7 @@ class Observer:
         self._patches = contextlib.ExitStack()
         self._wrapped: list[weakref.ref[Any]] = []
         self._seen: list[int] = []
-        self._last = 0  # id of the optimizer that ends a step
+        self._last = 0  # ID of the optimizer that ends a step
         self._launched: deque[_LaunchedStep] = deque()  # steps that the device may not have finished
         self._steps: list[tuple[int, float, float, float]] = []
         self._num_steps = 0
@@ -211,7 +211,7 @@ class Observer:
         multiprocessing.util.Finalize(None, self._close, exitpriority=1)
 
     def _advance(self) -> None:
-        """Do what is due after a step."""
+        """Do the work that is due after a step."""
         settings = self._settings
         number = self._num_steps
         self._read_finished()
@@ -305,9 +305,9 @@ class Observer:
         self._written_s = time.perf_counter()
 
     def _finish(self, wait_s: float = 0.0) -> None:
-        """Write the results once. If the GPU has not finished and there is no time to wait, a later step does it.
+        """Write the results once. If the GPU has not finished and there is no time to wait, a later step writes them.
 
-        Hooks stay in place and do nothing: torch is iterating over them right now.
+        Hooks stay in place as no-ops, because torch is iterating over them right now.
         """
         if self._tail or os.getpid() != self._pid:
             return
@@ -345,12 +345,12 @@ class Observer:
 
 
 def _is_captured() -> bool:
-    """Whether a CUDA graph is being captured. This is then not a step, and GPU events must not be queried."""
+    """Whether a CUDA graph is being captured. If so, this is not a step, and GPU events must not be queried."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def rebucket(wrapper: Any, cap_mib: float | None) -> None:
-    """Rebuild a wrapper's buckets between two steps, as if it had been built with this cap; None restores its own.
+    """Rebuild a wrapper's buckets between two steps, as if it had been built with this cap; None restores its own cap.
 
     As after construction, the buckets are final from the second step on.
     """

@@ -46,7 +46,7 @@ from paceline.torch_internals import gpu_sleep
 from paceline.training.step import list_models
 from paceline.units import format_bytes
 
-# Smallest message of the sweep; a cost curve needs at least twice as much.
+# Smallest message of the sweep; a cost curve also needs one of at least twice this size.
 _SMALLEST_BYTES = 4 << 10
 _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
 # Interpreter switch interval: the thread of the emulated network must not wait long for the GIL.
@@ -67,7 +67,7 @@ def tune_job(settings: TuneSettings, given: Given) -> Tuned:
     """Measure on all ranks, predict on rank 0, compare plans on all ranks. Collective: call on every rank."""
     with open_job(given, is_bare=True) as (world, job):
         several = list_models(job.module)
-        text = f"the job has {len(several)} models, but a plan is for one: tune each separately, or profile the job"
+        text = f"the job has {len(several)} models, but a plan is for one: tune them separately, or profile the job"
         refuse((several != [job.module], text), code="several")
         variants = _Variants(settings, job, world)
         try:
@@ -110,7 +110,7 @@ class _Variants:
         self._num_bytes = sum(gradient.num_bytes for gradient in self.gradients)
         self._channel = Channel(self._group, world.device)
         curve = settings.build_curve()
-        # One network without cost, which leaves only the wrapper's own, and one that follows the modelled curve.
+        # A zero-cost network, which isolates the wrapper's own cost, and one that follows the modelled curve.
         self._networks = None if curve is None else (EmulatedNetwork(None), EmulatedNetwork(curve))
 
     def calibrate(self) -> tuple[list[Record], Plan]:
@@ -154,9 +154,9 @@ class _Variants:
         return [*records, profile], plan
 
     def confirm(self, candidates: Sequence[Prediction], stops: bool = True) -> list[Record]:
-        """Compare these plans in interleaved rounds until there is a decision or the time is up.
+        """Compare these plans in interleaved rounds until there is a decision or time runs out.
 
-        Plans that are shown to be slower than another are dropped. Without `stops`, all plans run until the time is up.
+        Plans shown to be slower than another are dropped. Without `stops`, all plans run until time runs out.
         """
         self._bench.clear()
         for c in candidates:
@@ -212,7 +212,7 @@ class _Variants:
         self, group: dist.ProcessGroup | None = None, cap_bytes: int = 0, plan: Plan | None = None,
         strategy: Strategy = DENSE, is_job: bool = False,
     ) -> Replica:  # fmt: skip
-        """A replica, bare or in the wrapper on this group."""
+        """A replica, bare or wrapped, on this group."""
 
         def wrap_by(module: nn.Module) -> nn.Module:
             options = {} if strategy.is_dense else {"strategy": strategy}
@@ -235,7 +235,7 @@ class _Variants:
         report = follow(self._world, "measuring", 0, num_parts)
         pace = Pace(effort.budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=4)
 
-        # Send a few sizes after each step, changing from round to round: as inside a step, threads are then asleep and
+        # Send a few sizes after each step, different ones in each round: as inside a step, threads are then asleep and
         # caches hold other data.
         def send_some(place: int, num_places: int, repetition: int) -> None:
             for messages in (one for i, one in enumerate(sweep) if (i + repetition) % num_places == place):
@@ -303,7 +303,8 @@ def _build_sweep(world: World, channel: Channel, memory: torch.Tensor, wrapper: 
 
 
 class EmulatedNetwork:
-    """A FIFO network that sends one message at a time; each takes the time of the curve, or none without a curve."""
+    """A FIFO network that sends one message at a time; each takes the time given by the curve, or none without a
+    curve."""
 
     def __init__(self, curve: CostCurve | None) -> None:
         self._curve = curve
@@ -318,7 +319,7 @@ class EmulatedNetwork:
             sys.setswitchinterval(_SWITCH_S)
             self._thread = ThreadPoolExecutor(1, "paceline-emulated-network")
         assert isinstance(model, DistributedDataParallel)
-        # A lambda, because torch checks annotations against types.
+        # A lambda has no annotations for torch to compare with types.
         model.register_comm_hook(None, lambda state, bucket: self._send(bucket.buffer()))
 
     def close(self) -> None:

@@ -60,8 +60,8 @@ OwnStep = Callable[[nn.Module], Any]
 
 @dataclass
 class Replica:
-    """A model that takes training steps on this rank: `load` gets the next input, `run(input, phases)` steps with it.
-    `activate` is called before each step, ahead of the barrier."""
+    """A model that takes training steps on this rank: `load` gets the next input, `run(input, phases)` takes a step on
+    it. `activate` is called before each step, ahead of the barrier."""
 
     model: nn.Module
     module: nn.Module
@@ -119,7 +119,8 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
 
 class TrainingJob:
     """A job built from settings. `labels` are fields of its records. Steps use whole global batches and a learning rate
-    of 0, so that replicas do not diverge. A user's own step may learn; it has its own model in each replica."""
+    of 0, so that replicas do not diverge. A user's own step may update parameters; it has its own model in each
+    replica."""
 
     steps_per_turn = 1
 
@@ -134,8 +135,8 @@ class TrainingJob:
         self.labels |= {"precision": job.settings.precision, "wrapper": job.settings.wrapper}
 
     def build(self, wrap: Wrap | None = None, windows: Windows | None = None, num_ranks: int = 0) -> Replica:
-        """A replica, bare or in a wrapper, with the job's parameter values. `windows` and `num_ranks` default to the
-        job's own. Collective if the wrapper is."""
+        """A replica, bare or wrapped, with the job's parameter values. `windows` and `num_ranks` default to the job's
+        own. Collective if the wrapper is."""
         bare = dataclasses.replace(self.job.settings, wrapper="none")
         like = self.module if self.job.learner.own_step is None else None
         learner = build_learner(bare, self.job.world, self.job.train, like=like)
@@ -164,9 +165,10 @@ class TrainingJob:
 
 
 class OwnJob:
-    """A user's own module and step: `step(model)` runs one forward and backward, and may update, with any inputs.
+    """A user's own module and step: `step(model)` runs one forward and backward on any inputs, and may update
+    parameters.
 
-    A factory makes a new (model, step) pair for each replica. Without one, all replicas share the module: each replica
+    A factory builds a new (model, step) pair for each replica. Without one, all replicas share the module: each replica
     wraps it anew before its turn, and takes a few steps before it is timed. The values of the module and of the
     optimizers that `step` uses are restored at the end, because steps without communication make ranks diverge.
     """
@@ -277,7 +279,7 @@ def check_whole(job: Job, size: int, smaller: str = "a smaller --batch-size") ->
 
 
 def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows:
-    """This rank's part of full global batches, epoch after epoch. Short tails are dropped, because they would be a
+    """This rank's part of full global batches, epoch after epoch. Short tails are dropped, because they would make a
     different step. `batch_size` and `world_size` default to the job's own."""
     batch_size = batch_size or job.batches.batch_size
     world_size = world_size or job.world.world_size
@@ -303,8 +305,8 @@ def hook_gradients(params: Sequence[nn.Parameter], hooks: contextlib.ExitStack, 
 class TimedMessages:
     """A replica whose messages are timed: call `begin` before a step and `read` after it.
 
-    torch's wrapper accepts a hook only before its first step, so `build` makes another replica in the same wrapper. Its
-    messages cannot be timed on a GPU.
+    torch's wrapper accepts a hook only before its first step, so `build` creates another replica in the same wrapper.
+    Its messages cannot be timed on a GPU.
     """
 
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
@@ -316,11 +318,11 @@ class TimedMessages:
         if self._has_hook:
             self.replica = build()
             assert isinstance(self.replica.model, DistributedDataParallel)
-            # A lambda, because torch checks annotations against types, and ours are strings.
+            # A lambda, because torch compares annotations with types, and ours are strings.
             self.replica.model.register_comm_hook(None, lambda state, bucket: self._send(bucket))
 
     def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Do what torch's wrapper does without a hook, and record the start and end times."""
+        """Average a bucket as torch's wrapper does without a hook, and record the start and end times."""
         times = BucketTimes(bucket.buffer().nbytes, launch_s=time.perf_counter())
         self._buckets.append(times)
         buffer = bucket.buffer().div_(dist.get_world_size(self._group))
@@ -362,7 +364,7 @@ class TimedMessages:
 
 
 def check_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) -> None:
-    """Raise an error if a rank sent something else than planned in a step."""
+    """Raise an error if a rank sent anything other than planned in a step."""
     for number, step in enumerate(zip(*by_rank, strict=True), start=1):
         for rank, sent in enumerate(step):
             if sent != planned:
@@ -387,7 +389,8 @@ class Probe:
 
 @dataclass
 class Variant:
-    """One variant of the job and its times on this rank, by record field. `replica` is None on ranks that only wait.
+    """One variant of the job and its times on this rank, by record field. `replica` is None on ranks that only join the
+    barrier.
 
     `labels` are fields of its record. Each round has one step of each of its `kinds`, until it `is_dropped`. Kinds:
     plain; marked, with phases; no_comm, without communication; timed, with its messages timed; messages, with the
@@ -490,7 +493,7 @@ class StepBench:
         run_rounds(run_round, self.control, pace, iters, warmup, report, note_warmup, is_over)
 
     def _take(self, variant: Variant, kind: str) -> None:
-        """Time one step that its ranks start together; other ranks only take part in the barrier."""
+        """Time one step that its ranks start together; other ranks only join the barrier."""
         timed = variant.timed if kind == "timed" else None
         replica = timed.replica if timed is not None else variant.replica
         if replica is None:
@@ -573,7 +576,7 @@ class StepBench:
 def draw_turns(count: int, repetition: int, seed: int) -> list[int]:
     """A random order for this round, the same on all ranks.
 
-    However long a disturbance lasts, it then hits either of two variants with the same probability in each round.
+    A disturbance of any length is then equally likely to hit either of two variants in each round.
     """
     return random.Random(f"{seed} {repetition}").sample(range(count), count)
 

@@ -115,7 +115,7 @@ class _ReplicaCheck(Probe):
     def end(self, kind: str, times: PhaseTimes) -> None:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
-            # What is held between steps may be freed before the peak, so the two are only added within a step.
+            # Memory held between steps may be freed before the peak, so the two are only added within a step.
             self._peak_bytes = max(self._peak_bytes, self.held_bytes + peak)
             if self._num_steps < _MEMORY_STEPS:
                 self.held_bytes += _count_allocated(self._device, True) - self._before

@@ -89,7 +89,7 @@ class GradientSync:
         self.join: JoinOptions | None = None
         self.futures: list[torch.futures.Future[Any]] = []  # from a buffer hook; backward waits for them
         self._is_announced, self._all_finished = False, False
-        self._last_active = 0  # the lowest rank that still had data
+        self._last_active = 0  # the lowest rank that still has data
         self._weight = 1  # this rank's weight in the average
         self.expected_total = self.channel.world_size  # assumed total weight of all ranks: that of the last step
         self._task: int | None = None  # autograd's ID of the running backward
@@ -140,7 +140,8 @@ class GradientSync:
                 self._completes = False
 
     def before_forward(self, change: str, is_training: bool = True) -> None:
-        """Finish what the last step left open. The next step reports `change`, made to the model, to every rank."""
+        """Finish the work that the last step left open. The next step reports `change`, made to the model, to every
+        rank."""
         if self.schedule is not None:
             self._unusable = self._unusable or self.schedule.unusable
         if self._unusable:
@@ -164,7 +165,7 @@ class GradientSync:
         """Detect when a backward passes through the output."""
         pulse.enter(pulse.BETWEEN)
         if isinstance(output, torch.Tensor) and not output.requires_grad:
-            return  # as from a frozen teacher: no backward follows
+            return  # no backward will follow, as for a frozen teacher
         forward = _Forward(samples, is_training)
         self._open.add(forward)
         nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
@@ -175,7 +176,7 @@ class GradientSync:
             self.expect_backward()
 
     def expect_backward(self) -> None:
-        """Prepare for a backward that no output announces: it may reach any parameter first."""
+        """Prepare for a backward that cannot be detected from an output: it may reach any parameter first."""
         if len(self._handles) < len(self.replica.params):
             self._hook([param for param in self.replica.params if param.requires_grad])
 
@@ -393,7 +394,8 @@ class GradientSync:
             status |= Status.CHANGED
         if (local := self._local) is not None and not local.has_finite_gradients():
             status |= Status.SKIPS
-        # A pending backward needs the buffers as they are. Evaluation outputs do not count: they may be kept for ever.
+        # A pending backward needs the current buffers. Evaluation outputs do not count, because they may be kept
+        # forever.
         if any(forward.is_training for forward in self._open):
             return status | Status.HOLD
         if self.buffers.are_due(self.num_steps if local is None else 0, in_training=not self._completes):
@@ -424,7 +426,7 @@ class GradientSync:
         return self.control.read_reports(slots.tolist()), missing
 
     def _send_empty(self) -> None:
-        """Take part in one more step with zeros, as ranks do that read this step's control words one step later."""
+        """Take part in one more step with zeros, like the ranks that read this step's control words one step later."""
         words, _, _ = self.reducer.collect(self._factor, take_part=False)
         with torch.no_grad():
             self.control.write_report(words, RankReport(Status.FAILED))
@@ -440,7 +442,8 @@ class GradientSync:
     def _act_on(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
     ) -> bool:
-        """Raise on every rank what any rank reported, and share changed buffers. False if every rank has failed."""
+        """Raise the errors reported by any rank on every rank, and share changed buffers. False if every rank has
+        failed."""
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
         self._all_finished = not active
@@ -466,7 +469,7 @@ class GradientSync:
         return True
 
     def _raise_for_all(self, missing: list[int], failure: Failure | None) -> None:
-        """Exchange what each rank found wrong, and raise one error with the same text everywhere."""
+        """Exchange the problems found by each rank, and raise one error with the same text on all ranks."""
         params = self.replica.params
         error, place = failure or (None, "")
         text = "" if error is None else f"{place}: {type(error).__name__}: {error}"
@@ -687,7 +690,7 @@ class BucketedReducer:
 
     def _start(self, bucket: LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
         number = bucket.number
-        self.timeline.mark("launch", number)  # before the call: on few cores it may return when half is done
+        self.timeline.mark("launch", number)  # before the call: on few cores it may return half-way through
         if self.hook_calls is not None:
             bucket.work = self.hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
             self._failure = self._failure or self.hook_calls.failure

@@ -32,7 +32,7 @@ _WORD_BITS = 62  # a store's counters have 64 bits
 
 
 class Sent(NamedTuple):
-    """What a rank passed to all-reduce: the number of calls, and the bytes of their gradients."""
+    """The all-reduces of a rank: the number of calls, and the bytes of their gradients."""
 
     num_messages: int
     num_bytes: int
@@ -51,7 +51,7 @@ class Channel:
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         # On a GPU, gloo writes the result with torch's own copy, some time after the call.
         self._writes_late = device.type == "cuda" and not self.is_nccl
-        if self._writes_late:  # its stream does not wait for other ranks
+        if self._writes_late:  # the copy stream does not wait for other ranks
             pulse.watch_device(torch.cuda.current_stream(device).query)
         self._computed = torch.cuda.Event() if self.is_nccl and self.world_size > 1 else None  # type: ignore[no-untyped-call]
         self.waits_for_gpu = self._computed is not None and os.environ.get(RECOVERS) == "1"
@@ -71,7 +71,7 @@ class Channel:
         self.sent = Sent(self.sent.num_messages + 1, self.sent.num_bytes + gradient_bytes)
 
     def use_own_group(self) -> None:
-        """Switch to a group that nobody else uses. Collective."""
+        """Switch to a dedicated group. Collective."""
         if not self.has_own_group:
             self.group = open_group(self, self)
             self.has_own_group = True
@@ -109,7 +109,7 @@ class Channel:
         return [] if end == "all" else [int(rank) for rank in end.split()]
 
     def report_failure(self, step: object) -> None:
-        """Warn ranks that wait outside of our messages: what they wait for may never be sent in this step."""
+        """Warn ranks that wait for other messages than ours, which may never be sent in this step."""
         with contextlib.suppress(RuntimeError):  # the rank that served the store has left
             self._failures.set(str(step), "")
 
@@ -123,7 +123,7 @@ class Channel:
         """Start to sum over all ranks, in place (or to average, if the backend supports it). `gradient_bytes` counts
         the gradients in the message, without control words, statistics or padding. Only NCCL takes several tensors."""
         if self.world_size == 1:
-            return FinishedWork(list(tensors))  # a backend call takes as long as with many ranks
+            return FinishedWork(list(tensors))  # a backend call would take as long as with many ranks
         if gradient_bytes:
             self._count(gradient_bytes)
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

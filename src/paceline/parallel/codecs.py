@@ -23,7 +23,7 @@ from paceline.strategy import BLOCK, QUANTIZED_BITS, Strategy, as_matrix, count_
 from paceline.transport import native
 
 SUM, GATHER, SWAP = "all-reduce", "all-gather", "all-to-all"
-SCATTER = "reduce-scatter"  # a collective that not all backends have: each rank gets the sum over the ranks of its row
+SCATTER = "reduce-scatter"  # a collective that some backends lack: each rank gets the sum over the ranks of its row
 MOMENTUM = "momentum "  # prefix of a parameter's name in `errors`: DGC's momentum
 Exchange = Generator[tuple[str, torch.Tensor], torch.Tensor, None]
 Vectors = Sequence[torch.Tensor]
@@ -41,7 +41,7 @@ class Codec:
     all its averages are finite; otherwise no rank applies the averages. Read and set both between steps."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # dtypes of vectors; other gradients are converted to the first
-    kinds: tuple[str, ...] = (SUM,)  # the collectives that it uses
+    kinds: tuple[str, ...] = (SUM,)  # the collectives that the codec uses
 
     def __init__(self, strategy: Strategy, rank: int, world_size: int) -> None:
         self.strategy, self.rank, self.world_size = strategy, rank, world_size
@@ -318,8 +318,8 @@ class TopK(Codec):
         return flat + speed * self.strategy.dgc, speed
 
     def _choose(self, names: Sequence[str], vectors: Vectors, counts: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
-        """The elements of each gradient to send: indices and values. Keeps the rest. On a CPU one gradient after the
-        other, without concatenating them; on a GPU in few kernel launches."""
+        """The elements of each gradient to send: indices and values. Keeps the rest. On a CPU it handles one gradient
+        at a time, without concatenating them; on a GPU it uses few kernel launches."""
         sizes = [vector.numel() for vector in vectors]
         feedback, speed = self.strategy.feedback, None
         if not _is_on_cpu(vectors):
@@ -608,7 +608,7 @@ def _subtract_product(
 
 
 def _are_finite(*tensors: torch.Tensor) -> Any:
-    """Whether all numbers are finite; on a GPU, as a tensor there."""
+    """Whether all numbers are finite; on a GPU, as a device tensor."""
     marks = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
     return bool(marks) if marks.device.type == "cpu" else marks
 
@@ -682,8 +682,8 @@ def _choose(
 
 
 def _once(message: torch.Tensor, compute: Callable[[], Any]) -> Any:
-    """Cache what is computed from a message, which is equal on all ranks and never modified. Replicas in one process
-    receive the same tensor, so the first one computes it for all."""
+    """Cache values computed from a message, which are equal on all ranks and never modified. Replicas in one process
+    receive the same tensor, so the first replica computes them for all."""
     found = vars(message)
     if "computed" not in found:
         found["computed"] = compute()

@@ -27,7 +27,7 @@ class Status(IntFlag):
 
     OK = 0
     MISSING = 1  # a parameter has no gradient, and unused parameters are not allowed
-    FAILED = 2  # this rank raised an error, and takes part only so that nobody waits for it
+    FAILED = 2  # this rank raised an error, and takes part only so that no rank waits for it
     CHANGED = 4  # parameters were added or unfrozen after wrapping
     FINISHED = 8  # this rank has run out of data and waits in `join`
     STATISTICS = 16  # running statistics have changed and travel in this message
@@ -124,7 +124,7 @@ class ControlWords:
 
 
 class Finding(NamedTuple):
-    """What one rank found in a failed step: an error message, a change of the model, missing gradients."""
+    """One rank's report on a failed step: an error message, a change of the model, missing gradients."""
 
     error: str
     in_hook: bool

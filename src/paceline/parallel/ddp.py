@@ -1,6 +1,7 @@
 """`DDP`: a drop-in for torch's DistributedDataParallel, which averages a module's gradients over all ranks.
 
-This file is the public side: options, forward, saving, copying, and torch's names. `backward` has the backward pass.
+This file is the public interface: options, forward, saving, copying, and torch's names. `backward` has the backward
+pass.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", 
 class DDP(DistributedDataParallel):
     """Wraps a module. After each backward its gradients are the average over all ranks.
 
-    This is a subclass of torch's wrapper because frameworks test for that class. It has torch's names but not its
-    machinery, so the constructor does not call torch's.
-    Collective: call it on every rank, and likewise every method whose docstring says so.
+    This is a subclass of torch's wrapper because frameworks check for that class. It has torch's names but not its
+    implementation, so the constructor does not call torch's. Collective: call it on every rank, and likewise every
+    method whose docstring says so.
 
     Args:
         module: The module whose gradients are averaged.
-        device_ids: This and the arguments up to `lazy_bucket_allocation` have the names of torch's
-            DistributedDataParallel, and mean the same unless `docs/ddp.md` says otherwise.
+        device_ids: This and the arguments up to `lazy_bucket_allocation` have the same names and meaning as in torch's
+            DistributedDataParallel, unless `docs/ddp.md` says otherwise.
         reducer: `bucketed`, or `simple`: one message per parameter, after backward.
         plan: The buckets to use, instead of a bucket cap.
         init: `broadcast` rank 0's values, `verify` that all ranks are equal, or `none`.
@@ -83,7 +84,7 @@ class DDP(DistributedDataParallel):
         manual: Average gradients only in `sync_gradients()`.
         check_replicas_every: Compare the parameters of the ranks every N synchronised steps (0: never).
         statistics_every: Average BatchNorm's running statistics every N synchronised steps (0: never).
-        ignore: Full names of parameters and buffers that are not synchronised.
+        ignore: Full names of parameters and buffers not to synchronise.
         embeddings: `auto` sends embedding gradients as rows where that pays off, and `dense` never does. `rows` also
             does so on a GPU (where the host then waits for the row counts in each step), between ranks that share
             memory, and where the other part of a tied weight is sent last anyway.
@@ -126,11 +127,11 @@ class DDP(DistributedDataParallel):
             names = " and ".join(given)
             raise ConfigError(f"{names}: not supported: leave it out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
-            raise ConfigError(f"init_sync=False contradicts init={init!r}: give one of them")
+            raise ConfigError(f"init_sync=False conflicts with init={init!r}: give one of them")
         sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         if statistics_every and not sync_buffers:
             name = "broadcast" if forward_sync_buffers is None else "forward_sync"
-            raise ConfigError(f"{name}_buffers=False contradicts statistics_every={statistics_every}")
+            raise ConfigError(f"{name}_buffers=False conflicts with statistics_every={statistics_every}")
         self.module, self.dim, self.device_ids = module, dim, _check_devices(module, device_ids)
         self.output_device = None if self.device_ids is None else self.device_ids[0]
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
@@ -173,7 +174,7 @@ class DDP(DistributedDataParallel):
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Read the module again after parameters were added, frozen, unfrozen or moved. Collective."""
+        """Rescan the module after parameters were added, frozen, unfrozen or moved. Collective."""
         if self._sync is not None and self._sync.join is not None:
             raise ConfigError("rebuild() inside join(): ranks without data cannot take part in it")
         if self._sync is not None:
@@ -184,7 +185,7 @@ class DDP(DistributedDataParallel):
         # torch can create only one more group for a subset of ranks: users who need several must pass them.
         is_shared = self._group is None and any(other is not self for other in _wrappers)
         if self._gradient_group is None and any(channel.share(syncs_in_forward(self.module) or is_shared)):
-            # Ranks may send a bucket at different times, so other messages must not come in between.
+            # Ranks may send a bucket at different times, so other messages must not be interleaved.
             self._gradient_group = open_group(channel, self)
             channel = self._open_channel()
         check_same_model(replica, self._options, channel)
@@ -199,7 +200,7 @@ class DDP(DistributedDataParallel):
         _wrappers.add(self)
 
     def _open_channel(self) -> Channel:
-        # A module on a GPU sends from there.
+        # A module on a GPU sends from that GPU.
         first = next((p.device for p in self.module.parameters() if p.requires_grad), torch.device("cpu"))
         return Channel(self._gradient_group or self.process_group, first)
 
@@ -275,7 +276,7 @@ class DDP(DistributedDataParallel):
     def stop(self) -> None:
         """Remove all hooks from the module, which ends synchronisation."""
         self._detach()
-        _wrappers.discard(self)  # the next wrapper need not separate its messages from this one's
+        _wrappers.discard(self)  # the next wrapper does not need a separate group because of this one
 
     def _detach(self) -> None:
         if self._sync is not None:
@@ -320,7 +321,7 @@ class DDP(DistributedDataParallel):
         return output
 
     def _begin_forward(self) -> GradientSync | None:
-        """None if every parameter is frozen, as in a teacher."""
+        """Prepare for a forward. Returns None if every parameter is frozen, as in a teacher."""
         known = self._sync.replica.params if self._sync is not None else ()
         if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
             return None
@@ -381,11 +382,11 @@ class DDP(DistributedDataParallel):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Iterator[None]:
-        """Train on uneven numbers of batches in this context: a rank without data takes part with zeros.
+        """Train with uneven numbers of batches in this context: a rank without data contributes zeros.
 
         With `average='samples'` every sample has the same weight. With `average='ranks'` the sum is divided by the
         number of all ranks or, with `divide_by_initial_world_size=False`, of those that still have data. At the end all
-        ranks get the parameters of one that was active last. Collective: every rank must enter and leave.
+        ranks get the parameters of a rank that was active last. Collective: every rank must enter and leave.
         """
         if not enable:
             yield
@@ -406,7 +407,7 @@ class DDP(DistributedDataParallel):
             text = f"strategy={self._options.strategy.text!r} averages parameters after equal numbers of steps"
             raise ConfigError(f"{text}, which join() does not guarantee: drop the last batches", code="strategy")
         if self._sharding is not None:
-            text = "every rank must take every optimizer step, even without data: give all ranks equally many batches"
+            text = "every rank must take every optimizer step, even without data: give ranks the same number of batches"
             raise ConfigError(f"strategy={self._options.strategy.text!r}: {text}", code="strategy")
 
     def shard_optimizer(
@@ -465,8 +466,8 @@ class DDP(DistributedDataParallel):
         return None if self._planned is None else self._planned.timeline.exposed_s
 
     def read_recorded(self) -> tuple[int, StepTimes] | None:
-        """The last step whose messages were timed, and how many steps ago that was; None with a strategy, or if no step
-        was timed. On a GPU this waits for that step."""
+        """The last step whose messages were timed, and its age in steps; None with a strategy, or if no step was timed.
+        On a GPU this waits for that step."""
         timeline = None if self._planned is None or self._strategy is not None else self._planned.timeline
         age = None if timeline is None else timeline.age
         times = None if timeline is None or age is None else timeline.read()
@@ -503,7 +504,8 @@ class DDP(DistributedDataParallel):
         )
 
     def strategy_state(self) -> dict[str, Any]:
-        """State from which the strategy continues exactly: `rank` is this rank's part, the rest is common to all."""
+        """State from which the strategy continues exactly: `rank` is this rank's part, and the rest is the same on all
+        ranks."""
         plan = self.plan
         if self._strategy is None:
             return {}
@@ -534,7 +536,7 @@ class DDP(DistributedDataParallel):
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is already registered: a wrapper takes one")
         if not self._options.strategy.is_dense:
-            raise ConfigError(f"strategy={self._options.strategy.text!r} contradicts a communication hook: use one")
+            raise ConfigError(f"strategy={self._options.strategy.text!r} conflicts with a communication hook: use one")
         if self.plan is not None:  # another rank may already be sending its buckets
             raise ConfigError("a communication hook cannot be registered after a step: call rebuild() first")
         if self._options.plan is not None:
@@ -585,8 +587,8 @@ class DDP(DistributedDataParallel):
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state with the prefix `module.`, as in torch. If a framework wrapped this model again (`_new`), it takes
-        this wrapper for the bare model, and gets the state without the prefix."""
+        """The state with the prefix `module.`, as in torch. If a framework wrapped this model again (`_new`), it treats
+        this wrapper as the bare model, and gets the state without the prefix."""
         if self._has_own_keys or _is_distributed_checkpoint():
             return super().state_dict(*args, **kwargs)
         return self.module.state_dict(*args, **kwargs)
@@ -650,7 +652,8 @@ class DDP(DistributedDataParallel):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
-        """The group that was given. If others send messages in it too, gradients travel in a separate group."""
+        """The group passed to the constructor. If it is also used for other messages, gradients use a separate
+        group."""
         return dist.group.WORLD if self._group is None else self._group
 
     @property
@@ -743,7 +746,7 @@ def is_torchs(model: object) -> TypeGuard[DistributedDataParallel]:
 
 
 class _TorchReducer:
-    """Methods of torch's reducer that frameworks call around a backward of their own."""
+    """Methods of torch's reducer that frameworks call around their own backward."""
 
     def __init__(self, model: DDP) -> None:
         self._model = model
@@ -774,8 +777,8 @@ _BUCKETS = frozenset({"plan", "bucket_cap_mb", "bucket_cap_mb_list"})  # mutuall
 def swap_wrapper(enable: bool = True, **options: Any) -> None:
     """Make torch's DistributedDataParallel build a `paceline.DDP` from now on.
 
-    This works under whatever name a program or framework has imported the class, before or after this call. It does not
-    affect subclasses, existing models, or torch's `replicate`.
+    This works no matter under which name, or when, a program or framework has imported the class. It does not affect
+    subclasses, existing models, or torch's `replicate`.
 
     Args:
         enable: False restores torch's wrapper.

@@ -67,7 +67,7 @@ class HookBucket:
 
 
 def check_hook(hook: object) -> None:
-    """Reject what torch rejects: a hook that is not callable, or that does not take (state, bucket)."""
+    """Reject the same hooks as torch: those that are not callable, or that do not take (state, bucket)."""
     if not callable(hook):
         raise TypeError(f"a communication hook must be callable, not {hook!r}")
     signature = inspect.signature(hook)

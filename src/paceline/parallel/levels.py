@@ -1,6 +1,6 @@
 """Hierarchical averaging: gradients are averaged inside each host, then a codec runs between the hosts.
 
-Every gradient is split into as many equal parts as a host has ranks. Each rank gets the host's average of its part,
+Every gradient is split into equal parts, one per rank of a host. Each rank gets the host's average of its part,
 exchanges it through its codec with the ranks of the same local rank on other hosts, and the host gathers the parts. So
 all ranks encode, and residuals belong to parts of parameters, not of buckets.
 """
@@ -81,7 +81,7 @@ class Levels:
         text = f"strategy {strategy.text!r}: "
         if len(counts := dict.fromkeys(map(len, hosts))) > 1:
             found = f"hosts have {' and '.join(map(str, counts))} ranks"
-            text += f"{found}, but +hosts needs equally many: start as many on each, or leave out +hosts"
+            text += f"{found}, but +hosts needs the same number on each: start equal numbers, or leave out +hosts"
             raise ConfigError(text, code="strategy")
         if len(hosts) == 1 and strategy.dgc:
             text += "dgc needs a codec, which does not run on a single host: leave out dgc or +hosts"
@@ -140,7 +140,8 @@ class Levels:
     def join(
         self, parts: Sequence[Mapping[str, torch.Tensor]], shapes: Mapping[str, torch.Size]
     ) -> dict[str, torch.Tensor]:
-        """The mean over hosts of what their ranks (`parts`) hold of each parameter. Missing entries count as zeros."""
+        """The mean over hosts of the values that their ranks (`parts`) hold for each parameter. Missing entries count
+        as zeros."""
         mean = {}
         for name in dict.fromkeys(name for part in parts for name in part):
             shape = shapes.get(name.rpartition(" ")[2])

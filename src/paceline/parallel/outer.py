@@ -1,8 +1,7 @@
 """Strategies that average parameter differences every few steps: local SGD, SlowMo, DiLoCo, and streaming DiLoCo.
 
-`Outer` is the state of one replica. It does not communicate itself but yields the messages of its codec, so that
-replicas in one process can run it, too (`run_together`). `OuterState` runs it between ranks, after the optimizers have
-stepped.
+`Outer` is the state of one replica. It does not communicate itself but yields its codec's messages, so replicas in one
+process can run it, too (`run_together`). `OuterState` runs it between ranks, after the optimizers have stepped.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Outer:
     """The outer optimizer of one replica. `start` holds the parameters with which all replicas began the round, in
     float32 or better, so that small steps are not lost. A fragment is every F-th parameter.
 
-    Call `begin_round` before each step of the replica, `count` after it, and then `advance`, which does what is due. If
-    `is_local` is False (in the first steps of post-local SGD), gradients must be averaged instead.
+    Call `begin_round` before each step of the replica, `count` after it, and then `advance`, which runs whatever is
+    due. If `is_local` is False (in the first steps of post-local SGD), gradients must be averaged instead.
     """
 
     def __init__(self, strategy: Strategy, names: Sequence[str], params: Sequence[torch.Tensor], codec: Codec) -> None:
@@ -52,10 +51,10 @@ class Outer:
         self.base = strategy.after  # the step of the last full sync
         self.start = [_master(value) for value in self.values]
         self.momentum: dict[str, torch.Tensor] = {}
-        self.is_fresh = True  # `start` must be read again before the next step
+        self.is_fresh = True  # `start` must be refreshed before the next step
         self.has_drifted = False  # replicas may hold different parameters
-        self.means: dict[int, list[torch.Tensor]] = {}  # by fragment: averaged differences that are not applied yet
-        self.begun: dict[int, int] = {}  # by fragment whose average is in flight: the step that applies it
+        self.means: dict[int, list[torch.Tensor]] = {}  # by fragment: averaged differences not applied yet
+        self.begun: dict[int, int] = {}  # by fragment with an average in flight: the step that applies it
         self.to_apply: list[int] = []
         self.to_begin: list[int] = []
 
@@ -66,7 +65,7 @@ class Outer:
 
     @property
     def errors(self) -> dict[str, torch.Tensor]:
-        """What has not been sent yet, by parameter."""
+        """The residuals: differences not sent yet, by parameter."""
         own = [(codec, self.names[i]) for n, codec in enumerate(self.codecs) for i in self.fragment(n)]
         return {name: codec.errors[name] for codec, name in own if name in codec.errors}
 
@@ -83,7 +82,7 @@ class Outer:
         return range(number, len(self.params), self.strategy.fragments)
 
     def begin_round(self) -> None:
-        """Before the first step after a sync, start from the current parameters, which may have been loaded."""
+        """Before the first step after a sync, set `start` to the current parameters, which may have been loaded."""
         if self.is_fresh and self.is_local:
             self.is_fresh = False
             self.read_start()
@@ -110,7 +109,7 @@ class Outer:
         return bool(self.to_apply or self.to_begin)
 
     def advance(self, lrs: Sequence[float] = ()) -> Exchange:
-        """Do everything that is due, for replicas in one process. `lrs`: learning rate of each parameter (SlowMo)."""
+        """Run everything that is due, for replicas in one process. `lrs`: learning rate of each parameter (SlowMo)."""
         while self.to_apply:
             self._finish(self.to_apply.pop(0), lrs, self.strategy.mixing)
         while self.to_begin:
@@ -140,12 +139,13 @@ class Outer:
         self.base, self.is_fresh, self.has_drifted = self.step, True, False
 
     def restart(self) -> None:
-        """Count from the last sync again, after an error that found the ranks at different steps."""
+        """Restart the count from the last sync, after an error at which ranks were at different steps."""
         self.step, self.has_drifted, self.to_apply, self.to_begin = self.base, True, [], []
         self.begun = dict.fromkeys(self.begun, self.base + self.strategy.delay)
 
     def state(self) -> dict[str, Any]:
-        """`common` is what the last sync left on all replicas, and `rank` is this replica's own part. Not copied."""
+        """`common` is the state after the last sync, equal on all replicas; `rank` is this replica's own part. Not
+        copied."""
         if self.is_fresh:
             self.read_start()
         common = {_START + name: start for name, start in zip(self.names, self.start, strict=True)}
@@ -160,7 +160,7 @@ class Outer:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state` returned. `own` is this replica's part."""
+        """Continue from the state that `state` returned. `own` is this replica's part."""
         kept, shapes = state["common"], {name: start.shape for name, start in zip(self.names, self.start, strict=True)}
         found = {name.removeprefix(_START): tensor.shape for name, tensor in kept.items() if name.startswith(_START)}
         if shapes != found:
@@ -179,13 +179,13 @@ class Outer:
                 self.means.setdefault(index % self.strategy.fragments, []).append(mean.to(start.device, copy=True))
 
     def average(self, number: int) -> Exchange:
-        """Average the parameter differences of all replicas into `means`. They are computed immediately: the replica
-        may continue while the exchange is in flight."""
+        """Average the parameter differences of all replicas into `means`. The differences are computed immediately, so
+        the replica may continue while the exchange is in flight."""
         is_dense = self.strategy.codec == "dense"
         values, gone = self.values, []
         for index in self.fragment(number):
             start, value = self.start[index], values[index]
-            # Relative to where this replica really began, which is `start` after rounding.
+            # Relative to this replica's actual starting point, which is `start` after rounding.
             begin = start.to(value.dtype)
             gone.append(begin - value if is_dense else begin.to(start.dtype) - value.to(start.dtype))
         return self._exchange(number, gone)
@@ -200,7 +200,7 @@ class Outer:
         return _are_finite(self.means[number])
 
     def apply(self, number: int, lrs: Sequence[float] = (), mixing: float = 0.0) -> None:
-        """Take the outer step with averages that are finite. A replica that has moved on meanwhile keeps the share
+        """Take the outer step with finite averages. A replica that has taken steps in the meantime keeps the fraction
         `mixing` of its own parameters."""
         self.begun.pop(number, None)
         strategy, values = self.strategy, self.values
@@ -208,7 +208,7 @@ class Outer:
         for index, mean in zip(self.fragment(number), gone, strict=True):
             start, name, update = self.start[index], self.names[index], mean.to(self.start[index].dtype)
             lr = 1.0 if strategy.outer != "slowmo" or not b else lrs[index]
-            # A learning rate of 0 tells nothing about gradients, so momentum stays unchanged.
+            # With a learning rate of 0 the difference says nothing about gradients, so momentum stays unchanged.
             if b and lr:
                 before = self.momentum.get(name)
                 # SlowMo's momentum is in units of gradients, because the learning rate may change between rounds.
@@ -280,7 +280,7 @@ class OuterState(StrategyState):
         self._handle = register_optimizer_step_post_hook(WeakHook(self._on_optimizer_step))
 
     def _follow_outer(self, before: OuterState) -> None:
-        """Continue from the state before the model was read again."""
+        """Continue from the state before the model was rescanned."""
         old, new = before.outer, self.outer
         self.is_due, self.defers, self._lrs = before.is_due, before.defers, dict(before._lrs)
         if [(name, start.shape) for name, start in zip(old.names, old.start, strict=True)] == [
@@ -316,7 +316,7 @@ class OuterState(StrategyState):
         self._handle.remove()
 
     def open_groups(self) -> None:
-        """Open groups that nobody else uses: a sync may run before or after the user's own messages. Collective."""
+        """Open dedicated groups, because a sync may run before or after the user's own messages. Collective."""
         if self._channel.world_size > 1:
             self._channel.use_own_group()
             self._moving.use_own_group()
@@ -336,7 +336,7 @@ class OuterState(StrategyState):
         return self.outer.step - self.outer.base
 
     def digest(self, every: int) -> int:
-        """A digest of what the last sync left, which must be equal on all ranks; 0 if no comparison is due."""
+        """A digest of the state after the last sync, which must be equal on all ranks; 0 if no comparison is due."""
         self._compares = bool(every) and (self._compared is None or self.outer.step - self._compared >= every)
         return digest_replica(self.as_replica()) if self._compares else 0
 
@@ -344,7 +344,7 @@ class OuterState(StrategyState):
         return replace(self.replica, params=tuple(self.outer.start))  # type: ignore[arg-type]
 
     def report_failure(self) -> None:
-        """Signal a failure to ranks between two syncs, which then exchange control words immediately."""
+        """Signal a failure to ranks that are between two syncs; they then exchange control words immediately."""
         if self._channel.has_own_group:
             self._channel.report_failure(f"control {self._num_controls}")
 
@@ -368,7 +368,8 @@ class OuterState(StrategyState):
         return {index for index, param in enumerate(self.replica.params) if param.grad is None}
 
     def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
-        """The control words to fill, and the parameters without a gradient; if that is an error, in any step."""
+        """The control words to fill, and the parameters without a gradient; from any step if a missing gradient is an
+        error."""
         missing = self._find_missing() if self._allows_missing else self._missing
         self._missing = set()
         return self._words, sorted(missing), None
@@ -381,7 +382,8 @@ class OuterState(StrategyState):
         """Nothing to plan."""
 
     def agree(self, skips: bool) -> None:
-        """Called after control words were exchanged. `skips`: some rank's optimizer may skip this step, so all wait."""
+        """Called after control words were exchanged. `skips`: some rank's optimizer may skip this step, so all ranks
+        wait."""
         self._num_controls += 1
         self._compared = self.outer.step if self._compares else self._compared
         self.is_due = bool(self.outer.to_apply or self.outer.to_begin)
@@ -408,7 +410,7 @@ class OuterState(StrategyState):
 
     @torch.no_grad()
     def run(self) -> None:
-        """Do what is due now. Collective."""
+        """Run whatever is due now. Collective."""
         if not self.is_due:
             return
         outer = self.outer
@@ -483,7 +485,7 @@ class OuterState(StrategyState):
         raise CollectiveError(text, code="not-finite")
 
     def state(self) -> dict[str, Any]:
-        """The common part is what the last sync left. Between two syncs, this rank's part includes its model."""
+        """The common part is the state after the last sync. Between two syncs, this rank's part includes its model."""
         self.wait()
         with self.exchanges.side.borrowed():
             found = self.outer.state()
@@ -499,7 +501,8 @@ class OuterState(StrategyState):
 
     @torch.no_grad()
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
-        """If the number of ranks has changed, this rank gets the mean of the parameters: the next average is equal."""
+        """If the number of ranks has changed, this rank gets the mean of the parameters, so that the next average is
+        unchanged."""
         own = {name for name in errors if name == _LRS or name.startswith((_PARAM, _BUFFER))}
         super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
         with self.exchanges.side.borrowed():

@@ -1,6 +1,6 @@
-"""What ranks must have in common: parameters, their values, and the wrapper's options. Detects later changes, too.
+"""Checks that ranks agree on parameters, their values, and the wrapper's options. Detects later changes, too.
 
-Every rank raises the same error for a mismatch, because all of them compare the same gathered data.
+Every rank raises the same error for a mismatch, because all ranks compare the same gathered data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.units import MIB, name_ranks
 # On gloo, a message needs about this many bytes per rank to reach full bandwidth.
 _GLOO_BYTES_PER_RANK = 4 * MIB
 # Buckets are limited to about this share of the model, so that small models overlap with backward, too. This gives
-# about four messages; with more, their latency would cost what the overlap gains.
+# about four messages; with more, the added latency would cancel the gain from overlap.
 _SHARE = 2 / 7
 # On NCCL over sockets, the latency of a message costs as much as about this many bytes per rank, for up to 8 ranks (not
 # measured beyond). The first bucket is at least as large as one latency, the others as large as four.
@@ -41,7 +41,7 @@ MakePlan = Callable[[Sequence[int], Sequence[Rows]], Plan]
 
 
 class NothingToTrainError(ConfigError, RuntimeError):
-    """No parameter of the module needs a gradient. Also a RuntimeError, which is what torch raises."""
+    """No parameter of the module requires a gradient. Also a RuntimeError, as in torch."""
 
     code = "nothing-to-train"
 
@@ -82,17 +82,17 @@ class Options:
         if self.strategy.outer and (self.average != "ranks" or self.manual):
             what = "manual=True" if self.manual else f"average={self.average!r}"
             text = f"strategy={self.strategy.text!r} averages parameters after equal numbers of steps, but {what}"
-            raise ConfigError(f"{text} concerns gradients: leave it out", code="strategy")
+            raise ConfigError(f"{text} applies to gradients: leave it out", code="strategy")
         given = [name for name in ("plan", "bucket_cap_mb", "bucket_cap_mb_list") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} contradict each other: give one")
+            raise ConfigError(f"{' and '.join(given)} are mutually exclusive: give one")
         if self.embeddings == "rows" and self.plan is not None and not self.plan.rows:
-            raise ConfigError("embeddings='rows' contradicts a plan that sends no rows: leave one of them out")
+            raise ConfigError("embeddings='rows' conflicts with a plan that sends no rows: leave one of them out")
         given += ["embeddings='rows'"] if self.embeddings == "rows" else []
         if given and self.reducer == "simple":
-            raise ConfigError(f"{given[0]} contradicts reducer='simple', which sends one message per parameter")
+            raise ConfigError(f"{given[0]} conflicts with reducer='simple', which sends one message per parameter")
         if self.reducer == "simple" and not self.strategy.is_dense:
-            text = f"strategy={self.strategy.text!r} contradicts reducer='simple', which sends gradients as they are"
+            text = f"strategy={self.strategy.text!r} conflicts with reducer='simple', which sends raw gradients"
             raise ConfigError(text, code="strategy")
         if self.bucket_cap_mb_list == ():
             raise ConfigError("bucket_cap_mb_list=[] is empty: give at least one cap in MiB")
@@ -101,7 +101,7 @@ class Options:
                 raise ConfigError(f"{given[0]}={cap!r}: must be a number of MiB above 0")
         for name, every in (("check_replicas_every", self.check_every), ("statistics_every", self.statistics_every)):
             if every < 0:
-                raise ConfigError(f"{name}={every}: must be a number of steps, or 0 for never")
+                raise ConfigError(f"{name}={every}: must be a number of steps, or 0 to disable")
 
     @property
     def caps(self) -> tuple[float, ...]:
@@ -112,7 +112,7 @@ class Options:
     def make_planner(
         self, channel: Channel, gradients: Sequence[Gradient], with_hook: bool, needs_whole: bool = False
     ) -> MakePlan:
-        """A function that plans buckets from the ready order of these gradients and the tables sent as rows."""
+        """Return a function that plans buckets from the ready order of these gradients and the tables sent as rows."""
         if self.plan is not None:
             plan = check_plan(self.plan, gradients, needs_whole)
             return lambda order, rows: plan
@@ -126,7 +126,7 @@ class Options:
         elif with_hook:
             caps = [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES]
         elif channel.device.type != "cpu" or _has_spare_cores(channel.world_size):
-            # Small buckets are sent early, if there are spare cores to carry them. Otherwise they only add latency.
+            # Small buckets are sent early if there are spare cores to move them. Otherwise they only add latency.
             largest = min(channel.world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)
             caps = [TORCH_FIRST_CAP_BYTES, min(share, largest)]
         else:
@@ -137,7 +137,7 @@ class Options:
 def check_plan(plan: Plan, gradients: Sequence[Gradient], needs_whole: bool) -> Plan:
     """The given plan, after checking that it fits this model and, if needed, does not split gradients."""
     if needs_whole and plan.is_split:
-        text = "the plan splits a gradient over buckets, but a codec or communication hook needs whole gradients"
+        text = "the plan splits a gradient across buckets, but a codec or communication hook needs whole gradients"
         raise ConfigError(f"{text}: use another plan", code="plan")
     if len(plan.gradients) != len(gradients):
         text = f"the plan is for {len(plan.gradients)} gradients, but the model has {len(gradients)}"
@@ -157,7 +157,8 @@ _computing: list[int] = []
 
 @contextlib.contextmanager
 def only_computing(num_ranks: int) -> Iterator[None]:
-    """Wrappers built in this context assume `num_ranks` ranks on this host, because the others wait and use no core."""
+    """In this context, wrappers assume `num_ranks` ranks on this host, because the other ranks wait without using a
+    core."""
     _computing.append(num_ranks)
     try:
         yield
@@ -166,7 +167,7 @@ def only_computing(num_ranks: int) -> Iterator[None]:
 
 
 def _has_spare_cores(world_size: int) -> bool:
-    """Whether this host has one core per local rank besides those that compute."""
+    """Whether this host has a spare core per local rank, beyond those that compute."""
     world = current_world()
     local = world.local_world_size if world is not None else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return count_cores() >= min([local, *_computing]) * (torch.get_num_threads() + 1)
@@ -174,8 +175,8 @@ def _has_spare_cores(world_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Replica:
-    """The tensors that are kept equal on all ranks. A tied parameter is one entry with several names, the first name
-    first. `layouts` describe the trained parameters at the time of wrapping."""
+    """The tensors that are kept equal on all ranks. A tied parameter is one entry with several names, in definition
+    order. `layouts` describe the trained parameters at the time of wrapping."""
 
     params: tuple[nn.Parameter, ...]
     names: tuple[tuple[str, ...], ...]
@@ -195,7 +196,8 @@ class Replica:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def check(self, index: int, grad: torch.Tensor) -> None:
-        """Reject a gradient that is sparse, or whose shape, dtype or device differs from what the ranks agreed on."""
+        """Reject a gradient that is sparse, or whose shape, dtype or device differs from the layout that the ranks
+        agreed on."""
         was = self.layouts[index]
         if grad.layout != torch.strided:
             text = "is sparse: build its layer with sparse=False, or put the parameter in `ignore`"
@@ -206,7 +208,7 @@ class Replica:
             raise ConfigError(f"the gradient of {self.name(index)} {text}", code="model-changed")
 
     def build_late_error(self, late: Sequence[int]) -> CollectiveError:
-        """The error for gradients that changed after they had been sent, which is too late to fix."""
+        """The error for gradients that changed after they had been sent, when it is too late to send them again."""
         names = list_some([self.name(index) for index in late], ", ")
         why = "the graph differs from earlier steps: use one bucket (a large bucket_cap_mb), or reducer='simple'"
         text = f"the gradient of {names} changed after it had been sent: {why}"
@@ -219,7 +221,7 @@ class Replica:
 
 
 def find_strides(param: torch.Tensor) -> tuple[int, ...]:
-    """The strides of new tensors like this one, such as its gradient: its own, if it is dense."""
+    """The strides of new tensors like this one, such as its gradient: the tensor's own strides if it is dense."""
     return torch.empty_like(param, device="meta").stride()
 
 
@@ -228,7 +230,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def read_replica(module: nn.Module, ignored: Collection[str] = ()) -> Replica:
-    """Read a module's replica. `ignored` are full names of parameters and buffers that are not synchronised."""
+    """Collect a module's tensors. `ignored` are full names of parameters and buffers not to synchronise."""
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -268,7 +270,7 @@ def check_same_model(replica: Replica, options: Options, channel: Channel) -> No
     lines += [(f"the option {name}", repr(value)) for name, value in shared.items()]
     if len(set(channel.share(hashlib.sha256(repr(lines).encode()).hexdigest()))) == 1:
         if not replica.params:
-            raise NothingToTrainError("no parameter of the module needs a gradient: there is nothing to synchronise")
+            raise NothingToTrainError("no parameter of the module requires a gradient: there is nothing to synchronise")
         return
     first, *others = channel.share(lines)
     for rank, theirs in enumerate(others, start=1):
@@ -299,7 +301,7 @@ def verify_values(replica: Replica, channel: Channel) -> None:
 
 
 def _compare(replica: Replica, table: Sequence[Sequence[Any]]) -> str:
-    """Text that says which tensors differ from rank 0's, and on which ranks. A row may leave out the buffers."""
+    """Describe which tensors differ from rank 0's, and on which ranks. A row may omit the buffers."""
     found = []
     for index, name in enumerate(list(replica.tensors())[: len(table[0])]):
         if ranks := [rank for rank, row in enumerate(table) if row[index] != table[0][index]]:
@@ -334,7 +336,7 @@ _is_trained = operator.attrgetter("requires_grad")
 
 @functools.cache
 def _count_registrations() -> list[int]:
-    """How many parameters and modules have been registered, in any module, since the first call."""
+    """The number of parameters and modules registered, in any module, since the first call."""
     count = [0]
 
     def add_one(*_: object) -> None:
@@ -355,7 +357,7 @@ class StructureWatch:
         self._seen = self._count[0]
 
     def find_change(self, module: nn.Module) -> str:
-        """Text that describes a change after which some gradients would not be synchronised; empty for none."""
+        """Describe a change after which some gradients would not be synchronised; empty if there is none."""
         if self._seen == self._count[0] and not any(map(_is_trained, self._frozen)):
             return ""
         self._seen = self._count[0]

@@ -5,7 +5,7 @@ These gradients are ready last. An output head that shares the weight adds a den
 Inside the wrapper's forward an embedding looks up an alias of its weight: a separate autograd leaf with the same
 memory. Autograd therefore delivers two gradients: that of all other uses of the weight arrives at the weight, as usual,
 and that of the lookups arrives here, as rows. Rows are sent after the last bucket, whose control words tell all ranks
-how many there are.
+how many rows there are.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from paceline.units import format_bytes
 
 # A table below this size is not worth a message.
 _LEAST_BYTES = 256 << 10
-# Once rows have failed to save bytes in this many consecutive steps, the table is sent dense for good.
+# Once rows have failed to save bytes in this many consecutive steps, the table is sent dense permanently.
 _PATIENCE = 3
 # Reported in place of a row count: this rank's gradient may be dense.
 DENSE = 2**32 - 1
 _ALIGN_BYTES = 16
-_LATE = "the bucket with its dense part is also complete last; smaller buckets would send that part early"
+_LATE = "the bucket with its dense part is also the last to be complete; smaller buckets would send that part earlier"
 
 
 class Table:
@@ -45,7 +45,7 @@ class Table:
         self.index, self.param, self.is_sparse = index, param, is_sparse
         self.modules: list[nn.Module] = []
         self.is_on = True  # lookups are intercepted
-        self.is_plain = True  # its layers only look up rows
+        self.is_plain = True  # its layers only do lookups
         self.has_other = False  # other uses of the weight contribute to its gradient
         self.why = ""  # why it is sent dense
         self.sent: Rows | None = None  # the plan's entry, if it is sent as rows
@@ -125,7 +125,7 @@ class Table:
         return 0 if found is None else len(found[0])
 
     def collect_dense(self, factor: float) -> torch.Tensor:
-        """All of it as one dense gradient, scaled by `factor`."""
+        """The table's entire gradient as one dense tensor, scaled by `factor`."""
         out, self._written = self._memory(), None
         if self.mine is None and self.is_all_rows and self.param.grad is not None:
             return torch.mul(self.param.grad.to_dense(), factor, out=out)
@@ -251,7 +251,7 @@ class Lookups:
         return any(will_execute(get_gradient_edge(alias).node) for alias in self._live)
 
     def refuse_grad(self) -> None:
-        """Raise if `torch.autograd.grad` requests the gradient of a table: it would lack the lookups' share."""
+        """Raise if `torch.autograd.grad` requests the gradient of a table: it would lack the lookups' contribution."""
         for table in self.tables if self._live else ():
             if not table.param.requires_grad:
                 continue
@@ -291,7 +291,7 @@ class EmbeddingRows(Lookups):
                 table.fold()
 
     def find_arrived(self) -> set[int]:
-        """The parameters that got a gradient from lookups in this backward."""
+        """The parameters that received a gradient from lookups in this backward."""
         return {table.index for table in self.tables if table.pending}
 
     @property
@@ -314,7 +314,8 @@ class EmbeddingRows(Lookups):
 
     @torch.no_grad()
     def collect(self, factor: float, take_part: bool) -> None:
-        """Store this rank's row count per table, or DENSE, in `counts`. Other gradients go to `.grad`."""
+        """Store this rank's row count per table, or DENSE, in `counts`. Gradients not sent as rows are added to
+        `.grad`."""
         self._factor, self.counts = factor, [0] * len(self.tables)
         for number, table in enumerate(self.tables):
             if not take_part:
@@ -376,7 +377,7 @@ class EmbeddingRows(Lookups):
                 found.append(Rows(table.index, min(most, len(table.param)), True))
             elif not most or most == DENSE or not table.is_plain:
                 other = "sparse=True, and the weight has other uses"
-                table.why = table.why or (other if table.is_sparse and most else "none of its lookups was seen")
+                table.why = table.why or (other if table.is_sparse and most else "no lookup in it was recorded")
             elif not are_rows_worth(share, is_all):
                 table.why = f"up to {most} rows of {len(table.param)} on each rank"
             else:
@@ -387,7 +388,8 @@ class EmbeddingRows(Lookups):
         return found
 
     def delay(self, ready_order: Sequence[int], rows: Sequence[Rows]) -> list[int]:
-        """The ready order when `rows` are sent separately: other tables come last, with their unrecorded lookups."""
+        """The ready order if `rows` are sent separately: other tables come last, because their lookups are not
+        recorded."""
         kept = {part.gradient for part in rows}
         late = {
             table.index
@@ -414,7 +416,7 @@ class EmbeddingRows(Lookups):
             table.multiply(factor)
 
     def describe(self) -> list[str]:
-        """How each table is sent, as text for the user."""
+        """A description for the user of how each table is sent."""
         params = self.replica.params
         places: dict[torch.Tensor, int] = {param: index for index, param in enumerate(params)}
 
@@ -452,7 +454,7 @@ class _LookupHooks:
         if own is None or table is None or not own.is_open or not table.is_on or not torch.is_grad_enabled():
             return
         weight = module._parameters.get("weight")
-        # A user's hook expects the whole gradient. During backward, checkpointing repeats lookups already seen.
+        # A user's hook expects the whole gradient. During backward, checkpointing repeats lookups already counted.
         is_other = weight is not table.param or not table.param.requires_grad or table.param._backward_hooks
         if is_other or _why_whole(module) or current_graph_task() != -1:
             return

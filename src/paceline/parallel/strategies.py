@@ -32,13 +32,13 @@ _SUM_OPTIONS.asyncOp = True
 
 
 class Exchanges:
-    """Runs exchanges during backward. When a message has arrived, the next one is computed on a side stream.
+    """Runs exchanges during backward. When a message arrives, the next one is computed on a side stream.
 
     Every rank must start its messages in the same order. With NCCL, a stream can wait for a Work as soon as it has been
     started, so the whole exchange is queued at once. Other backends continue an exchange in callbacks, which run in any
-    order. There the first messages of all exchanges share one group and the second messages another, and in each group
-    an exchange waits for those that began before it. With two levels there are two more groups, inside each host. After
-    an error nothing more is sent, because peers would take it for a missing message.
+    order. With those backends, the first messages of all exchanges share one group and the second messages another, and
+    in each group an exchange waits for earlier ones. With two levels there are two more groups, inside each host. After
+    an error nothing more is sent, because peers would mistake it for a message they are waiting for.
     """
 
     def __init__(self, channel: Channel, levels: Levels | None = None, kinds: Sequence[str] = ()) -> None:
@@ -48,7 +48,7 @@ class Exchanges:
         self._groups: list[tuple[dist.ProcessGroup, int]] = [(channel.group, channel.world_size)]
         self._is_open = False
         self._lock = threading.RLock()
-        self._reached: dict[int, int] = {}  # by exchange in flight: stage of its next message, or a later one
+        self._reached: dict[int, int] = {}  # for each exchange in flight: lower bound on the stage of its next message
         self._waiting: dict[int, tuple[str, torch.Tensor, Exchange, Any]] = {}
         self._count = 0
         self._error: Exception | None = None
@@ -61,7 +61,7 @@ class Exchanges:
         return [group for group, _ in self._groups]
 
     def open(self) -> None:
-        """On the first call, open the groups that are needed, and connect them. Collective."""
+        """On the first call, open and connect the required groups. Collective."""
         channel = self._channel
         if self._is_open or channel.world_size == 1:
             return
@@ -71,7 +71,7 @@ class Exchanges:
             self._groups.append((open_group(channel, self), channel.world_size))
         if channel.is_nccl:
             # NCCL connects in the first collective of each kind, and blocks the host meanwhile. If a rank failed before
-            # it, the others could not look for failures.
+            # that, the others could not check for failures.
             for group, size in self._groups:
                 for kind in self._kinds:
                     work, _ = start_message(kind, torch.zeros(size, 4, device=channel.device), group, size)
@@ -196,7 +196,7 @@ def start_message(kind: str, tensor: torch.Tensor, group: Any, world_size: int) 
 
 
 def check_states(states: Sequence[Mapping[str, Any]], strategy: Strategy) -> None:
-    """Reject states of another strategy. States of a dense model are empty."""
+    """Reject the state of another strategy. The state of a dense model is empty."""
     texts = [state.get("strategy", DENSE.text) for state in states]
     if found := [text for text in texts if Strategy.parse(text) != strategy]:
         text = f"the state belongs to strategy {found[0]!r}, but this model uses {strategy.text!r}"
@@ -274,7 +274,7 @@ class StrategyState:
         return [self._names[id(param)] for param in group["params"] if id(param) in self._names]
 
     def _note_rate(self, names: Sequence[str], rate: Any) -> None:
-        """Let these residuals refer to this learning rate from now on, if it is above 0."""
+        """Make these residuals refer to this learning rate from now on, if it is above 0."""
         if isinstance(rate, torch.Tensor) and rate.is_cuda:  # avoids waiting for the GPU
             with self.exchanges.side.borrowed():
                 self._rates |= {name: torch.where(rate > 0, rate, self._rates.get(name, rate)) for name in names}
@@ -319,7 +319,7 @@ class StrategyState:
         self._scale = None if scaler is None else self._scale if new is None else new
 
     def rescale(self, factor: Any) -> None:
-        """Convert everything that is kept, including momentum, to a new unit of gradients."""
+        """Rescale all stored state, including momentum, to a new unit of gradients."""
         with self.exchanges.side.borrowed():
             self.codec.rescale(list(self.codec.errors), factor)
 
@@ -346,7 +346,7 @@ class StrategyState:
         return self.codec.memory_bytes
 
     def compute_costs(self, channel: Channel, num_steps: int, held_bytes: int = 0) -> StrategyCosts:
-        """Mean costs of a step since the model was wrapped. `channel` counts what did not pass through a codec."""
+        """Mean costs of a step since the model was wrapped. `channel` counts messages that bypassed the codec."""
         exchanges, steps = self.exchanges, max(1, num_steps)
         plain = Message(SUM, channel.sent.num_bytes).sent_bytes(channel.world_size)
         sent, memory = (exchanges.sent_bytes + plain) // steps, self.memory_bytes + held_bytes
@@ -380,8 +380,8 @@ class StrategyState:
         self._take(states[0], mean)
 
     def _load_parts(self, states: Sequence[dict[str, Any]], levels: Levels) -> None:
-        """On the same hosts each rank loads its own part, including what ranks with the same local rank share. On other
-        hosts, the mean over the hosts is split again."""
+        """On the same hosts, each rank loads its own part, including the state shared by ranks with the same local
+        rank. On other hosts, the mean over the hosts is split anew."""
         places = [tuple(state["place"]) for state in states]
         if places == levels.places:
             self._take(states[self._rank], states[self._rank]["rank"])
@@ -396,14 +396,14 @@ class StrategyState:
         self._take(states[0], levels.cut(errors, self._shapes))
 
     def _fits(self, name: str, error: torch.Tensor) -> bool:
-        """Whether this residual has the size of a parameter of the model, or of this rank's part of it."""
+        """Whether this residual is as large as one of the model's parameters, or as this rank's part of one."""
         shape = self._shapes.get(name.rpartition(" ")[2])
         if shape is not None and self.levels is not None:
             shape = torch.Size(self.strategy.cut(shape, self.levels.per_host)[0])
         return shape is not None and shape.numel() == error.numel()
 
     def _follow(self, before: StrategyState) -> None:
-        """Continue from the state before the model was read again, with everything that still fits the parameters."""
+        """Continue from the state before the model was rescanned, as far as it still fits the parameters."""
         found = StrategyState.state(before)
         kept = {part: {n: v for n, v in found[part].items() if n in self._shapes} for part in ("common", "rates")}
         errors = {name: error for name, error in found["rank"].items() if self._fits(name, error)}
@@ -467,7 +467,7 @@ _states: weakref.WeakSet[StrategyState] = weakref.WeakSet()  # states with resid
 
 
 def _read_scale(scaler: Any) -> Any:
-    """The loss scale; on a GPU a copy there, to avoid waiting for it; None before the first loss."""
+    """The loss scale; on a GPU, a device copy, to avoid a synchronisation; None before the first loss."""
     scale = scaler._scale
     return scale if scale is None else scale.clone() if scale.is_cuda else float(scale)
 

@@ -117,7 +117,7 @@ class Timeline:
 
     @property
     def age(self) -> int | None:
-        """How many steps ago the last recorded step was (0: the last step); None if there is none."""
+        """The age of the last recorded step in steps (0: the last step); None if there is none."""
         return self._num_steps - self._recorded if self._recorded >= 0 else None
 
     def read(self) -> StepTimes | None:
@@ -150,8 +150,8 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class StrategyCosts:
-    """Cost of a strategy on a rank: mean bytes (sent, and as many received) and host seconds per step. `memory_bytes`
-    is everything that it keeps, including a sharded optimizer's state on this rank."""
+    """Cost of a strategy on a rank: mean bytes sent (the same number is received) and host seconds per step.
+    `memory_bytes` includes all state that it keeps, including a sharded optimizer's state on this rank."""
 
     text: str
     sent_bytes: int

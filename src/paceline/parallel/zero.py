@@ -1,7 +1,7 @@
 """ZeRO-1: each rank keeps the optimizer state of its shard of every bucket, and updates that shard of the parameters.
 
-A `Sharding` knows which elements belong to which rank, and distributes the updated values: at the end of a step or, if
-the user allows it, during the next forward, in which each block of the model waits for its own parameters.
+A `Sharding` maps elements to ranks, and distributes the updated values: at the end of a step or, if the user allows it,
+during the next forward, in which each block of the model waits for its own parameters.
 
 The optimizer is the user's, with this rank's ranges of the parameters in its groups. It must work elementwise, or get
 its norms from `compute_norms`, as LARS and LAMB do.
@@ -35,7 +35,7 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
 )
-# How long a rank waits for the others to gather the state: a rank that calls alone must not wait for ever.
+# How long a rank waits for the others to gather the state: a rank that calls alone must not wait forever.
 _STATE_TIMEOUT_S = 120.0
 # Entries of an optimizer's state that hold one number per parameter. The parameter may be a scalar itself.
 _COUNTERS = ("step", "eta", "mu", "mu_product")
@@ -118,16 +118,16 @@ class Sharding:
         self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
         self.overlaps = False
         self._options = dist.AllreduceOptions()
-        self._options.asyncOp = False  # there is nothing to overlap, and another thread would only take time
+        self._options.asyncOp = False  # there is nothing to overlap, and another thread would only add overhead
         self._gathers: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._rows: dict[int, torch.Tensor] = {}  # by bucket: lasting memory for its values on all ranks
+        self._rows: dict[int, torch.Tensor] = {}  # by bucket: persistent memory for its values on all ranks
         self._hooks: list[Any] = []
         self._called: set[nn.Module] = set()  # blocks that were called in the recorded forward
         self._needs: dict[nn.Module, set[int]] = {}  # by module: the buckets to wait for
         self.is_reduced = False  # gradients since `zero_grad` are averages, in this rank's shard
         self._mark: torch.Tensor | None = None  # a gradient element outside this rank's shard
         self._has_warned = False
-        self.sync: Callable[[], Any] = lambda: None  # the step logic, which knows of unaveraged gradients
+        self.sync: Callable[[], Any] = lambda: None  # the step logic, which tracks unaveraged gradients
 
     def use(self, replica: Replica, channel: Channel, rounds: bool) -> None:
         """Start over with this replica. `rounds`: the all-reduce rounds to bfloat16. Sends nothing."""
@@ -136,7 +136,7 @@ class Sharding:
         self._rows.clear()  # they belong to the group
         is_rounded = self.strategy.codec == "bf16"
         self.exchanges = Exchanges(channel, kinds=(SCATTER, SWAP, GATHER) if is_rounded else (SCATTER, GATHER))
-        # Whether gradients are scattered. In shared memory an all-reduce is just as fast.
+        # Whether gradients are reduce-scattered. In shared memory an all-reduce is just as fast.
         self.needs_hook = not (channel.shares_memory and (rounds or self.strategy.codec == "dense"))
         if self.optimizer is not None:
             self.optimizer.check(replica)
@@ -175,8 +175,8 @@ class Sharding:
             mark.fill_(1)
 
     def _find_mark(self) -> torch.Tensor | None:
-        """The first element of another rank's shard, if this rank averages only its own. The element's value is unused,
-        so it can reveal that whole gradients were scaled."""
+        """The first element of another rank's shard, if this rank averages only its own. The element is otherwise
+        unused, so a change in its value shows that whole gradients were scaled."""
         channel = self.channel
         if self._mark is None and self.is_planned and self.needs_hook and channel.device.type == "cpu":
             others = (cut for rank, cut in enumerate(self.cuts) if rank != channel.rank)
@@ -198,7 +198,8 @@ class Sharding:
 
     def find_misuse(self) -> ConfigError | None:
         """The error for accumulating into reduced gradients: a rank may hold only its shard of the averages. Zeros are
-        allowed. Ranks that share memory hold all averages, but a program must not depend on where its ranks run."""
+        allowed. Ranks that share memory hold all averages, but a program must not depend on the placement of its
+        ranks."""
         grads = [param.grad for param in self.replica.params if param.grad is not None] if self.is_reduced else []
         if not any(grad.any() for grad in grads):
             return None
@@ -286,7 +287,7 @@ class Sharding:
         if self.channel.shares_memory:
             rows = self._rows.get(number)
             if rows is None or rows.shape != (n, most) or rows.dtype != first.dtype:
-                # Lasting, because the kernel needs longer to provide new pages in each step than ranks to copy.
+                # Persistent, because getting new pages from the kernel in each step takes longer than copying.
                 rows = self._rows[number] = self.channel.allocate(n * most, first.dtype, first.device).view(n, most)
             given = join(pieces, rows[rank])
             work = start_exchange(rows.view(torch.uint8), given.view(torch.uint8), self.channel.group)
@@ -357,7 +358,7 @@ class Sharding:
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules in lists and sequences, whose parameters only their own forward uses."""
+    """The outermost modules in ModuleLists and Sequentials, whose parameters are used only by their own forward."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
@@ -385,7 +386,7 @@ class ShardedOptimizer(Optimizer):
     cuts: list[list[list[Range]]]  # ranges of `_params`, by rank and bucket
     _params: tuple[nn.Parameter, ...]
     _has_norms: bool
-    _names: dict[int, str]  # names of all parameters that were ever trained here
+    _names: dict[int, str]  # names of all parameters ever trained by this optimizer
 
     def begin(self, sharding: Sharding) -> None:
         self._sharding = sharding
@@ -501,7 +502,7 @@ class ShardedOptimizer(Optimizer):
 
     def compute_norms(self, params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norms of whole parameters, given this rank's ranges of them. Collective. Summed in float64, so that the
-        cuts affect at most the last bit in float32."""
+        cuts change at most the last bit in float32."""
         own: Any = params
         indices = torch.tensor([self._parts[param][1].param for param in own], device=tensors[0].device)
         norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
@@ -528,8 +529,8 @@ class ShardedOptimizer(Optimizer):
         return {"state": self._collect(to), "param_groups": groups}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the full state on one rank. Until the next step, `state_dict()` works there without the other ranks,
-        and returns an empty state on those. Collective: every rank must call this."""
+        """Gather the full state on one rank. Until the next step, `state_dict()` works on that rank without the others,
+        and returns an empty state on the others. Collective: every rank must call this."""
         self._whole = None
         self._whole = self.state_dict(to)["state"]
 
@@ -547,7 +548,7 @@ class ShardedOptimizer(Optimizer):
         for facts in reversed(channel.share(mine)):
             known |= facts
         state: dict[int, dict[str, Any]] = {place: {} for place in sorted(known)}
-        dtypes: dict[str, dict[int, torch.dtype]] = {}  # by key and parameter
+        dtypes: dict[str, dict[int, torch.dtype]] = {}  # by key, then by parameter
         for place in state:
             for key, value in known[place].items():
                 if isinstance(value, torch.dtype):
@@ -576,7 +577,7 @@ class ShardedOptimizer(Optimizer):
         return state if is_wanted else {}
 
     def _gather_state(self, key: str, parts: Sequence[Sequence[Range]]) -> torch.Tensor:
-        """The bytes of one entry of the state, in a row per rank."""
+        """The bytes of one entry of the state, one row per rank."""
         channel = self._sharding.channel
         own_of = {part: own for own, (_, part) in self._parts.items()}
         mine = [self.state[own_of[part]][key].reshape(-1).view(torch.uint8) for part in parts[channel.rank]]
@@ -633,7 +634,7 @@ def _make_kind(kind: type[Optimizer]) -> type[ShardedOptimizer]:
 
 
 def shard(sharding: Sharding, optimizer: Optimizer) -> ShardedOptimizer:
-    """Turn an optimizer of the model's parameters into one of this rank's ranges."""
+    """Turn an optimizer over the model's parameters into one over this rank's ranges."""
     kind = type(optimizer)
     name = kind.__name__
     if kind not in _ELEMENTWISE and not hasattr(optimizer, "compute_norms"):

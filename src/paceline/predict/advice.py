@@ -151,7 +151,7 @@ def blame_buckets(code: str, saved_s: float, interval_s: tuple[float, float] | N
 
 
 def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator[Finding]:
-    # Being late for a message that compute hides delays nobody.
+    # Being late for a message that compute hides delays no rank.
     gain_s = min(lateness.mean_s, waited_s)
     if gain_s < WORTH * step_s:
         return
@@ -311,7 +311,7 @@ def list_bottlenecks(
     if messages is not None:
         message_s, exposed_s, compute_s = messages
         is_small = message_s > compute_s / 2
-        # Better buckets cost nothing, so they come first if they save a good part of the exposed time.
+        # Better buckets are free, so they come first if they save a substantial part of the exposed time.
         gain_s = min(exposed_s, saved_s) if saved_s >= max(WORTH * step_s, exposed_s / 3) else exposed_s
         if is_small or exposed_s >= _STANDS_OUT * step_s:
             takes = f"a step computes for {format_duration(compute_s)} and communicates for "

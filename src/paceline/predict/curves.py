@@ -114,7 +114,7 @@ def _draw_errors(count: int) -> list[tuple[float, ...]]:
 
 
 def draw(build: Callable[[Resample], T], count: int = DRAWS) -> tuple[T, list[T]]:
-    """What is built from the best known inputs, and from draws of them."""
+    """The objects built from the best estimates of the inputs, and from draws of them."""
     source = random.Random(_SEED + 1)
     return build(Resample()), [build(Resample(source, False, *errors)) for errors in _draw_errors(count)]
 

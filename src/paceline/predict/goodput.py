@@ -51,7 +51,7 @@ class Policy:
 
     Such a fault is detected after `detect_s`; the lost rank can be started after `wait_s`, and that takes `restart_s`.
     After any other fault the living ranks need `takeover_s`, which starts again if another fault occurs, and lose
-    `slower_s` in total while a rank is missing. `num_idle` ranks only wait for a fault.
+    `slower_s` in total while a rank is missing. `num_idle` ranks are spares that wait for a fault.
     """
 
     name: str
@@ -93,13 +93,13 @@ class Policy:
         return self.cross(self.step_s)
 
     def _cross_steps(self, work_s: float) -> tuple[float, float]:
-        """The same for steps that take `work_s` in total."""
+        """The mean seconds and log probability for steps that take `work_s` in total."""
         (seconds, chance), count = self._step, work_s / self.step_s
         ends = -math.expm1(chance)
         return seconds * (-math.expm1(count * chance) / ends if ends > 1e-15 else count), count * chance
 
     def estimate_share(self, interval_s: float) -> float:
-        """The share of the time that counts, with a save after every `interval_s` seconds of steps."""
+        """The goodput, with a save after every `interval_s` seconds of steps."""
         if max(self.restart_s, self.takeover_s, self.step_s) > _MOST_EXPONENT * self.mtbf_s:
             return 0.0
         behind_s = min(self.write_s, interval_s)
@@ -340,15 +340,15 @@ class Goodput:
 
 
 def average_costs(records: Sequence[CostRecord], source: random.Random | None = None) -> dict[str, float]:
-    """The mean of each cost; the median for steps, since the first ones are slow. With a random `source`, a draw of
-    what another measurement might have given."""
+    """The mean of each cost; the median for steps, since the first ones are slow. With a random `source`, a draw of the
+    result of another measurement."""
     found = {}
     for record in records:
         seconds: Sequence[float] = record.seconds
         if source is not None and record.source == "measured":
             if len(seconds) == 1:
                 seconds = [seconds[0] * math.exp(source.gauss(0.0, _ONCE))]
-            elif record.name != "step":  # there are many steps, so their median is known well
+            elif record.name != "step":  # there are many steps, so their median is precise
                 seconds = source.choices(seconds, k=len(seconds))
         found[record.name] = statistics.median(seconds) if record.name == "step" else statistics.fmean(seconds)
     return found
@@ -379,12 +379,12 @@ def estimate_goodput(
 
 
 def is_ahead(first: Goodput, second: Goodput) -> bool:
-    """Whether what is known of the costs decides between two policies: in 95 % of the draws."""
+    """Whether the known costs decide between two policies, in 95 % of the draws."""
     better = sum(a > b for a, b in zip(first.draws, second.draws, strict=True))
     return better >= 0.95 * len(first.draws)
 
 
 def estimate_save_interval(stalls_s: Sequence[float], write_s: float, mtbf_s: float, lost: float = 1.0) -> float:
     """Seconds between the end of a save and the next one, by the stalls of the last saves, where a share `lost` of the
-    faults needs a checkpoint. How long recovery takes hardly matters for it."""
+    faults needs a checkpoint. The recovery time hardly affects it."""
     return Policy("", mtbf_s, statistics.fmean(stalls_s), write_s, lost=lost).find_best_interval()

@@ -27,7 +27,7 @@ GRADIENT_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
 @dataclass(frozen=True)
 class Lookup:
     """The part of a gradient that comes from embedding lookups: rows on each rank, ready at the end of backward.
-    `rest_s` is when the contribution of the weight's other uses is ready, or None if there are none."""
+    `rest_s` is when the contribution of the weight's other uses is ready; None if the weight has no other uses."""
 
     name: str
     num_rows: int
@@ -40,8 +40,8 @@ class Job:
     """Gradients in ready order with their ready times, and the step around them, all for one rank alone. `ready_s`
     counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
     optimizer. `device` is the compute device, empty if unknown; `notes` are the assumptions made. `lookups` are parts
-    that `split` can send as rows. It moves those to `tail`, after the last bucket, each with the size of an all-reduce
-    that moves as many bytes."""
+    that `split` can send as rows: it moves them to `tail`, after the last bucket, each with the size of an all-reduce
+    that moves the same number of bytes."""
 
     gradients: tuple[Gradient, ...]
     ready_s: tuple[float, ...]
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def computing_s(self) -> float:
-        """What a rank computes before it needs the other ranks."""
+        """The compute time of a rank before it needs the other ranks."""
         return self.before_s + self.backward_s
 
     @property
@@ -89,7 +89,7 @@ class Job:
         return self.computing_s + self.after_s
 
     def cut(self, cap_bytes: int) -> tuple[int, ...]:
-        """Where torch's rule ends buckets of this cap, as positions in the ready order."""
+        """The bucket boundaries that torch's rule gives for this cap, as positions in the ready order."""
         return cut_by_cap(self.totals, cap_bytes)
 
     def accumulate(self, count: int) -> Job:
@@ -99,7 +99,7 @@ class Job:
         return replace(self, before_s=count * self.before_s + (count - 1) * self.backward_s)
 
     def stretch(self, factor: float) -> Job:
-        """The job with every part of the step multiplied by `factor`."""
+        """The job with the time of every part of the step multiplied by `factor`."""
         times = {name: getattr(self, name) * factor for name in ("backward_s", "before_s", "after_s")}
         lookups = tuple(replace(one, rest_s=one.rest_s and one.rest_s * factor) for one in self.lookups)
         return replace(self, ready_s=tuple(moment * factor for moment in self.ready_s), lookups=lookups, **times)
@@ -140,8 +140,8 @@ class Job:
 
 def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = None) -> Job:
     """The job of a profile, from medians: gradients in ready order, and the plain step around them. Ready times are
-    divided by the profiling overhead. `gradients` is `fp32` or `bf16`; None keeps their dtypes. Parameters that never
-    had a gradient are sent with the last bucket."""
+    divided by the profiling overhead. `gradients` is `fp32` or `bf16`; None keeps the profiled dtypes. Parameters that
+    never received a gradient are sent with the last bucket."""
     if gradients is not None and gradients not in GRADIENT_DTYPES:
         raise ConfigError(f"unknown gradient dtype {gradients!r}: use {', '.join(GRADIENT_DTYPES)}")
     total_s, cost = record.backward.median_s, record.backward_cost.value
@@ -164,7 +164,7 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
     if len(dtypes) > 1:
         notes.append(f"gradients of {' and '.join(dtypes)} share buckets here, unlike in a wrapper")
     if record.unused:
-        notes.append(f"{len(record.unused)} parameters never had a gradient: assumed ready at the end of backward")
+        notes.append(f"{len(record.unused)} parameters never received a gradient: assumed ready at the end of backward")
     return Job(found, ready, total_s, before_s, after_s, record.device, tuple(notes), lookups)
 
 
@@ -175,9 +175,9 @@ def read_parameters(
     device: str = "cpu",
     dtype: tuple[str, int] | None = None,
 ) -> tuple[tuple[Gradient, ...], tuple[float, ...], tuple[Lookup, ...]]:
-    """The gradients of profiled parameters, when they are ready, and their lookups. `place` maps a moment of the
-    profiled backward to one of the job's; parameters without a gradient are ready at `unused_s`. `dtype`, with the
-    bytes of an element, replaces their own."""
+    """The gradients of profiled parameters, their ready times, and their lookups. `place` maps a time in the profiled
+    backward to a time in the job's backward; parameters without a gradient are ready at `unused_s`. `dtype` (name and
+    bytes per element) overrides the profiled dtypes."""
     gradients = []
     lookups = []
     for one in parameters:
@@ -193,15 +193,16 @@ def read_parameters(
 
 
 def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float, float]:
-    """The times before and after backward in the plain step; time outside any phase counts as before."""
+    """The times before and after backward in the plain step; time outside any phase counts as before backward."""
     forward_s, after_s = resample.median(record.forward), resample.median(record.optimizer)
     rest_s = max(0.0, resample.median(record.timing) - forward_s - resample.median(record.backward) - after_s)
     return forward_s + rest_s, after_s
 
 
 def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -> list[Job]:
-    """The job as other repetitions of its profile might have given it. Draws use whole repetitions because their phases
-    are slow together, or single ones if the profile is unstable; ready times scale with backward."""
+    """The job as it might have come out of other repetitions of its profile. Draws use whole repetitions, because the
+    phases of one repetition are correlated, or single repetitions if the profile is unstable; ready times scale with
+    backward."""
     source, draws = random.Random(seed), []
     for resample in (Resample(source, record.timing.noise > UNSTABLE) for _ in range(count)):
         total_s = resample.median(record.backward)
@@ -213,7 +214,7 @@ def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -
 
 # The tensors of a GPT-2 block in the order in which their gradients are ready, with their parameters as multiples of
 # width^2 and of width. Each is ready in proportion to the matrix products done by then: two per weight, which take
-# nearly all of the time.
+# nearly all the time.
 _GPT2_BLOCK = (
     ("mlp.c_proj", 4, 1), ("mlp.c_fc", 4, 4), ("ln_2", 0, 2), ("attn.c_proj", 1, 1), ("attn.c_attn", 3, 3),
     ("ln_1", 0, 2),
@@ -221,10 +222,10 @@ _GPT2_BLOCK = (
 
 
 def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord]) -> Job:
-    """The job of two tables. Layers run backward in the reverse of their order in `sizes`; one without a time is
-    assumed to take none. If the first and the last layer of a language model have equal sizes, they are one tied
-    tensor, whose gradient is complete only when the first layer's is. Blocks of GPT-2's size are divided into their
-    tensors, since buckets consist of tensors."""
+    """The job described by two tables. Layers run backward in the reverse of their order in `sizes`; a layer without a
+    time is assumed to take none. If the first and the last layer of a language model have equal sizes, they are one
+    tied tensor, whose gradient is complete only when the first layer's is. Blocks of GPT-2's size are divided into
+    their tensors, since buckets consist of tensors."""
     if not sizes:
         raise RecordError("no layers: the table of sizes is empty")
     phases = {record.layer: record.timing.center_s for record in times}

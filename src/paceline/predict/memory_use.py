@@ -106,7 +106,7 @@ class _Block:
 
 
 def build_memory(events: Sequence[dict[str, Any]], marks: MemoryMarks) -> MemoryUse:
-    """The memory timeline of the marked step. Earlier events of the trace show what was allocated before it."""
+    """The memory timeline of the marked step. Earlier events of the trace show the memory allocated before it."""
     marked = [e for e in events if e["name"].startswith(MARK) and e.get("cat") == "user_annotation"]
     marked.sort(key=_find_number)
     changes = _find_changes(events, marks)

@@ -1,7 +1,7 @@
-"""Networks by name, and fabrics: the interconnect for any number of ranks, and its cost curve.
+"""Named networks, and fabrics: the interconnect for any number of ranks, and its cost curve.
 
-A named network is a published table, or a data sheet corrected for what published tables show it to omit. A measured
-fabric is an all-reduce sweep. `benchmarks/validate_networks.py` fits and validates the numbers here.
+A named network is a published table, or a data sheet with corrections derived from published tables. A measured fabric
+is an all-reduce sweep. `benchmarks/validate_networks.py` fits and validates the numbers here.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Correction:
-    """What a data sheet omits from an all-reduce. Each call costs `overhead_s` to launch, a message between two ranks
-    takes `latency` times the nominal latency, large messages reach `efficiency` of the line rate, and a pipeline of
-    chunks takes time to fill and drain: `ramp` times the 2 sqrt(latency x transfer) of the best number of chunks."""
+    """The costs of an all-reduce that a data sheet omits. Each call costs `overhead_s` to launch, a message between two
+    ranks takes `latency` times the nominal latency, large messages reach `efficiency` of the line rate, and a pipeline
+    of chunks takes time to fill and drain: `ramp` times the 2 sqrt(latency x transfer) of the best number of chunks."""
 
     overhead_s: float = 0.0
     latency: float = 1.0
@@ -55,8 +55,8 @@ _SLOW_BYTES_PER_S, SLOW = 25e9 / 8, Correction(overhead_s=200e-6, latency=4.0, e
 # node to several, times grow by a factor that depends on the size and is itself uncertain.
 ERROR_PER_DOUBLING = 0.27
 FIRST_NODE, FIRST_NODE_ERROR = ((MIB // 4, 1.5), (4 * MIB, 3.0)), 0.5
-# By family: the threads per rank that move its messages, and the power of (threads / cores) by which messages slow down
-# when threads wait for a core. A barrier in shared memory waits for all of them.
+# By family: the number of threads per rank that move its messages, and the exponent of (threads / cores) with which
+# messages slow down when threads wait for a core. A barrier in shared memory waits for all threads.
 _CROWDING = {"gloo": (2, 0.8), "shared": (1, 1.3)}
 
 
@@ -77,7 +77,7 @@ class PublicSweep:
 
 
 def _load_published() -> dict[str, tuple[PublicSweep, ...]]:
-    """The published sweeps by the name of their hardware."""
+    """The published sweeps, by hardware name."""
     with Path(__file__).with_name("published.csv").open(encoding="utf-8") as file:
         by_name = group_by(csv.DictReader(file), lambda row: row["name"])
     return {name: tuple(map(_read_published, rows)) for name, rows in by_name.items()}
@@ -93,9 +93,9 @@ PUBLISHED = _load_published()
 
 @dataclass(frozen=True)
 class Network:
-    """A network from its data sheet: the latency of one message between two ranks, the bandwidth out of each rank, and
-    a `correction` for what the data sheet omits. With `sweeps`, a published network instead: its nodes have
-    `ranks_per_node` ranks, and the data sheet's numbers serve only for comparison."""
+    """A network described by its data sheet: the latency of one message between two ranks, the bandwidth out of each
+    rank, and a `correction` for the costs that the data sheet omits. With `sweeps`, it is a published network instead:
+    its nodes have `ranks_per_node` ranks, and the data sheet's numbers serve only for comparison."""
 
     name: str
     latency_s: float
@@ -184,7 +184,7 @@ def find_network(text: str) -> Network:
 
 
 def find_networks(text: str) -> list[Network]:
-    """Distinct networks from a comma-separated list; a network given by rate and latency contains a comma itself."""
+    """Distinct networks from a comma-separated list; a network given by rate and latency itself contains a comma."""
     parts = [part.strip() for part in re.findall(r"[^,]*/s\s*,[^,]+|[^,]+", text)]
     found = [find_network(part) for part in dict.fromkeys(filter(None, parts))]
     if not found:
@@ -285,7 +285,7 @@ class AssumedFabric:
         return self._on(self.inside, ("ring",), self.ranks_per_node), nodes
 
     def _on(self, network: Network | MeasuredFabric, names: Iterable[str], count: int, place: str = "") -> CostCurve:
-        """The cost curve of a network on this many ranks: measured, or the best of some algorithms."""
+        """The cost curve of a network on this many ranks: measured, or that of the fastest of several algorithms."""
         if isinstance(network, MeasuredFabric):
             return network.build_curve(count)
         if network.sweeps:
@@ -334,8 +334,8 @@ class MeasuredFabric:
     """Sweeps of one backend: used as measured on their own rank counts, and scaled from the nearest count by the fits
     on others. `sweeps` maps ranks and sizes, both ascending, to the seconds of all repetitions. `what` is the name with
     device and dtype. `ranks_per_node` ranks share a node (0 if unknown); measurements on one node say little about
-    several. `cores` are the host's cores that move messages (0 if none). `errors` are the standard deviations of the
-    sweeps themselves, and `shift` moves the times by that many standard deviations."""
+    several nodes. `cores` are the host's cores that move messages (0 if none). `errors` are the standard deviations of
+    the sweeps themselves, and `shift` moves the times by that many standard deviations."""
 
     name: str
     what: str
@@ -380,7 +380,7 @@ class MeasuredFabric:
         return not self.ranks_per_node and not is_shared and world_size > max(self.ranks)
 
     def _estimate_crowd(self, world_size: int) -> float:
-        """How many times longer messages take because threads wait for a core."""
+        """The slowdown factor of messages when threads wait for a core."""
         here = min(world_size, self.ranks_per_node or world_size)
         threads, power = _CROWDING.get(self.fits[0].algorithm, (0, 1.0))
         return max(1.0, here * threads / self.cores) ** power if self.cores else 1.0
@@ -444,10 +444,9 @@ def build_measured_fabric(
     records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto", memory: str = "shared",
     ranks_per_node: int = 0, cores: int = 0,
 ) -> MeasuredFabric:  # fmt: skip
-    """The sweep of one backend, with the family that its algorithm is known to follow or the one given. `memory`
-    selects the records if a backend was measured on both ordinary and shared memory; the buckets of Paceline's wrapper
-    are in shared memory. `ranks_per_node` applies if the records do not give it, and `cores` if they were measured on
-    one host."""
+    """The sweep of one backend, with its algorithm's known family or the given one. `memory` selects the records if a
+    backend was measured on both ordinary and shared memory; the buckets of Paceline's wrapper are in shared memory.
+    `ranks_per_node` applies if the records do not give it, and `cores` if they were measured on one host."""
     curves.check_algorithm(algorithm)
     if algorithm == "two-level":
         raise ConfigError("algorithm two-level cannot be fitted to one sweep: use a --network with --ranks-per-node")
@@ -510,7 +509,7 @@ def _name(record: CollectiveRecord) -> str:
 
 
 def list_seconds(record: CollectiveRecord) -> tuple[float, ...]:
-    """Times without the wait for a late rank if clocks show it; a single time if the table has no more."""
+    """Times without the wait for a late rank, if the clocks show it; a single time if the table has only one."""
     if isinstance(record.timing, Samples):
         return record.timing.from_last_arrival_s or record.timing.reduced_s
     return (record.time_s,)

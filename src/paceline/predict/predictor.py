@@ -26,9 +26,9 @@ from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes, format_duration, format_ms
 
 _HALVINGS = 20
-# A free plan that is not better than a single cap by this share is not worth its complexity.
+# A free plan that does not beat a single cap by this share is not worth its complexity.
 _WORTH = 0.002
-# Lower bound for the relative speed of compute or a message next to the other.
+# Lower bound for the relative speed of compute and messages while they overlap.
 _LEAST_RATE = 0.02
 
 
@@ -53,8 +53,8 @@ class Evidence:
 
     @cached_property
     def too_short(self) -> list[StepRecord]:
-        """Disturbed steps that lost more time than messages overlapped, so they did not measure contention. Decided by
-        the medians, so that every draw has the same sizes."""
+        """Disturbed steps that lost more time than messages overlapped, so they could not measure contention. Decided
+        by the medians, so that every draw has the same sizes."""
         resample = Resample()
         backward_s = resample.median(self.plain.phase("backward")) if self.disturbed else 0.0
         found = ((record, *_find_overlap(record, resample, backward_s)[1:]) for record in self.disturbed)
@@ -63,9 +63,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What a wrapper and its messages cost a rank on any network; None if not measured. `neighbours` maps the number of
-    ranks on a host to their compute time relative to the profile, whose own number comes first. Messages of the sizes
-    in `too_short` could not measure contention."""
+    """The costs of a wrapper and its messages to a rank on any network; None if not measured. `neighbours` maps the
+    number of ranks on a host to their compute time relative to the profile, whose own number comes first. Messages of
+    the sizes in `too_short` could not measure contention."""
 
     launch_s: float = 0.0
     gather_s_per_byte: float = 0.0
@@ -93,7 +93,7 @@ def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCu
 
 
 def find_evidence(records: Sequence[Record]) -> Evidence | None:
-    """What a profile measured of copies, contention and neighbours; None where it holds only layers."""
+    """The costs of copies, contention and neighbours measured by a profile; None if the profile has only layers."""
     try:
         return Evidence([record for record in records if isinstance(record, LayerProfileRecord | StepRecord)])
     except MeasurementError:
@@ -125,7 +125,7 @@ def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
 def fit_job(
     evidence: Evidence, curve: CostCurve | None = None, resample: Resample | None = None
 ) -> tuple[Job, MachineCosts]:
-    """Fit the job and its costs by medians. `curve` replaces the measured messages if they are emulated."""
+    """Fit the job and its costs by medians. `curve` replaces the measured messages if the network is emulated."""
     resample = resample or Resample()
     median = resample.median
     plain, one, profile = evidence.plain, evidence.one_bucket, evidence.profile
@@ -172,7 +172,7 @@ def _find_s(record: StepRecord, name: str, resample: Resample) -> float:
 
 
 def _find_overlap(record: StepRecord, resample: Resample, backward_s: float) -> tuple[float, float, float]:
-    """Seconds that a message takes, that it overlaps backward, and by which it makes backward longer."""
+    """The duration of a message, its overlap with backward, and the time it adds to backward, in seconds."""
     under_way_s = _find_s(record, "under_way", resample)
     delay_s = max(0.0, resample.median(record.phase("backward")) - backward_s) / record.num_messages
     return under_way_s, min(_find_s(record, "overlapped", resample), under_way_s), delay_s
@@ -204,10 +204,10 @@ def _fit_contention(
 
 @dataclass(frozen=True)
 class Draw:
-    """All inputs of a step: the best known ones, or a draw of them. `error` is the model's own error as a share of the
-    exposed communication, and `noise` the logarithm of the error of the measured median that a prediction is compared
-    with. `wait_s` is the wait for the slowest rank, and `local_s` the step of one rank alone. `layout` are the buckets
-    if they are always the same."""
+    """All inputs of a step: the best estimates, or a draw. `error` is the model's own error as a share of the exposed
+    communication, and `noise` the logarithm of the error of the measured median that a prediction is compared with.
+    `wait_s` is the wait for the slowest rank, and `local_s` the step of one rank alone. `layout` holds the buckets if
+    they are fixed."""
 
     job: Job
     costs: MachineCosts
@@ -230,7 +230,7 @@ def calibrate(
     bounds: tuple[float, float],
 ) -> tuple[float, float]:
     """Calibrate to one measured step: the factor between these bounds for which a step with the costs `scale(factor)`
-    takes as long as it was measured to, and the seconds that no factor explains."""
+    matches its measured time, and the seconds that remain unexplained."""
 
     def miss(factor: float) -> float:
         return step_s - simulate(job, buckets, scale(factor)).step_s
@@ -256,17 +256,18 @@ _NO_STEP = SimulatedStep((), 0.0, 0.0, 0.0, 0.0, 0.0)
 class Prediction:
     """A predicted step: the row of every prediction. A measured step should lie between `low_s` and `high_s` in 90 % of
     cases. `exposed_s` is exposed communication, `local_s` the step of one rank alone, and `step` the simulated one,
-    which does not include the wait for the slowest rank (`straggler_s`). `drawn_s` is the step in each draw, and
+    which does not include the wait for the slowest rank (`straggler_s`). `drawn_s` is the step time in each draw, and
     `drawn_local_s` that of one rank alone.
 
-    It is for `world_size` ranks on a `network`, with a `strategy`, and with buckets that `cuts` end: those of a `plan`,
-    or of the cap `cap_bytes` (0 if no cap makes them). All caps on the `plateau` are as good, and `default_step_s` is
-    the step with torch's default buckets. `message_s` is a single message with all gradients, `sent_bytes` is what a
-    rank sends per step, `neighbours_s` the slowdown by other ranks of a CPU host, `algorithm` that of the messages,
-    `bound` the bottleneck, and `doubt` a reason not to trust the row.
+    It holds for `world_size` ranks on a `network` with a `strategy`. `cuts` are the ends of the buckets, which come
+    from a `plan` or from the cap `cap_bytes` (0 if no cap produces them). All caps on the `plateau` are equally good,
+    and `default_step_s` is the step time with torch's default buckets. `message_s` is the time of a single message with
+    all gradients, `sent_bytes` the bytes that a rank sends per step, `neighbours_s` the slowdown caused by other ranks
+    on a CPU host, `algorithm` the all-reduce algorithm, `bound` the bottleneck, and `doubt` a reason not to trust the
+    row.
 
-    `measured` is the same step if it was run, which must not be used if it `is_disturbed`; `ratios` compare the step
-    with others by their names, and `status` is what follows from that.
+    `measured` is the record of the same step if it was run; it must not be used if it `is_disturbed`. `ratios` compare
+    the step with others, by name, and `status` is the conclusion.
     """
 
     step_s: float
@@ -321,7 +322,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """The speed-up as a share of the ideal one; in weak scaling T(1) / T(n)."""
+        """The speed-up as a fraction of the ideal speed-up; in weak scaling T(1) / T(n)."""
         return self.speedup / self.world_size
 
     @property
@@ -343,7 +344,7 @@ class Prediction:
 
     @property
     def overhead(self) -> float:
-        """Communication as a share of the step without any overlap."""
+        """The share of communication in a step without any overlap."""
         return self.message_s / (self.message_s + self.local_s)
 
     @property
@@ -391,7 +392,7 @@ class Prediction:
         return Interval(value, *find_interval(value, drawn))
 
     def stretch(self, factor: float) -> Prediction:
-        """The prediction for a machine on which everything takes this many times as long."""
+        """The prediction for a machine that is slower by this factor."""
         names = ("step_s", "low_s", "high_s", "exposed_s", "local_s")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
@@ -411,7 +412,7 @@ class Choice:
 
 
 class Predictor:
-    """A calibrated job: its best known inputs, with `draws` of them that reflect what is not known. `plain_s` is the
+    """A calibrated job: the best estimates of its inputs, with `draws` that reflect their uncertainty. `plain_s` is the
     measured step without communication, if there is one. `noise` is that of a measured median, assuming as many steps
     as were used for calibration."""
 
@@ -436,7 +437,7 @@ class Predictor:
         return cls(*draw(build), timing.median_s, noise)
 
     def change(self, change: Callable[[Job, MachineCosts, Resample], MachineCosts]) -> Predictor:
-        """The same job with another strategy, which sends whole gradients; applied to the draws, too."""
+        """The same job with another strategy, which sends whole gradients; also applied to the draws."""
 
         def send(one: Draw, resample: Resample) -> Draw:
             job = one.job.whole or one.job
@@ -465,12 +466,12 @@ class Predictor:
         )
 
     def compare(self, mine: Prediction, other: Prediction) -> Interval:
-        """The ratio of one prediction to another. Its lower end is limited to what any plan can save."""
+        """The ratio of one prediction to another. Its lower end is limited to the most that any plan can save."""
         ratio = mine.compare(other)
         return replace(ratio, low=min(ratio.value, max(ratio.low, 1 - self.limit_gain(other.cuts).share)))
 
     def limit_gain(self, cuts: Sequence[int]) -> Limit:
-        """The most that any other buckets can save of the step with these cuts."""
+        """The largest saving that any other buckets can achieve over a step with these cuts."""
         if (found := self._limits.get(tuple(cuts))) is None:
             shares, adds = [], []
             for one in (self.best, *self.draws):

@@ -74,12 +74,12 @@ def list_looks(num_rounds: int) -> list[int]:
 
 
 def is_look(num_rounds: int) -> bool:
-    """Whether a comparison that may continue is tested after this many rounds."""
+    """Whether a comparison that can still continue is tested after this many rounds."""
     return num_rounds in list_looks(num_rounds + 1)[:-1]
 
 
 def spend(look: int, num_pairs: int) -> float:
-    """The error probability for one side of one interval at this look, counted from 1. Over all looks, both sides and
+    """The error probability for one side of one interval at this test, counted from 1. Over all tests, both sides and
     all pairs it adds up to 5 %."""
     return _ALPHA / (2 * max(1, num_pairs) * look * (look + 1))
 
@@ -135,7 +135,7 @@ def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Itera
 
 @dataclass(frozen=True)
 class Race:
-    """A comparison after its last look. `left` are the plans that were not shown to be slower than another; the default
+    """A comparison after its last test. `left` are the plans that were not shown to be slower than another; the default
     keeps running as the reference even if it was. The leader has the smallest median among the plans shown to be faster
     than the default, or otherwise among those left. `ratios` maps each pair of plans to the ratio of their times.
     `limit` is a bound that holds for any plan."""
@@ -202,9 +202,9 @@ class Race:
 
 def judge_race(times: Mapping[str, Sequence[float]], default: str, limit: Limit = Limit()) -> Race:
     """Compare plans by the time of each turn, given per plan for every round until it was dropped. A decision stands at
-    all later looks, and a plan that is shown to be slower than another is dropped."""
+    all later tests, and a plan that is shown to be slower than another is dropped."""
     num_rounds, left = len(times[default]), list(times)
-    # Claims against the default and claims between the other plans have an error of 5 % each.
+    # Claims against the default and claims between the other plans each have an error probability of 5 %.
     with_default = len(times) - 1
     without = with_default * (with_default - 1) // 2
     ratios = {(mine, theirs): Interval(1.0, 0.0, math.inf) for mine in times for theirs in times}

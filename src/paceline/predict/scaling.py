@@ -31,14 +31,14 @@ from paceline.units import format_ms
 # Bounds of the factor on message times, relative to the sweep.
 _FACTORS = (1 / 3, 1.0)
 # Standard deviation of an extrapolated slowdown per doubling of the ranks, plus half of its growth. The last number
-# applies if only one rank was measured: neighbours are then unknown, and can only slow it down.
+# applies if only one rank was measured: the effect of neighbours is then unknown, and can only slow it down.
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
-# A wrapper's overhead is mostly copies. Memory bandwidth is shared more than compute, so copies slow down by this
-# power.
+# A wrapper's overhead is mostly copies. Ranks share memory bandwidth more than compute, so copies slow down by the
+# slowdown of compute to this power.
 _COPIES_POWER = 2.0
 
 
-@functools.lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
+@functools.lru_cache(maxsize=256)  # a thousand strata, and a curve has many draws
 def estimate_wait(spread: float, count: int) -> float:
     """How much longer than an average rank the slowest of `count` takes, as a share of the median, for lognormal times.
     `spread` is the standard deviation of a rank's time relative to the median."""
@@ -65,7 +65,7 @@ def estimate_spread(seconds: Sequence[float]) -> float:
 
 
 class ScalingEvidence:
-    """The evidence on one wrapper and backend in one cell (mode, size) of a study. Rank counts at which a slow rank
+    """The evidence for one wrapper and backend in one cell (mode, size) of a study. Rank counts at which a slow rank
     disturbed the cell are excluded. With `up_to`, wrapper steps and sweeps on more ranks are held out. This host has
     cores (or devices) for `at_hand` ranks."""
 
@@ -88,7 +88,7 @@ class ScalingEvidence:
         # Steps without a wrapper or messages: on several ranks they show only how much the ranks slow each other down.
         silent = (r for r in every if r.role == "together" and r.cell == cell and r.world_size not in disturbed)
         self.together = {record.world_size: record for record in silent}
-        # The wrapper on one rank, which sends nothing: its copies and launches.
+        # The wrapper on one rank, which sends nothing: only its copies and launches.
         self.local = next((record for record in mine if record.role == "local"), None)
         if up_to:
             own = [record for record in own if record.world_size <= up_to]
@@ -110,7 +110,7 @@ class ScalingEvidence:
         self.most_on_host = max(at_hand, *self.ranks)
         self.profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
         self.jobs = [build_job_from_profile(profile) for profile in self.profiles]
-        # The sweeps on the kind of memory that holds this wrapper's messages; None without sweeps.
+        # The sweeps for the kind of memory that holds this wrapper's messages; None without sweeps.
         memory, wanted = "shared" if wrapper == "paceline" else "ordinary", canonical_backend(backend)
         sweeps = [r for r in sweeps if r.collective == "all_reduce" and canonical_backend(r.backend) == wanted]
         cores = at_hand * self.alone.threads if self.alone.device == "cpu" else 0
@@ -163,10 +163,10 @@ def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> flo
 
 
 def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shift: float = 0.0) -> float:
-    """How much longer a rank computes next to others, from (ranks, factor) pairs that start with one rank. Interpolates
-    measured points; beyond them, a line through the last two continues, since every additional rank shares the same
-    resources. It never falls and never grows faster than the ranks. `shift` is the error of the extrapolated part in
-    standard deviations."""
+    """The slowdown of a rank's compute by other ranks on the host, from (ranks, factor) pairs that start with one rank.
+    Interpolates measured points; beyond them, a line through the last two continues, since every additional rank shares
+    the same resources. It never falls and never grows faster than the ranks. `shift` is the error of the extrapolated
+    part in standard deviations."""
     last, top = points[-1]
     if len(points) == 1:
         return top * math.exp(abs(shift) * _UNKNOWN_ERROR * min(1.0, math.log2(max(1.0, world_size / last))))
@@ -236,7 +236,7 @@ class _ScalingCurve:
             if alone.mode == "weak":  # more ranks are never faster, so a smaller factor than the previous one is noise
                 factors[count] = max(factors.values())
         self.slowed = list(factors.items())
-        # Not drawn by chance: in 40 draws it would correlate with the other errors.
+        # Not drawn at random: in 40 draws it would correlate by chance with the other errors.
         self.slowed_shift = resample.slowdown
         self.jobs = [
             draw_jobs(profile, job, 1, source.randrange(1 << 30))[0] if source else job
@@ -289,12 +289,12 @@ class _ScalingCurve:
         samples = evidence.count_samples(world_size) / accumulate
         sizes = [abs(math.log(profile.batch_size / samples)) for profile in evidence.profiles]
         job = self.jobs[sizes.index(min(sizes))].accumulate(accumulate)
-        # The optimizer does not shrink with the batch.
+        # The optimizer's time does not shrink with the batch.
         compute_s = self.compute_s(world_size)
         slowed = estimate_slowdown(self.slowed, min(world_size, evidence.most_on_host), self.slowed_shift)
         after_s = min(job.after_s * slowed, compute_s / 2)
         job = replace(job.stretch((compute_s - after_s) / job.computing_s), after_s=after_s)
-        # A bucket is complete with the gradient at which the same share of all bytes is ready.
+        # A bucket is complete once the profiled job has produced the same share of its gradient bytes.
         buckets = evidence.list_buckets(world_size)
         ends = list(itertools.accumulate(buckets))
         places = [bisect.bisect_left(job.totals, end / ends[-1] * job.num_bytes) - 1 for end in ends]
@@ -313,7 +313,7 @@ class _ScalingCurve:
         return scale
 
     def _calibrate(self, world_size: int, exposed_s: float) -> tuple[float, float]:
-        """The factor on messages, relative to the sweep, that explains measured exposed communication, and the
+        """The factor on message times, relative to the sweep, that explains the measured exposed communication, and the
         remaining seconds."""
         job, layout = self._build_job(world_size)
         return calibrate(job, layout, self._build_costs(world_size), job.local_s + exposed_s, _FACTORS)

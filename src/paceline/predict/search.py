@@ -17,7 +17,7 @@ from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 # Sizes within this share of the best form one plateau: measurements cannot tell them apart.
 PLATEAU = 0.01
 _MOST_SWEEPS = 30
-# Number of partitions that show how the best bucket size moves.
+# Number of partitions used to show how the best bucket size moves.
 _MOST_CHANGED = 160
 
 
@@ -151,8 +151,8 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
 
 
 def estimate_least_s(job: Job, costs: MachineCosts) -> float:
-    """A lower bound on the step for any buckets. It includes all of the rank's own work and one launch; at least one
-    message follows the last gradient; and all bytes must be sent after the first gradient, at the best rate."""
+    """A lower bound on the step time for any buckets. It includes all of the rank's own work and one launch; at least
+    one message follows the last gradient; and all bytes must be sent after the first gradient, at the best rate."""
     own_s, curve = costs.launch_s + costs.gather_s_per_byte * job.num_bytes, costs.curve
     last_s = min(curve.estimate_s(job.num_bytes - total) for total in job.totals[:-1])
     # The best rate may lie at any point of the curve; between points it is monotonic.

@@ -54,9 +54,9 @@ class Contention:
     def assume(
         cls, device: str, is_on_host: bool, spare_cores: float = 0.0, source: random.Random | None = None
     ) -> Contention:
-        """The assumption if nothing was measured; with a random source, a draw of it. `spare_cores` is the number of
-        idle cores per rank. `is_on_host` means that messages are moved by cores, between ranks of one host. Messages
-        over a link are assumed to need no core of a CPU host."""
+        """The assumption if nothing was measured; with a random source, a draw. `spare_cores` is the number of idle
+        cores per rank. `is_on_host` means that messages are moved by cores, between ranks of one host. Messages over a
+        link are assumed to need no core of a CPU host."""
         if device == "cuda":
             mode = 3 * _SLOWED_MEAN - _SLOWED_MOST  # mode of the triangular distribution on [0, max] with this mean
             slowed = source.triangular(0.0, _SLOWED_MOST, mode) if source else _SLOWED_MEAN
@@ -79,8 +79,8 @@ class Contention:
 
     def spread_over(self, curve: CostCurve) -> Contention:
         """Adapt to a link on which messages take longer than the measured ones: compute loses the same number of
-        seconds, and delays the message by as many, over a longer time. If contention is by bytes, a message's latency
-        costs nothing."""
+        seconds, and delays the message by the same number, over a longer time. If contention is by bytes, a message's
+        latency costs nothing."""
         if self.is_by_bytes:
             wait_s, lost = curve.estimate_s(1), 1 - self.compute_rates[0]
             rates = tuple(1 - lost * (1 - wait_s / max(wait_s, curve.estimate_s(size), 1e-12)) for size in _SIZES)
@@ -106,12 +106,13 @@ class Contention:
         return compute, message
 
 
-# The C library returns larger blocks to the system when they are freed.
+# glibc returns larger blocks to the system when they are freed.
 LARGE_BYTES = 32 << 20
 
 
 class Load(NamedTuple):
-    """A message, as the size of an all-reduce that moves as many bytes, over all ranks or only those of one host."""
+    """A message, as the size of an all-reduce that moves the same number of bytes, over all ranks or only one
+    host's."""
 
     num_bytes: int
     is_inside: bool = False
@@ -144,9 +145,9 @@ class Sending:
         return self.strategy.between_hosts and 1 < self.ranks_per_host < self.world_size
 
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[Load, ...]:
-        """The messages that a bucket becomes. A sharded update gathers later. An all-reduce or all-gather crosses each
-        link between hosts once; for an all-to-all, and for what each rank sends between two levels, all bytes cross the
-        link."""
+        """The messages that a bucket becomes. A sharded update gathers later. The bytes of an all-reduce or all-gather
+        cross each link between hosts once; in an all-to-all, or in each rank's own exchange between hosts in a
+        two-level scheme, all bytes cross the link."""
         found = self.strategy.traffic(gradients, self.world_size, self.ranks_per_host, self.is_in_place)
         found = found[:1] if self.strategy.is_sharded else found
         loads = []
@@ -169,7 +170,7 @@ class Sending:
         return [factor * (fixed_s + s_per_byte * num_bytes) for fixed_s, s_per_byte in chosen]
 
     def scale(self, factor: float) -> Sending:
-        """The same, with a codec that takes `factor` times as long."""
+        """The same strategy with a codec that takes `factor` times as long."""
         return replace(self, parts=tuple((factor * fixed_s, factor * s_per_byte) for fixed_s, s_per_byte in self.parts))
 
     def count_sent(self, job: Job, cuts: Sequence[int]) -> float:
@@ -210,7 +211,7 @@ class MachineCosts:
     @classmethod
     def assume(cls, curve: CostCurve, servers: int, contention: Contention) -> MachineCosts:
         """The costs if no steps were measured: copies and launches are free. Concurrent messages share the link:
-        together they are not faster than one."""
+        together they are no faster than one."""
         return cls(curve, servers, contention=contention, pair_rate=1 / servers)
 
 
@@ -294,7 +295,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
 
 
 def _queue(job: Job, layout: Layout, costs: MachineCosts, buckets: Sequence[BucketSpan]) -> float:
-    """The end of backward if nothing slows anything else and messages go one by one: no need to step through events."""
+    """The end of backward without contention and with one message at a time, computed without simulating events."""
     now_s = free_s = computed_s = 0.0
     for bucket, complete_s in zip(buckets, itertools.accumulate(layout.ready_s, max), strict=True):
         now_s += complete_s - computed_s
@@ -354,7 +355,7 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Sending | None) -
     if sending is not None:
         messages = tuple(sending.list_messages([job.gradients[place] for place in one]) for one in places)
     late = find_late(places, len(job.gradients) - 1, job.tied) if job.tied else set()
-    if late:  # sent as one tensor, which is ready only with its lookups
+    if late:  # sent as one tensor, which is ready only once its lookups are
         ready = tuple(r if late.isdisjoint(one) else job.backward_s for r, one in zip(ready, places, strict=True))
     return Layout(sizes, ready, messages, frozenset(job.gradients[place].name for place in late))
 
@@ -362,7 +363,7 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Sending | None) -
 @dataclass(eq=False, slots=True)
 class _Task:
     """A task in progress for a bucket: a message, or codec work after one has arrived. It has the undisturbed seconds
-    left, its rates (see `Contention.rates`), and what follows: messages, or seconds of codec work."""
+    left, its rates (see `Contention.rates`), and the tasks that follow it: messages, or seconds of codec work."""
 
     bucket: BucketSpan
     is_message: bool
@@ -382,7 +383,7 @@ class _Run:
     waiting: tuple[deque[_Task], deque[_Task]] = field(default_factory=lambda: (deque(), deque()))
     moving: list[_Task] = field(default_factory=list)
     # State of the work in progress: the number of messages, whether a codec is computing, and the speed of all compute.
-    # Two messages share a core, so together they use only as much of it as the more demanding one.
+    # Two messages share a core, so together they use only as much of it as the more demanding of the two.
     num_messages: int = 0
     is_coding: bool = False
     compute_rate: float = 1.0
@@ -404,7 +405,7 @@ class _Run:
         return backward_s
 
     def compute(self, work_s: float) -> None:
-        """Compute for this many undisturbed seconds; messages move meanwhile, and they slow each other down."""
+        """Compute for this many undisturbed seconds; messages progress meanwhile, and the two slow each other down."""
         while work_s > _EPSILON:
             rate = self.compute_rate * (_CALLBACK_RATE if self.is_coding else 1.0)
             work_s -= self._move(work_s / rate, True) * rate
@@ -424,7 +425,7 @@ class _Run:
             self._move(math.inf, is_computing=False)
 
     def _follow(self, bucket: BucketSpan, tasks: deque[Load | float]) -> None:
-        """Queue the bucket's next task; without one, the bucket is done."""
+        """Queue the bucket's next task; if there is none, the bucket is done."""
         while tasks and tasks[0] == 0.0:
             tasks.popleft()
         if not tasks:

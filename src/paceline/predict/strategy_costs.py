@@ -1,4 +1,4 @@
-"""What the codecs of strategies cost, which strategy is fastest, and the bandwidth at which that changes."""
+"""The costs of strategies' codecs, the fastest strategy, and the bandwidths at which the fastest one changes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ALL = (
     "zero1+bf16",
 )  # fmt: skip
 EVERY = ("all",)
-# What a profile measures; another amount of a codec is assumed to cost the same.
+# The strategies that a profile measures; other parameters of a codec are assumed to cost the same.
 MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:1", "diloco:1", "zero1")
 BF16 = Strategy.parse("bf16")
 # Range of a codec's time in a step relative to its time alone.
 _FACTORS = (0.5, 5.0)
-# Where crossings are searched, in bits per second.
+# Bandwidth range in which crossings are searched, in bits per second.
 BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400))
 
 
@@ -42,7 +42,7 @@ def list_strategies(given: str | Sequence[str], can_shard: bool = True) -> tuple
     return tuple(dict.fromkeys((DENSE, BF16, *named)))
 
 
-# In order of how much they change the update.
+# Ordered by how much they change the update.
 UPDATES = ("exact", "rounded", "lossy", "schedule")
 
 
@@ -54,18 +54,18 @@ def describe_update(strategy: Strategy) -> str:
 
 
 def prefer(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """In order of preference among equally fast ones: the smallest change of the update first."""
+    """Strategies in order of preference among equally fast ones: the smallest change to the update first."""
     return sorted(strategies, key=lambda strategy: UPDATES.index(describe_update(strategy)))
 
 
 def choose_fastest(steps_s: Mapping[str, float]) -> str:
-    """The first in the mapping that is within 1 % of the fastest."""
+    """The first strategy in the mapping that is within 1 % of the fastest."""
     least_s = min(steps_s.values())
     return next(name for name, step_s in steps_s.items() if step_s <= least_s * (1 + PLATEAU))
 
 
 def find_codec(records: Sequence[CodecRecord], strategy: Strategy) -> str:
-    """The measured strategy with the same codec, at the nearest amount; empty where there is none."""
+    """The measured strategy with the same codec and the nearest parameter; empty if there is none."""
     parsed = [Strategy.parse(record.strategy) for record in records]
     alike = [one for one in parsed if one.is_sharded] if strategy.is_sharded else []  # any codec
     alike = alike or [one for one in parsed if one.codec == strategy.codec and not (one.outer or one.is_sharded)]
@@ -81,7 +81,7 @@ def fit_sending(
 ) -> Sending | None:  # fmt: skip
     """How ranks send with a strategy, with the median costs of its codec times a factor; None where they send dense
     gradients, or nothing. Measuring one bucket and many separates the cost per bucket from the cost per byte; measuring
-    few ranks and many shows what grows with the number of ranks."""
+    few ranks and many separates the cost that grows with the number of ranks."""
     if strategy.between_hosts and world_size > ranks_per_host > 1:
         flat = replace(strategy, between_hosts=False)
         found = fit_sending(flat, world_size // ranks_per_host, records, resample, factor) or Sending(flat, world_size)
@@ -154,7 +154,7 @@ def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float
 
 
 def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:
-    """The assumptions about them, one line each."""
+    """The assumptions about the strategies, one per line."""
     lines, codecs = [], {one.text: find_codec(records, one) for one in strategies if one.codec != "dense" or one.outer}
     if unknown := [name for name, found in codecs.items() if not found]:
         what = "is assumed to be free, so its step is a lower bound: profile the layers again to measure the codec"

@@ -235,7 +235,7 @@ def _pair(
     backward: _Backward, calls: Sequence[Event], messages: Sequence[Event], device: _Device
 ) -> tuple[list[_Pair], int]:
     """The buckets of a backward, matched with their calls, and the number of other all-reduces inside it. A backend
-    starts them in call order, except that gloo's threads may swap neighbours, so the first ones belong to backward;
+    starts them in call order, except that gloo's threads may swap adjacent ones, so the first ones belong to backward;
     later reductions by the program do not. The flags of unused parameters are integers, not buckets; nor are
     all-reduces launched by autograd nodes other than gradient hooks, such as SyncBatchNorm's."""
     moments = [device.launched.get(id(event), _begin(event)) for event in messages]
@@ -323,7 +323,7 @@ def _find_sizes(
         sent = [max(1, sum(sizes)) for sizes in members]
     if pairs:  # gradients of unused parameters are sent, too
         shapes[-1] += max(0, sum(sent) - sum(shapes))
-    # A compressed message counts as many bytes as its gradients, as bucket caps do.
+    # A compressed message counts with the bytes of its gradients, as in bucket caps.
     return shapes, [round(size * sum(shapes) / sum(sent)) for size in sent], True
 
 

@@ -1,7 +1,7 @@
-"""The job behind traced steps, and the cost of its messages: the simulator's inputs for predicting other buckets.
+"""The job that was traced, and the cost of its messages: the simulator's inputs for predicting other buckets.
 
 A trace shows a step in which messages and compute slow each other down. This module removes that effect, and the
-simulator adds it again. The rates are measured if the trace has a backward without messages, or kernels that also ran
+simulator adds it back. The rates are measured if the trace has a backward without messages, or kernels that also ran
 without them; otherwise they are assumed.
 """
 
@@ -32,14 +32,14 @@ from paceline.units import KIB, format_bytes, format_duration, format_number_of
 
 # Sizes within this factor form one point of the curve: their times differ only by noise.
 _ALIKE = 1.25
-# Assumed latency of a message between two ranks, and its uncertainty as a factor (one standard deviation): about the
-# smallest all-reduces in the reference measurements. A trace has few sizes and changes it by at most `_REACH`.
+# Assumed latency of a message between two ranks, and its uncertainty as a factor (one standard deviation): roughly that
+# of the smallest all-reduces in the reference measurements. A trace has few sizes and changes it by at most `_REACH`.
 _LATENCY_S, _LATENCY_FACTOR, _REACH = {"gloo": 5e-4, "nccl": 3e-5, "shm": 3e-5}, 2.0, 4.0
 # Standard deviation of messages around a line of latency and bandwidth.
 _LINE_ERROR = 0.2
 # Uncertainty of a message at twice the largest traced size; the variance grows with each doubling.
 _ERROR_OF_TWICE = 0.05
-# A trace of fewer steps than this does not show how much they vary.
+# A trace with fewer steps than this does not show how much they vary.
 _FEW_STEPS, _FEW_NOISE = 3, 0.05
 # Bounds of the factor on message times that makes the simulation reproduce the traced step.
 _FACTORS = (0.5, 2.0)
@@ -50,9 +50,9 @@ _HIDDEN = 0.01
 
 
 class _Split(NamedTuple):
-    """One step, divided by what was active. `under_s` is how long messages were in flight before each gradient was
-    ready, and before compute ended. `message_s` holds for each message its time during compute, alone and with another
-    message, and its time after compute, alone and with another."""
+    """One step, divided into intervals by activity. `under_s` is how long messages were in flight before each gradient
+    was ready, and before compute ended. `message_s` holds for each message its time during compute, alone and with
+    another message, and its time after compute, alone and with another."""
 
     under_s: Floats
     message_s: Floats
@@ -82,8 +82,8 @@ class _Fit(NamedTuple):
 
 class TracedJob:
     """The traced steps of one job, from one or more ranks. `rank` is the one whose messages are shortest: the other
-    ranks wait for it, so its steps define the job. `steps` are its usable steps, without those whose buckets differ
-    from most, such as a wrapper's first."""
+    ranks wait for it, so its steps define the job. `steps` are its usable steps, excluding those with unusual buckets,
+    such as a wrapper's first."""
 
     def __init__(self, records: Sequence[TracedStepRecord]) -> None:
         by_rank = group_by(records, lambda record: record.rank)
@@ -92,7 +92,7 @@ class TracedJob:
         for rank, layout in others:
             if layout != self.layout:
                 found = f"rank {first} sends {_describe(self.layout)}, rank {rank} {_describe(layout)}"
-                raise RecordError(f"the traces are not of one job: {found}", code="mismatch")
+                raise RecordError(f"the traces are from different jobs: {found}", code="mismatch")
         used = {rank: [s for s in steps if s.layout == self.layout] for rank, steps in by_rank.items()}
         # Use steps with the same number of gradients as the last step.
         used = {rank: [s for s in steps if len(s.ready_s) == len(steps[-1].ready_s)] for rank, steps in used.items()}
@@ -108,7 +108,7 @@ class TracedJob:
         self.num_left_out = sum(1 for step in of_rank if step.messages) - len(self.steps)
         last = self.steps[-1]
         self.device, self.backend, self.world_size = last.device, last.backend, last.world_size
-        # A single trace does not show where the other ranks are.
+        # A single trace does not show which hosts the other ranks are on.
         hosts = {record.host for record in records}
         self.is_on_host = self.device == "cpu" and len(hosts) == 1
         self.nodes = len(hosts) if len(self.ranks) == self.world_size and all(hosts) else 0
@@ -193,7 +193,7 @@ class TracedJob:
 
     @property
     def rank_costs(self) -> RankCosts:
-        """The costs that also hold elsewhere. Ranks of a CPU host were traced next to each other."""
+        """The costs that also hold on other networks. Ranks on a CPU host were traced while running side by side."""
         costs, count = self.fit.costs, self.world_size if self.is_on_host else 1
         contention = costs.contention if self.has_contention else None
         return RankCosts(costs.launch_s, contention=contention, neighbours=((count, 1.0),))
@@ -222,7 +222,7 @@ class TracedJob:
         steps, launch_s = [self.steps[int(k)] for k in drawn], self.steps[0].launch_s
         under = np.array([self._splits[self.rank][int(k)].under_s for k in drawn])
         servers = SERVERS.get(self.backend, 1)
-        # For each message, use the rank that arrived last, and divide the time it shared with another message.
+        # For each message, use the rank that arrived last, and split the time it shared with another message.
         every = np.array([[self._splits[rank][int(k)].message_s for k in drawn] for rank in self.compared])
         last = np.take_along_axis(every, every.sum(axis=3).argmin(axis=0)[None, :, :, None], axis=0)[0]
         parts = last[..., ::2] + last[..., 1::2] / servers
@@ -275,7 +275,7 @@ class TracedJob:
 
     def _fit_curve(self, seconds: Floats, resample: Resample) -> MeasuredCurve:
         """The cost curve of messages, from one row of times per step. Beyond the traced sizes it is a line; at them it
-        lies between that line and the times, closer to the times the less they vary."""
+        lies between that line and the times, and is closer to the times the less they vary."""
         sizes, times = np.array(self.layout), np.maximum(np.median(seconds, axis=0), 1e-9)
         noise = 1.25 * np.std(seconds, axis=0) / math.sqrt(len(seconds)) / times
         latency_s = self._fit_latency(sizes, times) * _LATENCY_FACTOR**resample.latency
@@ -307,8 +307,8 @@ class TracedJob:
         return min(_REACH * assumed_s, max(assumed_s / _REACH, fitted_s))
 
     def _calibrate(self, job: Job, costs: MachineCosts, step_s: float) -> _Fit:
-        """The costs for which the traced buckets take as long as they did: scales message times and, if that is not
-        enough, changes the time after backward."""
+        """The costs with which the simulated buckets take as long as in the trace: scales message times and, if that is
+        not enough, changes the time after backward."""
         curve, cuts = costs.curve, cut_like(job.totals, self.layout)
         assert isinstance(curve, MeasuredCurve)
 
@@ -317,7 +317,7 @@ class TracedJob:
 
         own_s = simulate(job, cuts, costs).step_s
         factor, rest_s = calibrate(job, cuts, scale, step_s, _FACTORS)
-        # At its bound, the factor explains nothing if messages are hidden.
+        # If messages are hidden, a factor at its bound explains nothing.
         if factor in _FACTORS and abs(step_s - rest_s - own_s) <= _HIDDEN * step_s:
             factor, rest_s = 1.0, step_s - own_s
         fitted = replace(job, after_s=max(0.0, job.after_s + rest_s))
@@ -359,8 +359,8 @@ def _merge_alike(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]
 
 
 def _pool_rates(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Sorted points whose rates do not fall with size: a message that seems faster per byte than a larger one gets
-    their common rate. A link may pass the first bytes at once, but only after a pause."""
+    """Sorted points whose rates do not fall with size: a message that seems faster per byte than a larger one gets the
+    common rate of both. An idle link may pass the first bytes in a burst, which a busy link does not."""
     groups: list[list[tuple[int, float]]] = []
     for point in points:
         groups.append([point])

@@ -32,9 +32,9 @@ from paceline.records.store import check_format, name_format
 Event = dict[str, Any]
 
 # Paceline's own events: a bucket in flight, a ready bucket that waits for its turn (`WAITED`: the wait in µs), and the
-# instant at which a rank's own backward ended.
+# end of a rank's own backward.
 BUCKET, BUCKET_WAIT, WAITED, BACKWARD_OVER = "bucket", "bucket_wait", "waited us", "backward over"
-# Arguments that the analysis or a reader of the trace needs; the others make up most of a trace's size.
+# Event arguments needed by the analysis or by a reader; the others make up most of a trace's size.
 _KEPT_ARGUMENTS = {
     "stream", "device", "grid", "block", "blocks per SM", "warps per SM", "est. achieved occupancy %", "bytes",
     "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Addr", "Device Type", "Device Id",
@@ -49,10 +49,10 @@ _MATMUL = re.compile(
     r"(?i)gemm|_mm_|matmul|nvjet|xmma|wgmma|hmma|flash|fmha|sdpa|attention|fprop|[dw]grad|convolve|conv\dd|winograd"
 )
 _ON_TENSOR_CORES = re.compile(
-    # The last alternative is torch's masked attention, whose name has the dtype but not the instruction.
+    # The last alternative is torch's masked attention, whose name contains the dtype but not the instruction.
     r"(?i)tensorop|tensor\d+x|hmma|imma|wgmma|nvjet|16816|1688|884|flash|xmma|tf32|fmha_cutlass[FB]_b?f16"
 )
-# Names of kernels that certainly multiply on ordinary cores.
+# Names of kernels that certainly do not use tensor cores.
 _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
 
 
@@ -140,8 +140,8 @@ def is_collective(kind: str | None, name: str) -> bool:
 
 
 def find_messages(events: Iterable[Event]) -> list[Event]:
-    """The messages of a trace. If kernels show them, buckets are dropped, since their times include queueing and would
-    count twice. If NCCL was called but there is no kernel, as on one rank, nothing was sent."""
+    """The messages of a trace. If the trace has communication kernels, buckets are dropped, since their times include
+    queueing and would count twice. If NCCL was called but there is no kernel, as on one rank, nothing was sent."""
     timed = [event for event in events if event["ph"] == "X"]
     by_nccl = any(event.get("cat") == "user_annotation" and event["name"].startswith("nccl:") for event in timed)
     found = [event for event in timed if is_collective(event.get("cat"), event["name"])]
@@ -151,13 +151,13 @@ def find_messages(events: Iterable[Event]) -> list[Event]:
 
 @functools.lru_cache(maxsize=10_000)
 def is_matmul(kernel: str) -> bool:
-    """Whether a kernel of this name does matrix products, convolutions or attention, the work of tensor cores."""
+    """Whether a kernel with this name does matrix products, convolutions or attention, which can use tensor cores."""
     return _MATMUL.search(kernel) is not None
 
 
 @functools.lru_cache(maxsize=10_000)
 def uses_tensor_cores(kernel: str) -> bool:
-    """Whether the kernel's name shows that it uses tensor cores; unknown names count as no."""
+    """Whether the kernel's name shows that it uses tensor cores; False for unknown names."""
     return is_matmul(kernel) and not _ON_ORDINARY_CORES.search(kernel) and _ON_TENSOR_CORES.search(kernel) is not None
 
 
@@ -303,7 +303,7 @@ class StepLane:
 
 
 def build_lanes(traces: Sequence[RankTrace]) -> list[StepLane]:
-    """The last step of each rank, on the clock of the rank that began it first."""
+    """The last step of each rank, on the clock of the rank that started it first."""
     steps = [(trace, find_steps(trace.events)[-1]) for trace in sorted(traces, key=lambda trace: trace.rank)]
     begins_ns = [trace.origin_ns + step["ts"] * 1e3 for trace, step in steps]
     return [
@@ -610,7 +610,7 @@ _FORMAT = ("paceline-overview", 1)
 
 
 def overview_to_json(overview: Overview) -> dict[str, Any]:
-    """The overview as a document of a versioned format."""
+    """The overview as a versioned JSON document."""
     return name_format(_FORMAT) | dataclasses.asdict(overview)
 
 
@@ -634,8 +634,8 @@ class Lateness:
 
 def find_late(steps: Iterable[Iterable[Mapping[int, float]]]) -> Lateness | None:
     """The rank that the others wait for, from the seconds that each rank spends in each message of each step. Moving
-    the bytes takes the same time everywhere and the rest is waiting. Later messages inherit the lateness of earlier
-    ones, so only the worst message of a step counts. None if no message has two ranks."""
+    the bytes takes the same time on all ranks; the rest is waiting. Later messages inherit the lateness of earlier
+    ones, so only the worst message of a step counts. None if no message has times from two ranks."""
     last = Counter[int]()
     late_s = []
     for messages in steps:
@@ -662,8 +662,8 @@ def _list_arrivals_ns(trace: RankTrace) -> list[list[float]]:
 
 
 def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
-    """The late rank by when ranks reach messages. Their clocks must agree, as they do on one host. None if there is
-    nothing to compare: one rank, no messages, or ranks with different messages."""
+    """The late rank, from the times at which ranks reach messages. Their clocks must agree, as they do on one host.
+    None if there is nothing to compare: one rank, no messages, or ranks with different messages."""
     ranks = [trace.rank for trace in traces]
     steps = []
     for arrivals in zip(*map(_list_arrivals_ns, traces), strict=False):

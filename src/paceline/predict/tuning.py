@@ -1,4 +1,4 @@
-"""One tuning run: turns its records into the recommended plan, the answer, and the accuracy of the prediction.
+"""Turns the records of one tuning run into the recommended plan, the answer, and the accuracy of the prediction.
 
 Pure, so a saved run always gives the same answer; the measurements are taken in `measure.plan_bench`.
 """
@@ -119,7 +119,7 @@ class TuneSettings:
     def to_json(
         self, gradients: Sequence[Gradient], default_plan: Plan, predictions: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
-        """What is needed besides the records to analyse a saved run again."""
+        """The data needed, besides the records, to analyse a saved run again."""
         return {
             "predictions": list(predictions),
             "tune": asdict(self) | {"caps_bytes": list(self.caps_bytes), "strategies": list(self.strategies)},
@@ -258,13 +258,13 @@ class Tuning:
 
     @property
     def spread(self) -> float:
-        """How much longer the slowest cap takes than the fastest."""
+        """The extra time of the slowest cap relative to the fastest."""
         times = [point.best_s for point in self.points]
         return max(times) / min(times) - 1
 
     @cached_property
     def predicted_gain(self) -> float:
-        """What the best of all plans saves of the default's step by the prediction, whether it ran or not."""
+        """The predicted saving of the best of all plans relative to the default, whether it ran or not."""
         if self.race is None:
             return self.choice.gain
         return self.model.choose(self.choice.default.cuts, only_caps=not self.settings.takes_lists).gain

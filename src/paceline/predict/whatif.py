@@ -67,12 +67,12 @@ def _build_costs(
     if job.device != "cpu" or not _is_on_host(fabric):  # on a CPU host, cores move the messages all the time
         contention = contention.spread_over(curve)
     own = (0.0, 0.0) if world_size == 1 else (rank.launch_s, rank.gather_s_per_byte)
-    # Concurrent messages share the link: together they are not faster than one.
+    # Concurrent messages share the link: together they are no faster than one.
     return MachineCosts(curve, fabric.servers, *own, contention, 1 / fabric.servers, sending=sending, inside=inside)
 
 
 def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: float = 0.0) -> Job:
-    """The job as a rank computes it next to the other ranks of its CPU host."""
+    """The job slowed down by the other ranks of its CPU host."""
     per_host = fabric.ranks_per_node
     if isinstance(fabric, MeasuredFabric):  # cores move the messages of gloo and of shared memory
         is_of_cores = fabric.fits[0].algorithm in ("gloo", "shared")
@@ -87,15 +87,15 @@ def simulate_what_if(
     job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
     evidence: Evidence | None = None, known: RankCosts | None = None, send: Send = lambda *_: None, most_caps: int = 0,
 ) -> list[Prediction]:  # fmt: skip
-    """One row per number of ranks, with the best bucket size. `draws` are the job as it might have been measured. A
-    step has `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`.
-    `evidence` is what the profile shows about copies, contention and neighbours; without it they are `known`, or
+    """One row per number of ranks, with the best bucket size. `draws` are draws of the measured job. A step has
+    `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`.
+    `evidence` holds the profile's measurements of copies, contention and neighbours; without it they are `known`, or
     assumed. At most `most_caps` bucket sizes are tried (0 means all). Calls that differ only in `send` use the same
     draws."""
     jobs = enumerate([job, *draws])
 
     def build(resample: Resample) -> Callable[[int], Draw]:
-        """What is known of the job, the fabric and what a rank pays, for any number of ranks."""
+        """The known facts about the job, the fabric and a rank's costs, for any number of ranks."""
         number, alone = next(jobs)
         alone = alone.accumulate(accumulate)
         there = fabric if resample.source is None else fabric.draw(resample.source, resample.shift)
@@ -191,7 +191,7 @@ def describe_scenario(
 
 
 class CommRow(NamedTuple):
-    """A profile and what is predicted for it on one network and number of ranks."""
+    """A profile and its predictions on one network and number of ranks."""
 
     profile: LayerProfileRecord
     job: Job

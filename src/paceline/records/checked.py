@@ -1,6 +1,6 @@
 """Dataclasses that check their own values, and are read from JSON: a field's annotation says which values it may have.
 
-What several fields must have in common is in `find_faults`.
+Constraints across fields are in `find_faults`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.errors import RecordError
 
 
 class Rule(NamedTuple):
-    """Which values are valid, and what to say about others, which `show` writes."""
+    """A test for valid values, and the message for invalid ones, which `show` formats."""
 
     is_valid: Callable[[Any], bool]
     needed: str
@@ -58,12 +58,12 @@ class Checked:
             raise RecordError(f"{self.place}: {fault}")
 
     def find_faults(self) -> Iterator[str]:
-        """What is wrong with values that are valid each by itself."""
+        """Why these values, each valid by itself, are invalid together."""
         yield from ()
 
     @property
     def place(self) -> str:
-        """Identifies the object in errors: the words of its class, and its name or model if it has one."""
+        """The object's name in errors: the words of its class, and its name or model if it has one."""
         kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
         name = getattr(self, "name", "") or getattr(self, "model", "")
         return f"{kind} {name}" if name else kind

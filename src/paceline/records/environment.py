@@ -1,6 +1,6 @@
 """The machine, software and settings of a run.
 
-The measurement passes in what only a rank knows (GPU names, NCCL version) as `details`.
+The measurement passes in facts known only to a rank (GPU names, NCCL version) as `details`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Environment:
 
     @property
     def machine_and_torch(self) -> str:
-        """What two runs must share before their times may appear in one table."""
+        """The conditions that two runs must share before their times may appear in one table."""
         return f"{self.machine}, torch {self.versions.get('torch', 'unknown')}"
 
     def differences(self, other: Environment) -> list[str]:

@@ -18,14 +18,14 @@ from paceline.records.steps import RACED, StepRecord
 from paceline.records.training import BatchRecord
 from paceline.units import format_bytes, format_duration, format_number_of
 
-# With `--strict` these are failures: another run may give another answer.
+# With `--strict` these are failures: another run may give a different answer.
 NOISY = ("inconclusive", "unstable", "drifting", "few")
-# Up to this many doubtful measurements are listed by name; beyond it, their number and the worst one.
+# Up to this many doubtful measurements are listed by name; beyond that, only their number and the worst one.
 _MOST_NAMES = 3
 # Limits for the share of CPU time that the hypervisor steals, and for the load per core before a run.
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
-# Evidence and cure (empty if there is none), most serious first. `_KINDS` maps those that differ only in their text to
-# one kind.
+# Evidence and remedy (empty if there is none), most serious first. `_KINDS` maps kinds that differ only in their text
+# to one kind.
 _TEXTS = {
     "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
     "parameters": ("WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper", ""),
@@ -36,7 +36,7 @@ _TEXTS = {
     "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or with more --iters"),
     "epochs": ("unstable at {} (p10 to p90 of epochs)", "repeat on a quiet machine or with more --epochs"),
     "drifting": ("not settled at {} (second half compared with the first)", "raise --warmup"),
-    "few": ("fewer than 5 repetitions at {}: a median of these says little", ""),
+    "few": ("fewer than 5 repetitions at {}: the median is not reliable", ""),
     "skewed": ("ranks arrive far apart at {}: over half of the time is waiting for the last one", ""),
 }
 _KINDS = {"parameters": "wrong", "epochs": "unstable"}
@@ -44,7 +44,7 @@ _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause, named by `kind`, with its evidence and its cure, both as clauses; there may be no cure.
+    """A cause, named by `kind`, with its evidence and its remedy, both as clauses; there may be no remedy.
 
     `gain_s` is the possible saving per step of `step_s`, and `certainty` says how it was derived: `measured`,
     `computed` from the trace, `at most` (a bound), or `estimated` (under an assumption that the text states).
@@ -61,7 +61,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The finding as one line."""
+        """The finding as a single line."""
         return f"{self.evidence}: {self.cure}" if self.cure else self.evidence
 
     @property
@@ -78,7 +78,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Finding:
-        """From a document that was saved; in the oldest ones the text is in one piece."""
+        """Load a saved document; in the oldest documents the text is in one piece."""
         given = {"evidence": found["text"]} | {name: found[name] for name in cls.__dataclass_fields__ if name in found}
         # Older documents have the speed-up instead of the step.
         factor = found.get("factor", 1.0)
@@ -118,7 +118,7 @@ def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds) -> Iterator[
         yield kind, num_wrong, f"{num_wrong} of {getattr(r, 'num_checked', None)} {what}"
     if fraction is not None and fraction > 1.1:  # slightly above 1 is within the noise of both
         yield "above", fraction, f"{fraction:.2f} of memory"
-    if isinstance(r, BatchRecord):  # a repetition is an epoch, so a few of them are many steps
+    if isinstance(r, BatchRecord):  # a repetition is an epoch, so even a few have many steps
         if timing.noise > UNSTABLE:
             yield "epochs", timing.noise, spread
     elif timing.count < 5:
@@ -134,17 +134,18 @@ def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds) -> Iterator[
 
 
 def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
-    """CPU time stolen by the hypervisor during the run, and the load before it; each is empty unless too high."""
+    """Describe the CPU time stolen by the hypervisor during the run, and the load before it; each is empty unless too
+    high."""
     stolen, load, cores = environment.stolen or 0.0, environment.load_average or 0.0, environment.cores
-    took = f"the host took {stolen:.0%} of the cores' time for others"
+    took = f"the hypervisor stole {stolen:.0%} of CPU time"
     worked = f"load {load:.1f} on {format_number_of(cores, 'core')}"
     return [took] if stolen > _MOST_STOLEN else [], [worked] if load > _MOST_LOAD * cores else []
 
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Finding]:
     """Every reason to doubt the measured records, most serious first. An environment without a load belongs to a run
-    that timed nothing, or whose load is irrelevant. Steps of a plan comparison are left out: its intervals include
-    their noise."""
+    that timed nothing, or for which the load is irrelevant. Steps of a plan comparison are excluded, because its
+    intervals include their noise."""
     compared = [r for r in records if isinstance(r, StepRecord) and r.note == RACED]
     records = [r for r in records if r not in compared]
     bounds = MemoryBounds(records)
@@ -174,7 +175,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Fin
         doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), busy)
     elif load:
         before = f"the machine was busy before the run ({because})"
-        doubts.append(Finding("busy", f"{before}: other work may be in the times"))
+        doubts.append(Finding("busy", f"{before}: the times may include other work"))
     return doubts
 
 
@@ -203,9 +204,9 @@ def _join_reasons(timed: Sequence[_Doubted]) -> list[Finding]:
 
 
 def _find_unstable_steps(timed: Sequence[_Doubted], crowded: set[int]) -> list[str]:
-    """Whether most variants of the step are unstable, and not only for want of cores."""
+    """Whether most variants of the step are unstable, and not only due to a lack of cores."""
     steps = [(r, reasons) for r, reasons in timed if isinstance(r, _Step)]
-    # The conclusion of a tuning rests on the steps of its candidates.
+    # The conclusion of a tuning run rests on the steps of its candidates.
     steps = [(r, reasons) for r, reasons in steps if getattr(r, "role", "") == "job"] or steps
     unstable = [r for r, reasons in steps if any(_KINDS.get(kind, kind) == "unstable" for kind, *_ in reasons)]
     if 2 * len(unstable) <= len(steps) or all(_count_ranks(r) in crowded for r in unstable):
@@ -220,6 +221,6 @@ def is_busy(doubts: Sequence[Finding]) -> bool:
 
 
 def add_busy(doubt: str, names: Sequence[str]) -> str:
-    """Extend the doubt about a prediction by the inputs that were measured on a busy machine."""
+    """Append to a prediction's doubt the inputs that were measured on a busy machine."""
     busy = f"measured on a busy machine: {', '.join(names)}" if names else ""
     return "; ".join(filter(None, (doubt, busy)))

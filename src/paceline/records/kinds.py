@@ -21,7 +21,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 SOURCES = ("measured", "simulated", "emulated", "imported")
-# Where the message is: in an ordinary tensor, or in memory that the ranks share and reduce in place.
+# The memory of the message: an ordinary tensor, or memory that the ranks share and reduce in place.
 MEMORIES = ("ordinary", "shared")
 
 # busbw = algbw * factor(n), as nccl-tests defines it: the bytes that each link carries per byte of the message.
@@ -59,7 +59,7 @@ class Record(Checked):
             KINDS[cls.kind] = cls
 
     def find_uneven(self, *names: str) -> Iterator[str]:
-        """Which of these samples have other repetitions or ranks than `timing`."""
+        """The samples whose repetitions or ranks differ from those of `timing`."""
         for name in names:
             found = getattr(self, name)
             if found is not None and found.shape != self.timing.shape:  # type: ignore[attr-defined]
@@ -218,7 +218,8 @@ class FaultRecord(Record):
     whether the report was correct; for a pause, whether nothing was reported. `ended_s`: until the command exited.
     `steps_lost`: steps since the newest checkpoint, or the steps that a recovered run repeated. `restart_s`: from a
     restart until the lost steps were repeated. `said`: the line that reported the fault, or the last line. `policy`:
-    what the run did, and `on_fault` what was requested. `recovered_s`: from detection to the end of the next step.
+    the policy that the run applied, and `on_fault` the requested policy. `recovered_s`: from detection to the end of
+    the next step.
     """
 
     kind: ClassVar[str] = "fault"
@@ -252,7 +253,7 @@ class CostRecord(Record):
 
     `name`: a training `step`; the stall of a `save`, and the background `write` of the checkpoint; the time to `detect`
     a fault, and from there to the next step after a `restart`, with a `spare`, or on fewer ranks (`shrink`). `source`
-    is `imported` where the user typed it, and `note` says where it comes from.
+    is `imported` if the user typed it, and `note` says where it comes from.
     """
 
     kind: ClassVar[str] = "cost"

@@ -134,7 +134,7 @@ class LayerProfileRecord(Record):
 
     @property
     def unused(self) -> tuple[ParameterTimes, ...]:
-        """The parameters that never had a gradient."""
+        """The parameters that never received a gradient."""
         return tuple(parameter for parameter in self.parameters if parameter.median_s is None)
 
     @property

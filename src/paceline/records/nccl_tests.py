@@ -1,4 +1,4 @@
-"""Output of all_reduce_perf from nccl-tests: its text, pasted into a file, and its JSON (`-J`). Times are out-of-place.
+"""Reads the output of all_reduce_perf from nccl-tests: text pasted into a file, or JSON (`-J`). Times are out-of-place.
 
 The lines `# Rank` name ranks and nodes. Without them the number of ranks follows from busbw = algbw * 2(n-1)/n. That
 ratio is also checked, so that no other collective is mistaken for an all-reduce.
@@ -21,7 +21,7 @@ from paceline.units import format_bytes
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
 _DTYPES |= {name: name for name in ("bfloat16", "int8", "uint8", "int32", "int64")}
 _NEEDED = ("size", "type", "redop", "time", "algbw", "busbw")
-# Prefixes that mpirun and srun add: `[1,0]<stdout>:`, `[0] `, `0: `; and quote marks of an e-mail.
+# Prefixes added by mpirun and srun: `[1,0]<stdout>:`, `[0] `, `0: `; and e-mail quote marks.
 _PREFIX = re.compile(r"^\s*>?\s*(?:\[\d+(?:,\d+)?\](?:<\w+>)?:?|\d+:)?\s?")
 _RANK = re.compile(r"Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 _STARTING = re.compile(r"Collective test starting:\s*(\S+)")
@@ -98,7 +98,7 @@ def _refuse_other(path: Path, program: str) -> None:
 
 
 def _read_header(place: str, names: list[str]) -> list[str]:
-    """The columns of out-of-place results."""
+    """The names of the columns with out-of-place results."""
     if "cputime" in names:
         raise RecordError(f"{place}: {_LAUNCH_ONLY}")
     if missing := [name for name in _NEEDED if name not in names]:
@@ -133,7 +133,7 @@ def read_nccl_json(path: Path, document: Any) -> list[CollectiveRecord]:
 
 
 def _read_row(place: str, row: Mapping[str, Any]) -> _Row:
-    """One size from its values by column of the text; `each` has raw times, which only the JSON has."""
+    """One size from its values by text column; `each` has raw times, which only the JSON contains."""
     try:
         num_bytes, op, root = int(row["size"]), row["redop"], int(row.get("root", -1))
         num_wrong = None if row.get("wrong") in (None, "N/A") else int(float(row["wrong"]))

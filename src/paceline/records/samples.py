@@ -12,7 +12,7 @@ from paceline.records.checked import Checked, Seconds, one_of
 
 K = TypeVar("K")
 T = TypeVar("T")
-# Above this noise (`find_noise`) repetitions are unstable, and their median means little.
+# Above this noise (`find_noise`) repetitions are unstable, and their median is not reliable.
 UNSTABLE = 0.25
 
 
@@ -39,7 +39,7 @@ def find_noise(values: Sequence[float]) -> float:
     return (quantile(values, 0.9) - quantile(values, 0.1)) / 2 / middle if middle else 0.0
 
 
-# How the times of all ranks become one time per repetition. A collective ends when its last rank does.
+# How the times of all ranks are reduced to one per repetition. A collective ends when its last rank does.
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
 
 
@@ -122,7 +122,7 @@ class Samples(Checked):
 
     @property
     def drift(self) -> float:
-        """Median of the second half divided by that of the first, minus 1: far from 0 before times have settled."""
+        """Median of the second half divided by that of the first, minus 1: far from 0 until times have settled."""
         half = self.count // 2
         if half < 2:
             return 0.0

@@ -48,11 +48,11 @@ class StepRecord(Record):
     bare model while `num_messages` messages of `message_bytes` are sent during backward, where `under_way` is the mean
     time of a message, `overlapped` the part of it before the end of backward, and `alone` its time on an idle machine;
     `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy in its label.
-    `bucket_bytes` lists the wrapper's buckets in launch order, and `num_bytes` is what a rank passes to all-reduce per
-    step, gradients only. `cell_size` is the samples per rank (`mode` weak) or over all ranks (strong).
-    `num_parameters` counts tensors. `num_wrong` of `num_checked` parameters differed between ranks, or from torch's.
-    `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a step adds at its
-    peak, each on the rank with the most. `steps_per_turn` consecutive repetitions were one turn of this variant.
+    `bucket_bytes` lists the wrapper's buckets in launch order, and `num_bytes` is the number of bytes that a rank
+    passes to all-reduce per step, gradients only. `cell_size` is the samples per rank (`mode` weak) or over all ranks
+    (strong). `num_parameters` counts tensors. `num_wrong` of `num_checked` parameters differed between ranks, or from
+    torch's. `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a step adds
+    at its peak, each on the rank with the most. `steps_per_turn` consecutive repetitions were one turn of this variant.
     """
 
     kind: ClassVar[str] = "step"
@@ -113,12 +113,12 @@ class StepRecord(Record):
 
     @property
     def job(self) -> tuple[str, str, str, str]:
-        """What a step computes."""
+        """The computation of a step."""
         return self.model, self.data, self.device, self.precision
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """What two records of a job must share for their repetitions to be adjacent in time."""
+        """The properties that two records of a job must share for their repetitions to be adjacent in time."""
         return (self.mode, self.cell_size) if self.mode else (self.world_size, self.batch_size)
 
     @property
@@ -156,7 +156,7 @@ class StepRecord(Record):
 
     @property
     def exposed_noise_s(self) -> float | None:
-        """Half the 95 % interval of exposed communication; None with too few ranks or repetitions."""
+        """The half-width of the 95 % interval of exposed communication; None with too few ranks or repetitions."""
         if self.comm_off is None:
             return None
         ratio = compare_times(self.timing.reduced_s, self.comm_off.reduced_s)
@@ -205,7 +205,7 @@ class StepRecord(Record):
 
 
 def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
-    """Step time divided by the reference's in the same repetition: they are adjacent, so a slow spell hits both."""
+    """Step time divided by the reference's in the same repetition: they are adjacent, so a slow period affects both."""
     if record is reference:
         return Ratio(1.0, 0.0)
     here, there = ((r.cell, r.job, r.timing.count) for r in (record, reference))
@@ -289,12 +289,12 @@ class ScalePoint:
 
     @property
     def efficiency_noise(self) -> float | None:
-        """Half the 95 % interval of the efficiency."""
+        """The half-width of the 95 % interval of the efficiency."""
         return None if self.ratio.noise is None else self.ratio.noise / self.share
 
     @property
     def slowdown(self) -> float:
-        """How much longer a rank computes while others do: its compute time over its share of T(1)."""
+        """The slowdown of a rank's compute by other ranks: its compute time over its share of T(1)."""
         return self.record.compute_s / (self.alone.timing.median_s / self.share)
 
 
@@ -338,8 +338,8 @@ class Straggler:
 
 
 def find_straggler(record: StepRecord) -> Straggler | None:
-    """The rank that is the slowest in most steps without communication, by far. None where the slowest rank varies, as
-    it does among equal ranks."""
+    """The rank that is the slowest in most steps without communication, by far. None if the slowest rank varies, as it
+    does among equal ranks."""
     if record.comm_off is None or record.comm_off.num_ranks < 2:
         return None
     rows = record.comm_off.seconds

@@ -187,7 +187,7 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
     a negative estimate counts as 0.
     """
     count = len(signals)
-    if count < 3:  # too few to know their spread
+    if count < 3:  # too few to estimate their spread
         return None
     noise, signal = statistics.fmean(noises), max(0.0, statistics.fmean(signals))
     scale = _student_t95(count - 1) ** 2 / count
@@ -312,7 +312,7 @@ def count_usable_ranks(global_batch_size: int, most: int) -> int:
 
 
 def pick_like_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with as many ranks as the last one: a run may be resumed on a different number of ranks."""
+    """The rows with the same number of ranks as the last one: a run may be resumed on a different number of ranks."""
     rows = list(rows)
     counts = [len(list_ranks(row, "step_s")) for row in rows]
     return [row for row, count in zip(rows, counts, strict=True) if count == counts[-1]]

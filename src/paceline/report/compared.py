@@ -1,4 +1,4 @@
-"""Runs compared with the first of them: their numbers, how sure the differences are, and the settings that differ."""
+"""Runs compared with the first one: their numbers, the certainty of differences, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _OF_TRACES = (
 _OF_TRAINING = ("step_s", "data_wait_s", "exposed_comm_s")
 _UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # others follow from the suffix
 _RATIO_NOTE = "Ratios of medians, ± 95 %; = is 1 within that. The runs were not interleaved."
-# Fields of a record that do not identify what it measures, or follow from others.
+# Fields of a record that do not identify the measurement, or that follow from other fields.
 _ABOUT = (
     *("source", "note", "num_wrong", "num_checked", "held_bytes", "peak_step_bytes", "order_seed"),
     *("configuration", "num_parameters"),
 )
 
-_Key = str | tuple[str, ...]  # what identifies a number: its name, or the fields of its record in words
+_Key = str | tuple[str, ...]  # identifies a number: its name, or the fields of its record in words
 
 
 class _Number(NamedTuple):
@@ -79,7 +79,7 @@ class _Number(NamedTuple):
 
 
 def _list_numbers(result: Result) -> dict[_Key, _Number]:
-    """The numbers of a run by what identifies them: those of a trace, phases or training, or all timed records."""
+    """The numbers of a run by key: those of a trace, phases or training, or of all timed records."""
     if isinstance(result, TraceResult):
         row = build_row(OVERVIEWS, result.overviews[0]) | {"samples_per_s": result.samples_per_s}
         return {_name(key): _Number(_find_unit(key), row[key]) for key in _OF_TRACES}
@@ -152,7 +152,7 @@ class ComparedNumber:
 
 
 def compare_numbers(parts: Sequence[Result], names: Sequence[str]) -> list[ComparedNumber]:
-    """The numbers of each run that the first run has, too."""
+    """The numbers of each run that the first run also has."""
     first, *others = map(_list_numbers, parts)
     fields = [set(key) for numbers in (first, *others) for key in numbers if not isinstance(key, str)]
     common = set.intersection(*fields) if fields else set()
@@ -502,7 +502,7 @@ class TrainComparisonResult(ComparisonResult):
         return f"{text} Speed: {speeds} times that of {first.name}."
 
     def _explain(self) -> list[str]:
-        """How sure the differences are, and why the losses differ if only the number of ranks does."""
+        """The certainty of the differences, and why the losses differ if only the number of ranks does."""
         sure = describe_numbers(self.numbers).removesuffix(".")
         if self.learned_the_same or self.differences or len({row.run.world_size for row in self.rows}) == 1:
             return [sure]

@@ -19,13 +19,13 @@ _NAMES = {
     "write": "the write after it",
     "detect": "detecting a fault",
     "restart": "a restart",
-    "spare": "take-over by a spare",
+    "spare": "takeover by a spare",
     "shrink": "continuing on fewer ranks",
 }
 
 
 def _percent(share: float) -> str:
-    """With enough digits to differ from 100 %."""
+    """A percentage with enough digits to differ from 100 %."""
     return f"{share:.1%}" if share < 0.99 else f"{share:.2%}"
 
 
@@ -72,7 +72,7 @@ class GoodputResult(Result):
         self.rows = estimate_goodput(self.only(CostRecord), self.faults, self.config["horizon_s"], asked_s)
         self.best: Goodput = self.rows[0]
         self.share, self.save_interval_s = self.best.share, self.best.interval_s
-        # 90 % of runs of this length, without the error of the model
+        # covers 90 % of runs of this length, without the model's error
         self.interval = self.best.low, self.best.high
 
     @property
@@ -88,17 +88,18 @@ class GoodputResult(Result):
             f"saving every {format_duration(best.interval_s)}",
             *(f"with {one.policy.name} {_percent(one.share)}" for one in self.rows[1:]),
         ]
-        return f"{'; '.join(clauses)}. Simulated; the interval does not include the error of the model."
+        return f"{'; '.join(clauses)}. Simulated; the interval does not include the model's error."
 
     @property
     def findings(self) -> Sequence[str]:
         return [*self._compare(), *self._describe_interval(), *self._list_assumptions()]
 
     def _compare(self) -> list[str]:
-        """Whether the first policy is shown to be better than each of the others; the table has their costs."""
+        """Describe whether the first policy is shown to be better than each of the others; the table has their
+        costs."""
         best, name = self.best, self.best.policy.name
         sure = "{} is better than {}: more of the time of all ranks is useful"
-        unsure = "{} may be better than {}: the measured costs do not decide it"
+        unsure = "{} may be better than {}: the measured costs are not conclusive"
         return [(sure if is_ahead(best, one) else unsure).format(name, one.policy.name) for one in self.rows[1:]]
 
     def _describe_interval(self) -> list[str]:
@@ -111,7 +112,7 @@ class GoodputResult(Result):
             f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 % of "
             "the time more than the best",
             "the 90 % interval covers the spread of the measured costs, and the number and times of faults in "
-            f"{format_duration(self.config['horizon_s'])} (--horizon); docs/faults.md has the error of the model",
+            f"{format_duration(self.config['horizon_s'])} (--horizon); see docs/faults.md for the model's error",
         ]
 
     def _list_assumptions(self) -> list[str]:
@@ -127,14 +128,14 @@ class GoodputResult(Result):
             (ranks == 1, "left out: spare and shrink, because one rank has no replica to continue from"),
             (
                 ranks > 1 and absent,
-                f"left out: {' and '.join(absent)}, which no run has measured; give "
+                f"left out: {' and '.join(absent)}, not measured by any run; give "
                 + " and ".join(f"--{name}-seconds" for name in absent),
             ),
-            ("detect" not in names, "assumed: faults are detected at once; give --detect-seconds"),
-            (once, f"assumed: {', '.join(once)}, measured once, may be 20 % off (a standard deviation)"),
+            ("detect" not in names, "assumed: faults are detected immediately; give --detect-seconds"),
+            (once, f"assumed: {', '.join(once)}, measured once, may be 20 % off (one standard deviation)"),
             (
                 measured != ranks,
-                f"assumed: steps, saves and recovery take on {ranks:,} ranks what they took on {measured:,}",
+                f"assumed: steps, saves and recovery take as long on {ranks:,} ranks as on {measured:,}",
             ),
             (
                 several,
@@ -152,7 +153,7 @@ class GoodputResult(Result):
             ),
             (
                 shrinks and usable is None,
-                "assumed: with shrink all other ranks can share the global batch (a training run tells)",
+                "assumed: with shrink all other ranks can share the global batch (a training run would show it)",
             ),
             (
                 shrinks and usable is not None,
@@ -163,7 +164,7 @@ class GoodputResult(Result):
         return [line for holds, line in lines if holds]
 
     def tables(self) -> list[Table]:
-        costs = Table("costs", "The costs that this is computed from", _COSTS, self.only(CostRecord))
+        costs = Table("costs", "Input costs", _COSTS, self.only(CostRecord))
         at = "its best interval" if self.config.get("interval_s") is None else "the given interval"
         title = f"Useful share of the time, each policy at {at}"
         return [Table("table", title, _COLUMNS, self.rows, key="policies"), costs]
@@ -175,7 +176,7 @@ class GoodputResult(Result):
     def next_steps(self) -> Sequence[str]:
         policy = self.best.policy
         every = f"auto --mtbf {max(1.0, policy.mtbf_s):.0f}s"
-        if policy.lost not in (1.0, ALL_LOST):  # which auto does not know
+        if policy.lost not in (1.0, ALL_LOST):  # unknown to auto
             every = f"{max(1.0, self.best.best_interval_s):.0f}s"
         train = " ".join(filter(None, ("paceline train", self.config.get("job"))))
         if self.is_on_one_host:

@@ -265,7 +265,7 @@ _WORDS = {
     "data": "Data loading", "late rank": "A late rank", "buckets": "The bucket size",
     "batch": "The small batch", "network": "Exposed communication", "host": "The host",
 }  # fmt: skip
-# The parts of a step in a row of metrics. With more ranks than this, those with the longest steps are drawn.
+# The parts of a step in a row of metrics, and the maximum number of ranks to draw: those with the longest steps.
 PARTS, _MOST_RANKS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s"), 16
 # Label of the program's own buckets in a plan comparison.
 NOW = "as it is"
@@ -345,7 +345,7 @@ class AttachedResult(Result):
             self.cap_mib = self.config["plans"][self.race.winner]
         self.rows = self._list_rows(recorded)
         saved = None
-        if self.buckets is not None and self.verdict in ("use", "undecided"):  # also what is likely but not certain
+        if self.buckets is not None and self.verdict in ("use", "undecided"):  # likely savings count, too
             cap = self.cap_mib or self.rival.cap_mib or TORCH_CAP_BYTES / MIB
             gain_s, low_s, high_s = (self.step_s * share for share in self.saves)
             interval_s = (low_s, high_s) if math.isfinite(low_s) else None  # not after few rounds
@@ -416,7 +416,7 @@ class AttachedResult(Result):
 
     @property
     def verdict_text(self) -> str:
-        """One sentence that names the bottleneck, and one that says what helps."""
+        """One sentence that names the bottleneck, and one with the remedy."""
         if self.bottleneck.kind not in _WORDS:
             return "There is no bottleneck besides compute."
         return f"{_WORDS[self.bottleneck.kind]} is the bottleneck: {self.bottleneck.sentences}"

@@ -41,7 +41,7 @@ def format_interval(ratio: Interval, percent: str = "{:+.1%}") -> str:
 
 
 def describe_rows(rows: Sequence[Prediction], assumed: Iterable[str], prefix: str) -> list[str]:
-    """What the rows assume, and the doubts about them."""
+    """The assumptions behind the rows, and the doubts about them."""
     lines = [line if line.startswith(_NAMED) else f"{prefix}: {line}" for line in dict.fromkeys(assumed)]
     for doubt, same in group_by((row for row in rows if row.doubt), lambda row: row.doubt).items():
         places = ", ".join(f"{row.network} on {row.world_size:,} ranks" for row in same)
@@ -205,8 +205,8 @@ def draw_caps(
     alone_s: float,
     rows: Sequence[Prediction] = (),
 ) -> None:
-    """Times against bucket sizes (flat over each interval of caps), the best size, the time without communication, and
-    the intervals of `rows`."""
+    """Plot times against bucket sizes (flat over each interval of caps), the best size, the time without communication,
+    and the intervals of `rows`."""
     xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
     ys = [of(point) * 1e3 for point in points for _ in range(2)]
     axes.plot(xs, ys, color=COLORS[0], label="predicted for every bucket size")

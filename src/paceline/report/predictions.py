@@ -355,11 +355,11 @@ class CapsResult(Result):
         default = f"torch's default takes {format_ms(self.default_s)}"
         if not self.is_on_gpu:
             return f"{text}{interval}; {default} ms. Simulated{beyond}."
-        both = "no size" if not self.shared else join_sizes(*max(self.shared, key=lambda sizes: sizes[1] / sizes[0]))
+        both = "none" if not self.shared else join_sizes(*max(self.shared, key=lambda sizes: sizes[1] / sizes[0]))
         return (
-            f"{text}, from the tables alone. If NCCL slows the GPU down as published: "
+            f"{text}, from the tables alone. With the published slowdown of the GPU by NCCL: "
             f"{join_sizes(*self.expected.plateau)}, within 1 % of "
-            f"{format_ms(self.expected.best.backward_s)} ms{interval}. Good in both cases: {both}; "
+            f"{format_ms(self.expected.best.backward_s)} ms{interval}. Sizes good in both cases: {both}; "
             f"{default} and {format_ms(self.default_expected_s)} ms. Simulated{beyond}."
         )
 
@@ -401,7 +401,7 @@ class CapsResult(Result):
         left += f"{format_ms(rows.done_s - rows.start_s)} ms for {first.num_rows} rows per rank; together they take "
         left += f"{both} ms; a single element takes {one} ms in the table, and with a tenth of the latency "
         return [
-            f"paceline.DDP{asked} {text}; the best free plan then exposes {exposed} instead of {was} ms",
+            f"paceline.DDP{asked} {text}; with the best free plan, {exposed} are exposed instead of {was} ms",
             f"{left}{format_ms(first.quick.exposed_s)} ms would be exposed",
         ]
 

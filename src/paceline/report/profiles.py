@@ -45,8 +45,8 @@ class ProfileResult(PhasesResult):
     """Result of `paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its
     steps.
 
-    `profile` is the record of the layers, None where they were not measured, `evidence` what messages and the wrapper
-    cost, None where only layers were profiled, and `steps` the records of the phases.
+    `profile` is the record of the layers, or None if they were not measured. `evidence` holds the costs of messages and
+    the wrapper, or None if only layers were profiled. `steps` are the records of the phases.
     """
 
     json_columns = raw_columns(notes="findings")
@@ -101,8 +101,8 @@ class ProfileResult(PhasesResult):
 
 
 class _Part(NamedTuple):
-    """A block and the bytes of its gradients, or a parameter with its position in ready order and the bytes ready by
-    then."""
+    """A block and the bytes of its gradients, or a parameter with its position in ready order and the cumulative bytes
+    ready."""
 
     profile: LayerProfileRecord
     of: Any
@@ -111,7 +111,7 @@ class _Part(NamedTuple):
 
 
 def list_blocks(profile: LayerProfileRecord) -> list[_Part]:
-    """The blocks in definition order, and the rest, so that columns add up to the total."""
+    """The blocks in definition order, and everything else in one row, so that columns add up to the total."""
     return [
         _Part(profile, times, ready_bytes=sum(p.num_bytes for p in profile.parameters_of(times.name)))
         for times in (*profile.blocks, profile.outside)
@@ -124,7 +124,7 @@ def list_parameters(profile: LayerProfileRecord) -> list[_Part]:
 
 
 def _find_share(row: _Part) -> float:
-    """The share of backward."""
+    """The time as a share of backward."""
     backward_s: float = statistics.median(row.of.backward_s)
     return backward_s / (row.profile.profiled_backward.median_s or 1.0)
 
@@ -155,7 +155,7 @@ PARAMETERS = (
 
 
 def describe_layers(profile: LayerProfileRecord) -> list[str]:
-    """What the tables do not show: the profiling overhead, and unusual gradients."""
+    """Notes missing from the tables: the profiling overhead, and unusual gradients."""
     step = describe_change(profile.step_cost, "of a step")
     backward = describe_change(profile.backward_cost, "of backward")
     order = "in the same order in every step"
@@ -170,7 +170,7 @@ def describe_layers(profile: LayerProfileRecord) -> list[str]:
 
 
 def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
-    """Bytes ready against the time since backward began, by medians, with a mark at the last gradient of each block."""
+    """Plot median bytes ready against the time since backward began, with a mark at the last gradient of each block."""
     figure, axes = new_figure(f"{profile.model}: gradients ready during backward", subtitle)
     end_ms = profile.profiled_backward.median_s * 1e3
     ready = [(p.of.median_s, p.ready_bytes) for p in list_parameters(profile) if p.of.median_s is not None]
@@ -179,7 +179,7 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     ys = [*(num_bytes / MIB for _, num_bytes in points), points[-1][1] / MIB]
     axes.step(xs, ys, where="post", color=COLORS[0], lw=1.6, label=f"ready ({profile.source}, median)")
     axes.axvline(end_ms, color="#555555", lw=1, ls="--", label="end of backward")
-    ready_bytes = dict(ready)  # the last of several at the same time
+    ready_bytes = dict(ready)  # a later entry with the same time overrides an earlier one
     found = [(profile.ready_of(block.name), block.name) for block in profile.blocks]
     marks = sorted((time_s * 1e3, ready_bytes[time_s] / MIB, name) for time_s, name in found if time_s is not None)
     xs, ys = [x for x, _, _ in marks], [y for _, y, _ in marks]
@@ -196,7 +196,7 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
 
 
 def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tuple[float, float, str]]:
-    """One label for marks whose labels would overlap: the last one's name and the number of others."""
+    """One label for marks whose labels would overlap: the name of the last mark and the number of others."""
     groups: list[list[tuple[float, float, str]]] = []
     for mark in marks:
         first = groups[-1][0] if groups else None
@@ -208,7 +208,7 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
 
 
 class TraceResult(Result):
-    """Result of `profile trace`: what each rank did in a step, what takes the time, and how to speed it up. `document`
+    """Result of `profile trace`: what each rank did in a step, where the time goes, and how to speed it up. `document`
     comes from the ranks or, for a saved run, from `overview.json` in its folder. `traces` are those of the ranks, empty
     for a saved run; `plot` draws one step of them."""
 
@@ -442,8 +442,8 @@ _MEMORY_COLORS = {
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one category at moments of the step, and the share of the peak; `largest_bytes` is at its own moment.
-    `by_phase` is the largest of each phase."""
+    """Bytes of one category at certain times in the step, and its share of the peak; `largest_bytes` is the category's
+    own maximum. `by_phase` holds the maximum in each phase."""
 
     category: str
     begin_bytes: int
@@ -455,7 +455,8 @@ class MemoryRow:
 
 
 def list_memory(memory: MemoryUse) -> list[MemoryRow]:
-    """The categories, and the total: the sum of each column except for the largest, which is that of the sum."""
+    """The categories, and the total. Each column of the total is a sum, except for the maximum, which is the maximum of
+    the sum."""
     peak, by_phase = memory.peak, group_by(memory.phases, lambda phase: phase.name)
     return [
         MemoryRow(
@@ -537,7 +538,8 @@ class CommTableResult(Result):
         parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
         names = self.config.get("profiles") or ["profile"] * len(profiles)
         busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
-        # What a profile carries follows it: two may be of the same job, on two devices or before and after a change.
+        # Values from a profile stay attached to it: two profiles may be of the same job, on two devices or before and
+        # after a change.
         places = [place for place, record in enumerate(self.records) if isinstance(record, LayerProfileRecord)]
         carried = [self.records[start:end] for start, end in itertools.pairwise([*places, None])]
         for name, profile, own in zip(names, profiles, carried, strict=True):
@@ -583,7 +585,7 @@ class CommTableResult(Result):
 
 
 def load_sweeps(path: str | Path, ranks: Sequence[int]) -> list[MeasuredFabric]:
-    """The networks in a `bench allreduce` run that were measured on at least one of these rank counts."""
+    """The networks in a `bench allreduce` run that were measured with at least one of these rank counts."""
     records = [record for record in load_run(path).records if isinstance(record, CollectiveRecord)]
     return [sweep for sweep in build_sweeps(records) if set(sweep.ranks) & set(ranks)]
 

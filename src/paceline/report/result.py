@@ -55,8 +55,7 @@ _WITHOUT_RECORDS = ("compare", "profile trace", "scale report", "train", "train 
 
 class Result:
     """The return value of a verb; subclasses interpret the records of their verb. Everything is derived from `run`, so
-    a saved run gives the same result again (`load_result`). `folder` is where the run was saved, None where it was
-    not."""
+    a saved run gives the same result again (`load_result`). `folder` is where the run was saved, or None."""
 
     json_columns: ClassVar[Sequence[Column]] = ()  # further keys of the JSON document: columns of the result itself
 
@@ -128,7 +127,7 @@ class Result:
 
     @property
     def failure(self) -> str:
-        """Why the result counts as failed, so that the command exits with 1; empty if it does not."""
+        """Why the result counts as failed, so that the command exits with 1; empty if it has not failed."""
         return next((doubt.text for doubt in self.doubts if doubt.kind == "wrong"), "")
 
     @property
@@ -161,7 +160,7 @@ class Result:
 
     @property
     def noise(self) -> list[str]:
-        """The doubts that make `--strict` fail: another run may give another answer."""
+        """The doubts that make `--strict` fail: another run may give a different answer."""
         return [doubt.text for doubt in self.doubts if doubt.kind in NOISY]
 
     def table(self, name: str | None = None) -> Table:

@@ -78,7 +78,7 @@ PHASES = (
 
 
 def describe_phases(record: StepRecord) -> list[str]:
-    """What the table does not show: the bytes sent, the noise of the exposed part, and the profiling overhead."""
+    """Notes missing from the table: the bytes sent, the noise of the exposed part, and the profiling overhead."""
     place = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
     cost = f"{place}: profiling overhead: {describe_change(record.cost, 'of a step')}"
     if record.world_size == 1:

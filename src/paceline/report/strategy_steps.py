@@ -34,9 +34,9 @@ from paceline.report.table import Column, Table, build_row, raw_columns
 from paceline.strategy import DENSE, Strategy
 from paceline.units import format_ms
 
-# How many bucket sizes are tried for each strategy on a network, and at each bandwidth.
+# Number of bucket sizes tried for each strategy on a network, and at each bandwidth.
 _CAPS, _SWEPT_CAPS = 48, 10
-_LATENCY_S = 50e-6  # of a link, where a network does not say
+_LATENCY_S = 50e-6  # of a link, for networks that do not specify it
 ACCURACY = "a lossy strategy may cost accuracy, which is not predicted here: see `paceline scale strategies`"
 
 
@@ -84,12 +84,12 @@ class Cell:
 
     @property
     def winner(self) -> Prediction:
-        """The fastest one that sends in every step; within 1 %, the one that changes the update least."""
+        """The fastest strategy that sends in every step; within 1 %, the one that changes the update least."""
         names = prefer(row.strategy for row in self.rows if not row.strategy.outer)
         return self._by_name[choose_fastest({one.text: self._by_name[one.text].step_s for one in names})]
 
     def describe(self) -> str:
-        """Which strategies to choose, in words."""
+        """A description of the strategies to choose."""
         assert self.exact is not None
         text = f"The fastest exact strategy is {self.exact.strategy.text}, {format_ms(self.exact.step_s)} ms"
         text += f"; bf16 takes {format_ms(self.bf16.step_s)} ms."
@@ -107,8 +107,8 @@ class Cell:
 
 
 class StrategyStepsResult(PredictResult):
-    """`predict --strategy`: `cells` are networks x ranks with a row for each strategy, `sweeps` the steps by bandwidth
-    for each number of ranks, and `rows` the rows of all cells."""
+    """`predict --strategy`: `cells` has one entry per network and number of ranks, with a row for each strategy;
+    `sweeps` has the steps by bandwidth for each number of ranks; `rows` has the rows of all cells."""
 
     def _simulate(self, draws: Sequence[Job]) -> None:
         self.strategies = list_strategies(self.config["strategies"])
@@ -139,7 +139,8 @@ class StrategyStepsResult(PredictResult):
 
     @cached_property
     def sweeps(self) -> dict[int, Sweep]:
-        """By ranks: the steps on links of many bandwidths, with the latency of the first network, and its nodes."""
+        """By number of ranks: the steps on links of many bandwidths, with the latency and the nodes of the first
+        network."""
         config, latency = self.config, self._latency
         ordered, per_node = prefer(self.strategies), config["ranks_per_node"] or 1
         joined = (f.inside for f in self.fabrics if isinstance(f, AssumedFabric) and f.network.ranks_per_node == 1)
@@ -160,7 +161,7 @@ class StrategyStepsResult(PredictResult):
     @property
     def answer(self) -> str:
         cell = max(self.cells, key=lambda cell: cell.world_size)
-        busy = ", from times of a busy machine" if self.busy else ""
+        busy = ", from times measured on a busy machine" if self.busy else ""
         has_gain = any(row is not None and is_worth_it(row) for row in (cell.lossy, cell.schedule))
         lossy = f" Note: {ACCURACY}." if has_gain else ""
         where = f"{self.profile.model} on {cell.world_size:,} ranks over {cell.network}"
@@ -213,7 +214,7 @@ class StrategyStepsResult(PredictResult):
         )
         title = f"{self.profile.model}: the fastest strategy by bandwidth, at a latency of {self._latency}"
         return [
-            Table("strategies", f"{self.profile.model}: a step under each strategy", STRATEGIES, self.rows, key="rows"),
+            Table("strategies", f"{self.profile.model}: step time by strategy", STRATEGIES, self.rows, key="rows"),
             Table("bandwidths", title, columns, swept, key="bandwidths"),
         ]
 
@@ -240,9 +241,9 @@ class StrategyStepsResult(PredictResult):
 
 
 def plot_bandwidths(result: StrategyStepsResult) -> Figure:
-    """The step against the bandwidth of a link, on the most ranks: a line for each strategy."""
+    """Plot step time against link bandwidth, on the most ranks, with a line for each strategy."""
     world_size, sweep = max(result.sweeps.items())
-    title = f"{result.profile.model} on {world_size:,} ranks: a step by bandwidth and strategy"
+    title = f"{result.profile.model} on {world_size:,} ranks: step time by bandwidth and strategy"
     figure, axes = new_figure(title, "each with its best buckets; dotted: where the fastest changes; simulated")
     for number, strategy in enumerate(result.strategies):
         points = [(rate / 1e9, 1e3 * steps_s[strategy.text], None, None) for rate, steps_s in sweep.steps_s.items()]

@@ -50,7 +50,7 @@ class CollectiveResult(Result):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return (*super().warnings, *(f"compared with another {difference}" for difference in self._differences))
+        return (*super().warnings, *(f"the runs differ in {difference}" for difference in self._differences))
 
     @property
     def answer(self) -> str:
@@ -105,7 +105,8 @@ class CollectiveResult(Result):
     def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
         known = {(record.backend, record.world_size) for record in self.rows}
-        # With more than six curves, draw only backends and ranks that were measured here: more cannot be told apart.
+        # With more than six curves, draw only backends and ranks that were measured here: more would be
+        # indistinguishable.
         few = len({(r.backend, r.memory, r.device, r.world_size, r.note) for r in self.compared}) <= 6
         drawn = [*self.rows, *(r for r in self.compared if few or (r.backend, r.world_size) in known)]
         return {

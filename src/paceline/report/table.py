@@ -168,11 +168,11 @@ class Table:
         return Table(f"{self.name}_by_{by}", self.title, columns, list(groups.values()))
 
     def rows_json(self) -> list[dict[str, Any]]:
-        """The rows as JSON objects, in full precision."""
+        """The rows as JSON objects, at full precision."""
         return [build_row(self.columns, row) for row in self.rows]
 
     def csv(self) -> str:
-        """The rows as CSV in full precision, in the units of the JSON."""
+        """The rows as CSV at full precision, in the units of the JSON."""
         text = io.StringIO()
         keys = [column.key for column in self.columns if column.key]
         writer = csv.DictWriter(text, fieldnames=keys, lineterminator="\n")

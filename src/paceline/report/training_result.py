@@ -41,7 +41,7 @@ _COLUMNS = (
 )
 
 
-_MOST_FAULTS = 3  # maximum number of faults listed individually
+_MOST_FAULTS = 3  # maximum number of faults to list individually
 
 
 class ObservedTraining(AttachedResult):
@@ -104,8 +104,9 @@ class TrainRunResult(Result):
 
     @cached_property
     def saves(self) -> list[dict[str, Any]]:
-        """One row per completed save: its `step`, how long steps waited for it (`stall_s`) and for the previous write
-        (`wait_s`), how long its own write took (`write_s`), and the next interval of `--save-every auto` (`next_s`)."""
+        """One row per completed save: its `step`, how long training waited for it (`stall_s`) and for the previous
+        write (`wait_s`), how long its own write took (`write_s`), and the next interval of `--save-every auto`
+        (`next_s`)."""
         return self._load_rows(records.SAVES_FILE)
 
     def _load_rows(self, name: str) -> list[dict[str, Any]]:
@@ -127,7 +128,7 @@ class TrainRunResult(Result):
     def answer(self) -> str:
         epochs, total, tested = self.epochs, self.total, self.tested
         if total is None:
-            return "No step was taken."
+            return "No steps were taken."
         scores = [f"loss {epochs[-1].loss:.4g}"]
         if tested is not None:
             accuracy = tested.test_accuracy
@@ -160,7 +161,7 @@ class TrainRunResult(Result):
         return [*self._describe_phases(), *self._describe_saves(), *self._describe_faults()]
 
     def _describe_faults(self) -> Sequence[str]:
-        """The faults that the run recovered from, without one that ended it."""
+        """The faults that the run recovered from, excluding a fault that ended it."""
         faults = [fault for fault in self.faults if fault["policy"] != "stop"]
         if not faults:
             return ()
@@ -181,7 +182,7 @@ class TrainRunResult(Result):
             return ()
         stall_s, write_s = (statistics.fmean(row[name] for row in saves) for name in ("stall_s", "write_s"))
         many, next_s = format_number_of(len(saves), "save"), format_duration(saves[-1]["next_s"])
-        times = f"steps waited {format_ms(stall_s)} ms for each, which was on disk {format_ms(write_s)} ms later"
+        times = f"each stalled training for {format_ms(stall_s)} ms and reached the disk {format_ms(write_s)} ms later"
         return (f"{many}: {times}; the interval is {next_s} (--save-every auto).",)
 
     def _describe_phases(self) -> Sequence[str]:
@@ -196,7 +197,8 @@ class TrainRunResult(Result):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Includes the machine's load, because the run reports times. For a run on disk it is in `config.json`."""
+        """Includes the machine's load, because the run reports times. For a run on disk the load is in
+        `config.json`."""
         return (*super().warnings, *(doubt.text for doubt in self.doubts))
 
     def tables(self) -> list[Table]:
@@ -233,7 +235,7 @@ class TrainRunResult(Result):
         return super().to_json() | ({"faults": self.faults} if self.faults else {}) | {"phases": self.phases or None}
 
     def _save_run(self, folder: Path) -> None:
-        """Write the files of a run that wrote none: it can be loaded from there, but not resumed."""
+        """Write the files of a run that wrote none. The run can then be loaded, but not resumed."""
         if self.folder is not None and folder.resolve() == self.folder.resolve():
             return
         if (folder / records.CONFIG_FILE).exists() or (folder / records.METRICS_FILE).exists():

@@ -46,9 +46,9 @@ def batch(
     Args:
         model: A name, or "FILE.py:FUNCTION", as in `paceline.train`.
         batch_size: The sizes to compare.
-        epochs: At each size.
+        epochs: Number of epochs at each size.
         device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
-        out: Save the study in a new folder there, cell by cell.
+        out: Save the study in a new subfolder of this folder, cell by cell.
         resume: The folder of an interrupted study, which keeps its own settings: leave out all other arguments.
         job: Further settings of the job, named like the options of `paceline train` (data, precision, channels, ...).
     """
@@ -98,13 +98,13 @@ def build_killed(job: TrainSettings, size: int, error: LaunchError) -> list[Reco
     record = BatchRecord(
         model=job.model, data=parse_data(job.data)[0], device=job.device, precision=job.precision,
         threads=job.threads or 1, batch_size=size, num_samples=size, num_steps=1,
-        failure="killed, as by the kernel when memory is exhausted",
+        failure="killed, probably by the kernel's out-of-memory killer",
     )  # fmt: skip
     return [record] if error.code == "killed" else None
 
 
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
-    """Time epochs of the job, the first of them a warm-up. Batches that do not fit into memory give records, too."""
+    """Time epochs of the job, the first of them a warm-up. Batches that do not fit into memory are recorded, too."""
     import torch
 
     from paceline.measure.engine import build_samples
@@ -112,7 +112,7 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
 
     with open_world(settings) as world:
         with contextlib.suppress(OSError):
-            # If memory runs out, the kernel should kill this process and not the user's desktop.
+            # If memory runs out, the kernel should kill this process rather than the user's desktop.
             Path("/proc/self/oom_score_adj").write_text("1000")
         job = build_job(dataclasses.replace(settings, ranks=world.world_size, epochs=epochs, steps=None), world)
         if world.device.type == "cuda":
@@ -146,7 +146,7 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
 
 
 def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
-    """The seconds of each epoch's steps, and of the rest of the epoch, which is the wait for data.
+    """The seconds of each epoch's steps, and of the rest of the epoch, which is time spent waiting for data.
 
     On a GPU the steps are timed by its own clock: the host runs ahead, and the GPU computes while the host waits for
     data or a full queue, so subtracting the host's waits would make steps too short.
@@ -192,7 +192,7 @@ def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
 
 
 def build_batch_table(records: Sequence[BatchRecord]) -> Table:
-    """Times are of epochs, without warm-ups and waits for data."""
+    """The table of all batch sizes. Times are per epoch, and exclude warm-ups and waits for data."""
     knee, repeated = find_knee(records), [r for r in records if r.timing and r.timing.count > 1]
     columns = [
         *text_columns("model", "data", "device", "precision"),
@@ -203,7 +203,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
         Column("data wait (s)", "data_wait.median_s", "{:.3f}".format, "data_wait_s", priority=-1),
         Column("peak memory", lambda r: r.peak_bytes or None, "bytes", "peak_bytes", priority=2),
-        # The noise of one epoch is unknown.
+        # A single epoch has no noise estimate.
         Column("noise", lambda r: r.timing.noise if r in repeated else None, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
         *raw_columns("threads", "num_samples", "failure", epoch_p10_s="timing.p10_s", epoch_p90_s="timing.p90_s"),
@@ -215,7 +215,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
 
 
 def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
-    """Up to which batch size throughput grows, how long a step takes there, and which batch sizes do not fit."""
+    """The batch size up to which throughput grows, the step time there, and the batch sizes that do not fit."""
     timed = {r.batch_size: r for r in records if r.timing}
     failed = [f"Batch size {r.batch_size} does not fit: {r.failure}." for r in records if r.failure]
     if not timed:

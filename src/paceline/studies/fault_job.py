@@ -82,7 +82,7 @@ def inject(fault: str) -> None:
             time.sleep(1.0)  # the trial cuts the network or a host during this step
 
 
-# Where in a step each disturbance of a healthy rank may happen.
+# The part of a step in which each disturbance of a healthy rank may happen.
 NOISES = {
     "stall": "between",
     "evaluate": "between",

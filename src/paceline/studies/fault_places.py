@@ -1,4 +1,4 @@
-"""What a fault trial asks of its job, and environments that a fault needs: a small disk, a memory limit, or two hosts.
+"""The request of a fault trial to its job, and environments for faults: a small disk, a memory limit, or two hosts.
 
 Each is created for one job and then removed. Hosts are network namespaces of this machine, which need root.
 """
@@ -25,7 +25,7 @@ VARIABLE = "PACELINE_FAULT"  # holds the fields of `Asked` as JSON
 OUT = "out"  # where a job saves, in its folder
 BATCH_SIZE = 8
 _DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
-# The two hosts, each in a namespace of its own.
+# The two hosts, each in its own namespace.
 HOST_ADDRESS, HOST_PORT = "10.213.9", 29400
 _NAMES = ("a", "b")
 _BURSTS = {"100mbit": "16kb", "1gbit": "64kb"}
@@ -61,13 +61,13 @@ class Place:
 
     @property
     def torchrun(self) -> list[str]:
-        """The options of torchrun there."""
+        """The options of torchrun in this environment."""
         if not self.spaces:
             return ["--standalone"]
         return ["--nnodes", "2", "--master-addr", f"{HOST_ADDRESS}.1", "--master-port", str(HOST_PORT)]
 
     def wrap(self, command: list[str]) -> list[str]:
-        """The command that runs this one there."""
+        """The command that runs the given one in this environment."""
         if not self.spaces:
             return [*self.prefix, *command]
         variables = [f"PACELINE_SECRET={secrets.token_hex(16)}", "GLOO_SOCKET_IFNAME=eth0"]
@@ -129,7 +129,7 @@ def _end_all(space: str) -> None:
 
 
 def _find_private() -> list[str]:
-    """How to start a command in a mount namespace of its own."""
+    """The prefix that starts a command in its own mount namespace."""
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
 
 
@@ -152,7 +152,7 @@ def why_not(needs: str) -> str:
 
 
 def _find_group() -> tuple[Path, str]:
-    """This process's control group that can limit memory, or why there is none."""
+    """This process's control group for memory limits, or why there is none."""
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:

@@ -47,7 +47,7 @@ from paceline.units import format_duration, format_number_of, parse_size
 from paceline.verbs.jobs import Names, Place, check_resume, finish, list_names
 
 SYSTEMS = ("train", "script", "torch")
-ATTACHED = "attached"  # torch's wrapper, in a script that does not know the monitor
+ATTACHED = "attached"  # torch's wrapper, in a script without any monitor code
 _MOST_TRIALS = 10_000
 _QUICK = "kill,stop,gil,loop,exception,term,stall"
 
@@ -82,7 +82,7 @@ FAULTS: dict[str, Fault] = {
     "gil": Fault("forward", "GIL"),
     "loop": Fault("forward", "has been computing"),
     "deadlock": Fault("backward", "has been blocked"),
-    "endless-kernel": Fault("forward", "GPU that does not finish", "gpu"),
+    "endless-kernel": Fault("forward", "has been waiting for its GPU", "gpu"),
     "exception": Fault("forward", "ValueError: a bad sample"),
     "exception-in-backward": Fault("backward", "ValueError: a bad sample"),
     "exception-in-optimizer": Fault("optimizer", "ValueError: a bad sample"),
@@ -158,7 +158,7 @@ class Trial:
         return bool(can) and self.policy != "stop" and self.system == "train"
 
     def build_request(self, folder: Path, group: str = "") -> Asked:
-        """What the job is asked to do. `group` is the control group whose memory runs out."""
+        """The request to the job. `group` is the control group whose memory runs out."""
         fault, place = self.fault, self.kind.place
         steps = _LONG_STEPS
         if (not self.kind.cause and fault != "noise") or place == "start":
@@ -196,14 +196,14 @@ def faults(
         backend: gloo, shm, or both.
         ranks: Number of ranks.
         systems: train (`paceline train`), script (a script with Paceline's wrapper and monitor, under torchrun), torch
-            (one with torch's wrapper and torch.save), attached (that with PACELINE_MONITOR=1).
+            (a script with torch's wrapper and torch.save), attached (the same script with PACELINE_MONITOR=1).
         trials: Number of trials per fault. Default: 1, or as in the resumed run.
         patience: Seconds to wait for a fault to be identified, and to disturb a healthy job.
         restart: Restart each job once from its newest checkpoint.
         on_fault: Recovery policy of `paceline train`: stop, restart, spare or shrink; several are interleaved.
         state: Size of the model and optimizer: 100MB. Default: small.
         device: cpu or cuda.
-        out: Save the run in a new folder there, trial by trial.
+        out: Save the run in a new subfolder of this folder, trial by trial.
         resume: The folder of an interrupted run. It keeps its own settings: only the number of trials may be given.
     """
     given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
@@ -232,7 +232,7 @@ def _build_config(
     *, faults: str, backend: Names, systems: Names, ranks: int, trials: int, patience: float, restart: bool,
     on_fault: Names, state: str | None, device: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """The configuration of the run, after all checks that need no job."""
+    """The configuration of the run, after all checks that do not need a job."""
     named, policies, backends = list_names(systems), list_names(on_fault), list_names(backend)
     known = (*SYSTEMS, ATTACHED)
     Option(choices=known).check("systems", named)
@@ -493,7 +493,7 @@ def _make_damaged(trial: Trial, asked: Asked) -> int:
 
 
 def _find_recovered(folder: Path) -> dict[str, Any]:
-    """What a run that continued recorded about its fault; empty if it did not continue."""
+    """The fault as recorded by a run that continued; empty if it did not continue."""
     for path in folder.glob(f"{OUT}/*/config.json"):
         for fault in json.loads(path.read_text()).get("faults", []):
             return {name: value for name, value in fault.items() if value is not None}

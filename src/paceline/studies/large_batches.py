@@ -47,7 +47,8 @@ def large_batch(
         recipes: none, or switches joined by +, each with an optional number: lars:0.2+warmup. Default: all common ones
             that fit the job.
         seeds: Number of runs of each batch size and recipe.
-        updates: Length of additional runs with equal numbers of updates. By default twice the largest batch's; 0: none.
+        updates: Length of additional runs with equal numbers of updates. By default twice that of the largest batch; 0:
+            none.
         lr: The learning rate of the baseline.
         schedule: By default cosine, or piecewise with `lr_drops`.
         batch_size: Largest micro-batch of a rank.
@@ -79,7 +80,7 @@ class LargeBatchSettings(grid.GridSettings):
         cls, *, model: str | None, base_batch_size: int, global_batch_size: Counts | None, recipes: Names | None,
         seeds: int, updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
     ) -> Self:  # fmt: skip
-        refuse_unused(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
+        refuse_unused(job, ("accumulate",), "it follows from the batches; batch_size is the largest micro-batch")
         refuse_unused(job, ("steps",), "batches are compared after equal epochs, and after equal --updates")
         check_counts(base_batch_size=base_batch_size, seeds=seeds)
         job = grid.choose_small_job(model, job)
@@ -195,7 +196,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        text = "".join(text.split())  # spaces do not make another recipe
+        text = "".join(text.split())  # spaces do not matter
         if text == NO_RECIPE:
             return cls(text, ())
         found: list[tuple[str, float | None]] = []
@@ -232,12 +233,12 @@ class Recipe:
 
     @property
     def is_for_norms(self) -> bool:
-        """Whether it changes BatchNorm, so that the model needs one."""
+        """Whether the recipe changes BatchNorm, so that the model must have BatchNorm layers."""
         return not {"ghost", "sync"}.isdisjoint(self.names)
 
     @property
     def is_for_classes(self) -> bool:
-        """Whether it changes labels, so that the job must be a classification."""
+        """Whether the recipe changes labels, so that the job must be a classification."""
         return "smoothing" in self.names
 
     def apply(
@@ -255,8 +256,8 @@ class Recipe:
             elif name in ("lars", "lamb"):  # need their own learning rate: the number is the one at the base batch
                 changes |= {"optimizer": name, "lr": value * math.sqrt(growth)}
                 if name == "lars":
-                    # LARS applies the rate to biases and norms without a trust ratio. A larger coefficient than the
-                    # paper's, and a smaller rate, make them step not much farther than with SGD.
+                    # LARS applies the rate to biases and norms without a trust ratio. With a larger coefficient than
+                    # the paper's and a smaller rate, their steps are not much larger than with SGD.
                     changes["trust_coefficient"] = 0.02
             elif name == "warmup":
                 changes["lr_warmup"] = max(1, round(value * num_updates))
@@ -319,7 +320,7 @@ def _describe(summary: SeedSummary) -> str:
 
 
 def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
-    """The loss of accuracy of each batch size without a recipe, and its best recipe."""
+    """The accuracy lost at each batch size without a recipe, and the best recipe for it."""
     lines = []
     groups = group_by(summaries, lambda summary: (summary.first.budget, summary.first.global_batch_size))
     for (budget, _), group in groups.items():
@@ -358,7 +359,7 @@ def _say_interval(record: NoiseRecord) -> str:
     return f"{_say_number(low)} to {_say_number(high)}" if high < math.inf else f"from {_say_number(low)}"
 
 
-# The noise scale is null if only a lower bound is known, and so is an infinite upper end.
+# The noise scale is null if only a lower bound is known, and the upper end is null if it is infinite.
 NOISE = (
     *text_columns("model", "data"),
     Column("recipe", "note", key="note"),
@@ -393,7 +394,7 @@ def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
         text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
         scale, interval = last.noise_scale, last.estimate.interval
         if scale and (interval is None or interval[1] < math.inf):
-            why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
+            why = "far above this save few steps" if size >= 2 * scale else "up to about this cost few extra samples"
             cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
             text += f" Batches {why}: at {size}, {cost}."
         lines.append(text)
@@ -430,7 +431,7 @@ class LargeBatchResult(grid.GridResult):
 
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
-        """The answer first: the largest batch after as many epochs."""
+        """The answer first: the largest batch after the same number of epochs."""
         epochs = [summary for summary in self.summaries if summary.first.budget == "epochs"]
         lines = describe_recipes(sorted(epochs, key=lambda summary: summary.first.global_batch_size))
         others = describe_recipes([s for s in self.summaries if s.first.budget != "epochs"])

@@ -1,6 +1,6 @@
 """`paceline scale ranks`: do more ranks help? Weak and strong scaling, and the curve predicted for more ranks.
 
-What the ranks run is in `rank_steps`; what the numbers mean, in `records.steps`.
+`rank_steps` has the code that ranks run, and `records.steps` defines the numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def ranks(
     network: str = "10gbe,100gbe", predict_ranks: Counts = (64, 1024), iters: int | None = None, device: str = "auto",
     out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
 ) -> RanksResult:  # fmt: skip
-    """Do more ranks help? Weak and strong scaling, all wrappers and backends in turns, compared with one rank.
+    """Do more ranks help? Weak and strong scaling, with all wrappers and backends interleaved, compared with one rank.
 
     The other arguments are those of `batch`.
     Inside a launched world this is collective: every rank must call it.
@@ -58,11 +58,12 @@ def ranks(
     Args:
         ranks: By default 1, 2, 4, ... up to the cores or GPUs, or to the launched world.
         batch_size: Samples per rank (weak scaling).
-        global_batch_size: Samples over all ranks (strong scaling). By default one that all can share.
+        global_batch_size: Samples over all ranks (strong scaling). The default can be divided evenly by every number of
+            ranks.
         wrapper: Wrappers to compare.
         backend: Backends to compare.
-        network: Networks for which the curve is predicted.
-        predict_ranks: Numbers of ranks for which it is predicted.
+        network: Networks on which to predict the curve.
+        predict_ranks: Numbers of ranks for which to predict the curve.
         iters: Timed steps. By default as many as the time allows.
     """
     return cast("RanksResult", run_study(ScaleSettings, locals()))
@@ -81,8 +82,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class ScalingCell:
-    """Everything that is timed in turns: a mode, and samples in a rank's micro-batch (weak) or over all ranks
-    (strong)."""
+    """A set of variants that are timed interleaved: a mode, and samples in a rank's micro-batch (weak) or over all
+    ranks (strong)."""
 
     mode: str
     samples: int
@@ -92,7 +93,7 @@ class ScalingCell:
         return f"{self.mode} {self.samples}"
 
     def batch_size(self, world_size: int, accumulate: int = 1) -> int:
-        """What one of this many ranks computes at once."""
+        """The micro-batch of a rank, with this many ranks."""
         return self.samples if self.mode == "weak" else self.samples // (world_size * accumulate)
 
     def count_samples(self, accumulate: int) -> int:
@@ -102,8 +103,9 @@ class ScalingCell:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSettings(StudySettings):
-    """The job on each number of ranks, weak (`batch_sizes` per rank) and strong (`global_batch_sizes`), all wrappers on
-    all backends in turns, and one rank alone. The curve is predicted for `network` and `predict_ranks`."""
+    """The job on each number of ranks, weak (`batch_sizes` per rank) and strong (`global_batch_sizes`), with all
+    wrappers on all backends interleaved, and one rank alone. The curve is predicted for `network` and
+    `predict_ranks`."""
 
     verb = staticmethod(ranks)
 
@@ -207,7 +209,7 @@ class ScaleSettings(StudySettings):
         tasks = [Task(cell.name, here + "measure_scaling", (self, cell), most, weight=4.0) for cell in self.cells]
         if place is None:  # in a launched world the other ranks would compute at the same time
             for size in sorted({cell.batch_size(1, self.job.accumulate or 1) for cell in self.cells}):
-                # The cells have steps of the wrapper on one rank themselves.
+                # The cells already include steps of the wrapper on one rank.
                 arguments = dataclasses.replace(self.job, batch_size=size), "layers", 12, 2, 0, 1, 0, False
                 tasks.append(Task(f"layers {size}", "paceline.measure.job_profile:measure_profile", arguments))
         if self.backends and most > 1:
@@ -217,7 +219,7 @@ class ScaleSettings(StudySettings):
 
 
 def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
-    """1, 2, 4, ... up to the cores (or GPUs), or to the launched world; one rank is always there to compare with."""
+    """1, 2, 4, ... up to the cores (or GPUs), or to the launched world; one rank is always included as the baseline."""
     launched = read_place().world_size if is_launched() else 1
     most = launched if launched > 1 else max(2, machine.count_gpus() or machine.count_cores())
     counts = list_counts(ranks) if ranks is not None else tuple(2**k for k in range(most.bit_length()))
@@ -229,7 +231,7 @@ def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class ScaleLine(ScalePoint):
     """A point with the ratios of its efficiency to that of torch's wrapper, on the same backend and on gloo, and the
-    peak bandwidth; None where one was not measured."""
+    peak bandwidth; None if not measured."""
 
     to_torch: Ratio | None = None
     to_torch_on_gloo: Ratio | None = None
@@ -302,7 +304,7 @@ COMMUNICATION = (
     Column("±", "record.exposed_noise_s", "ms", "exposed_noise_s", priority=-1),
     Column("of step", "split.overhead", "percent.1", "exposed_share", priority=4),
     Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
-    # A rank also waits for the others, so a step may expose more than its messages take: then nothing is hidden.
+    # A rank also waits for the others, so exposed time may exceed the time of the messages: then nothing is hidden.
     Column("overlap", "split.overlap", lambda overlap: f"{max(0.0, overlap):.1%}", "overlap", priority=1),
     *_LAST,
 )
@@ -391,7 +393,7 @@ def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
 
 
 def describe_lines(chosen: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
-    """The efficiency of each chosen line, the main cause of its loss, and where strong scaling ends."""
+    """The efficiency of each chosen curve, the main cause of its loss, and where strong scaling ends."""
     texts = []
     for point in chosen:
         record, noise = point.record, point.efficiency_noise
@@ -415,7 +417,7 @@ def describe_lines(chosen: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> l
 
 
 def choose_lines(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
-    """The best variant of each cell on the most ranks, and the worst of all lines: findings stay few."""
+    """The best variant of each cell on the most ranks, and the worst of all curves, to keep the findings few."""
     cells = group_by(lines, lambda line: line.record.cell).values()
     best = [max(cell, key=lambda line: (line.record.world_size, line.efficiency)) for cell in cells]
     worst = sorted(lines, key=lambda line: line.efficiency)[:1]
@@ -484,7 +486,7 @@ def describe_predictions(points: Sequence[Prediction]) -> list[str]:
             word, value = ("efficiency", point.efficiency) if mode == "weak" else ("speed-up", point.speedup)
             low, high = point.find_bounds(value)
             found.append(f"{word} {value:.2f} ({low:.2f} to {high:.2f}) on {point.world_size:,} ranks")
-        doubt = first.doubt or last.doubt  # more ranks are not less doubtful
+        doubt = first.doubt or last.doubt  # the doubt only grows with the ranks
         text = f"More ranks ({last.source}), {last.label}, {_say_cell(last)} ({network}): {', '.join(found)}"
         texts.append(f"{text}; doubtful: {doubt}." if doubt else f"{text}.")
     return texts
@@ -521,8 +523,9 @@ def plot_ranks(mode: str, points: Sequence[ScalePoint], subtitle: str, predicted
 def _draw_ranks(
     axes: Axes, points: Sequence[ScalePoint], predicted: Sequence[Prediction], names: Sequence[str], is_weak: bool
 ) -> None:
-    """A line for each variant and source, from one rank alone on. Predictions of measured ranks are crosses; those of
-    more ranks continue the line of the best variant, dashed and with their interval: all would hide each other."""
+    """A line for each variant and source, starting at one rank. Predictions for measured ranks are crosses; those for
+    more ranks continue the line of the best variant, dashed and with their interval. Lines for all variants would
+    overlap."""
 
     def value(point: ScalePoint | Prediction) -> float:
         return point.efficiency if is_weak else point.speedup
@@ -558,16 +561,16 @@ def _draw_ranks(
 
 
 def plot_communication(points: Sequence[ScalePoint], subtitle: str) -> Figure:
-    """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
-    variant and mode."""
+    """Stacked compute and exposed communication of a step, with one bar per number of ranks and batch size, and one
+    panel per variant and mode."""
     kept = sorted((p.record for p in points if p.record.comm_off), key=lambda r: (r.cell_size, r.world_size))
     disturbed = [p.record for p in points if p.is_disturbed]
     groups = group_by(kept, lambda r: f"{r.variant}, {r.mode} ({r.source})")
-    figure, panels = build_panels(list(groups), "where the time of a step goes", subtitle)
+    figure, panels = build_panels(list(groups), "where step time goes", subtitle)
     source = ", ".join(dict.fromkeys(r.source for r in kept))
     for axes, group in zip(panels, groups.values(), strict=True):
         sizes = list(dict.fromkeys(r.cell_size for r in group))
-        # A gap between batch sizes, so that the eye compares ranks at one size.
+        # Gaps between batch sizes group the bars by size.
         xs = [place + 0.6 * sizes.index(r.cell_size) for place, r in enumerate(group)]
         compute, exposed = [1e3 * r.compute_s for r in group], [1e3 * r.exposed_s for r in group]
         axes.bar(xs, compute, 0.8, color=COLORS[0], label=f"compute ({source})")
@@ -603,7 +606,7 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _lines(self) -> tuple[list[ScaleLine], str]:
-        """The lines of all tables, and why their bandwidths are not shown."""
+        """The rows of all tables, and why their bandwidths are not shown."""
         try:
             return list_lines(self.points, self.only(CollectiveRecord)), ""
         except MeasurementError as error:
@@ -657,7 +660,7 @@ class RanksResult(StudyResult):
             Table("scaling", "ranks", SCALING, lines),
             Table("communication", "compute and communication", COMMUNICATION, several),
             Table("bandwidth", "bandwidth and its measured peak", BANDWIDTH, rates),
-            # A terminal shows the predictions that can be compared; the findings have the others.
+            # The terminal shows the predictions that can be compared with measurements; the findings have the others.
             Table("predicted", "predicted", PREDICTED, predicted, shown=[q for q in predicted if q.measured]),
         ]
         return [table for table in tables if table.rows]

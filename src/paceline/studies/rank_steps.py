@@ -1,4 +1,4 @@
-"""What the ranks of `paceline scale ranks` run: alternating steps of all wrappers, and all-reduces alone."""
+"""The measurements on the ranks of `paceline scale ranks`: alternating steps of all wrappers, and all-reduces alone."""
 
 from __future__ import annotations
 

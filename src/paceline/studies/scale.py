@@ -37,12 +37,12 @@ STUDIES: dict[str, type[StudySettings]] = {
 def report(
     runs: Sequence[str | Path] = (), *, out: Place = None, resume: Place = None, progress: bool | None = None
 ) -> ReportResult:
-    """All studies on one page, from finished runs of `batch`, `ranks` and `large_batch`, or measured here.
+    """Put all studies on one page, from finished runs of `batch`, `ranks` and `large_batch`, or measured here.
 
     Args:
-        runs: Folders of finished runs. By default the three studies are measured with their defaults, each in its own
-            folder inside the report's.
-        out: Save the report in a new folder there.
+        runs: Folders of finished runs. By default the three studies are measured with their default settings, each in
+            its own folder inside the report's folder.
+        out: Save the report in a new subfolder of this folder.
         resume: The folder of an interrupted report.
     """
     refuse_launched("a report starts the ranks of its studies itself")

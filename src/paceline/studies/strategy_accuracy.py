@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BASELINE, _FULL = "bf16", "dense"
 _STRATEGIES = "int8,int4,topk:0.01,powersgd:4"
-# From this test accuracy on there is no room for a difference.
+# Above this test accuracy there is no room for a difference.
 _SATURATED = 0.995
 
 
@@ -41,9 +41,9 @@ def strategies(
     The other arguments are those of `large_batch`.
 
     Args:
-        model: By default a small cnn, on synthetic images so noisy that no strategy classifies all of them correctly.
-        strategies: "all", or such as "int8,powersgd:4". float32 (`dense`) and `bf16` are always included.
-        workers: Replicas in one process that exchange as ranks would, 4 by default.
+        model: By default a small cnn, on synthetic images that are too noisy for any strategy to classify perfectly.
+        strategies: "all", or a list such as "int8,powersgd:4". float32 (`dense`) and `bf16` are always included.
+        workers: Replicas in one process that exchange data as ranks would, 4 by default.
         ranks: Run the job on ranks instead, which makes its times meaningful.
         epochs: 6 by default, unless `steps` are given.
         target: A test accuracy (0 to 1), or a test loss; reports when each strategy reaches it.
@@ -160,7 +160,7 @@ class StrategiesResult(grid.GridResult):
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
         """The answer first: the strategy that sends the fewest bytes with no loss beyond the spread over seeds, or why
-        the runs cannot tell."""
+        the runs do not show it."""
         tried = [s for s in self.summaries if s.gap is not None and s.first.recipe not in (_BASELINE, _FULL)]
         failed = [
             f"{s.first.recipe}: {s.num_failed} of {len(s.runs)} seeds failed ({s.runs[-1].failure})."
@@ -183,7 +183,7 @@ class StrategiesResult(grid.GridResult):
         )
 
     def _find_obstacle(self, tried: Sequence[SeedSummary]) -> str:
-        """Why these runs cannot tell which strategies are worse; empty if they can."""
+        """Why these runs cannot show which strategies are worse; empty if they can."""
         baseline = next((s for s in self.summaries if s.first.recipe == _BASELINE), None)
         if not tried or baseline is None or baseline.score is None:
             return ""
@@ -195,16 +195,16 @@ class StrategiesResult(grid.GridResult):
             return f"Nothing can be compared: {why}; try another --lr, or more --epochs."
         if all(s.accuracy is not None and s.accuracy.mean >= _SATURATED for s in compared):
             easy = f"all reach {_SATURATED:.1%} or more, with and without a strategy"
-            return f"The job is too easy to tell strategies apart: {easy}; use harder data, or fewer --samples."
+            return f"The job is too easy to compare strategies: {easy}; use harder data, or fewer --samples."
         if any(len(s.finished) < 2 for s in compared):
             best = min(tried, key=lambda s: s.gap or 0.0)
             found = f"the best is {best.first.recipe}, {grid.say_gap(best, _BASELINE)}"
-            return f"One seed does not tell strategies apart: {found}; give --seeds 3 or more to see the spread."
+            return f"One seed is not enough to compare strategies: {found}; give --seeds 3 or more to see the spread."
         return ""
 
     def _describe(self, summary: SeedSummary) -> str:
         first = summary.first
-        sent = "" if first.sent_bytes is None else f", {format_bytes(first.sent_bytes)} sent in a step"
+        sent = "" if first.sent_bytes is None else f", {format_bytes(first.sent_bytes)} sent per step"
         return f"{first.recipe}: {grid.describe_score(summary, _BASELINE)}{sent}."
 
 

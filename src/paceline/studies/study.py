@@ -1,4 +1,4 @@
-"""What all scaling studies share: settings, how a study runs and resumes, its result and its page."""
+"""Shared code of all scaling studies: settings, running and resuming, the result and the page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGE = "report.md"
 
 @dataclass(frozen=True, kw_only=True)
 class StudySettings:
-    """The settings of a study, and how it is measured. `is_timed`: its cells are times, which must not be mixed with
+    """The settings of a study, and how to measure it. `is_timed`: its cells are times, which must not be mixed with
     times from another machine."""
 
     verb: ClassVar[Callable[..., Any]]
@@ -57,11 +57,11 @@ class StudySettings:
 
     @property
     def num_ranks(self) -> int:
-        """The most ranks that are used at once."""
+        """The maximum number of ranks in use at once."""
         return self.job.ranks
 
     def check(self) -> None:
-        """Refuse what cannot be measured; the job itself is checked separately."""
+        """Refuse settings that cannot be measured; the job itself is checked separately."""
         check_options(self)
 
     def check_size(self) -> None:
@@ -82,7 +82,7 @@ class StudySettings:
 
 
 def build_settings(kind: type[StudySettings], **given: Any) -> StudySettings:
-    """The settings of a study, after all checks that need no rank."""
+    """The settings of a study, after all checks that do not need a rank."""
     settings = kind.build(**given)
     settings.check()
     check_job(settings.job)

@@ -31,8 +31,8 @@ _ACCURACY, _LOSS = "test accuracy (%)", "test loss"
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """One training run of a study. `budget` ("epochs" or "updates") is what compared runs have in common, `recipe` the
-    name of the configuration, and `probes` says whether gradient noise is measured."""
+    """One training run of a study. Compared runs share the `budget` ("epochs" or "updates"). `recipe` is the name of
+    the configuration, and `probes` says whether to measure gradient noise."""
 
     settings: TrainSettings
     budget: str
@@ -106,7 +106,7 @@ def _describe_run(records: Sequence[Record]) -> str:
 
 
 def choose_small_job(model: str | None, job: dict[str, Any]) -> dict[str, Any]:
-    """Fill in a schedule, and a model so small that the study takes minutes."""
+    """Fill in a schedule, and a small model with which the study takes minutes."""
     if job["schedule"] is None:
         job["schedule"] = "piecewise" if job.get("lr_drops") else "cosine"
     is_given = model is not None or {"channels", "hidden"} & set(job)

@@ -1,4 +1,4 @@
-"""What the ranks of a training study run: one cell to its end, with evaluations and noise probes on the way.
+"""Runs one cell of a training study on its ranks, with evaluations and noise probes along the way.
 
 `records.training` derives the gradient noise scale from the squared norms of the probes.
 """

@@ -87,7 +87,8 @@ class Job:
         return EpochOrder(len(self.train), sizes, seed, epoch, tail, self.train.shuffles)
 
     def micro_batch_sizes(self, epoch: int) -> int | tuple[int, ...]:
-        """Maximum number of samples in a rank's micro-batch: one value for all windows of an epoch, or one for each."""
+        """Maximum number of samples in a rank's micro-batch: one value for all windows of an epoch, or one per
+        window."""
         if self.settings.grow == "accumulate" or self.train.is_stream:
             return self.batches.batch_size
         parts = self.batches.world_size * self.batches.accumulate
@@ -161,14 +162,14 @@ def open_parts(settings: TrainSettings, world: World, form: DataForm | None) -> 
     refuse(
         (several and parts.step is None, f"model {name} returned several models: return a step with them"),
         (is_shared, shared),
-        (several and settings.plan, f"--plan: {name} has several models, but a plan is for one; leave it out"),
+        (several and settings.plan, f"--plan: {name} has several models, but a plan covers one; leave it out"),
         code="own-type",
     )
     if parts.step is not None:
         given = dataclasses.replace(settings, accumulate=settings.batches.accumulate)
         for option in _OURS:
             if (value := getattr(given, option)) != getattr(TrainSettings(accumulate=1), option):
-                what = f"--{option.replace('_', '-')} {value}: the step of {name} decides it; leave it out"
+                what = f"--{option.replace('_', '-')} {value}: set by the step of {name}; leave it out"
                 raise ConfigError(what, code="unused")
     return parts, taken
 
@@ -178,7 +179,7 @@ def _load_own(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | N
 
     If the function took the rank, its streams are already sharded.
     """
-    set_seed(settings.seed)  # all ranks build equal models; a random split is the same on all ranks and after a resume
+    set_seed(settings.seed)  # makes models and random splits equal on all ranks and after a resume
     parts = None
     name = settings.model if settings.is_whole else settings.data
     if settings.is_whole:
@@ -208,14 +209,14 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
         tail = f"--tail {settings.tail}: {train.describe()}"
         grows = settings.batch_growth
         refuse(
-            (train.is_stream and settings.tail != "keep", f"{tail}; its loader decides (drop_last), leave it out"),
+            (train.is_stream and settings.tail != "keep", f"{tail}; set by its loader (drop_last); leave it out"),
             (train.is_stream and grows, f"--batch-growth: {train.describe()}; the batches of a stream cannot grow"),
         )
         train = train.at(settings.batches.batch_size)
         everyone = _check_shares(train, world)
         if train.is_sharded:
             train.checksum = 0  # a checkpoint has a single checksum, but shards differ
-            # 0 if any rank does not know its length.
+            # 0 if the length is unknown on any rank.
             train.num_batches = min(size // (train.batch_size or 1) for size, _ in everyone)
         is_tested = isinstance(test, OwnData) and learner.can_evaluate
         some = f"data {train.name} has a test set on some ranks and none on others: return the same kinds on every rank"
@@ -223,7 +224,7 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
         if isinstance(test, OwnData) and is_tested:
             _check_shares(test, world)
     rest = len(train) % settings.batches.global_batch_size
-    # A user's own step counts every sample it gets, so it cannot get a filler: every rank needs a real sample.
+    # A user's own step counts every sample it gets, so it cannot use a filler: every rank needs a real sample.
     needs_all = learner.own_step is not None and 0 < rest < world.world_size
     drops = isinstance(train, OwnData) and train.drops_last
     what = f"--tail pad: the loader of {settings.data or settings.model} has drop_last=True; remove one of them"
@@ -249,7 +250,7 @@ def _check_shares(data: OwnData, world: World) -> list[tuple[int, int]]:
         if not data.is_sharded and everyone[rank] != everyone[0]:
             advice = "return the same whole set on every rank; Paceline then divides its samples"
             if data.is_stream:
-                advice = "make the order of the stream follow from the seed, or shard it by rank and world_size"
+                advice = "derive the order of the stream from the seed, or shard it by rank and world_size"
             found = f"{name}: rank {rank} has different samples from rank 0, so they cannot be divided"
             raise ConfigError(f"{found}; {advice}", code="shares")
     return everyone
@@ -295,7 +296,7 @@ def build_learner(
         to_sync = SyncBatchNorm.convert_sync_batchnorm
         module = to_sync(module) if ghost is None else GhostBatchNorm.convert(module, ghost)
     if world.device.type == "cuda" and data.form.kind == "images":
-        # cuDNN's convolutions are fastest in this layout, with or without tensor cores; results do not change.
+        # cuDNN's convolutions are fastest in this layout, with or without tensor cores, and the results do not change.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.compile:
         _compile_blocks(module)

@@ -202,8 +202,9 @@ class RunFiles:
             before, now = meta["world_size"], self._world.world_size
             moved = f"{found} is inside an epoch of a stream that {before} ranks shared, but now there are {now}"
             refuse((before != now, f"{moved}: resume on {before} ranks"), code="mismatch")
-        # Random numbers inside a step depend only on its number. This restores what a user's program draws between
-        # steps; with another number of ranks no saved state fits, so it gets a seed that no step has used.
+        # Random numbers inside a step depend only on its number. This restores the random state for draws that a user's
+        # program makes between steps; with another number of ranks no saved state fits, so it gets a seed that no step
+        # has used.
         if "random" in state and meta["world_size"] == self._world.world_size:
             _set_random(state["random"][self._world.rank])
         else:

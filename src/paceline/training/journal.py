@@ -1,4 +1,4 @@
-"""What a run records while it trains: the steps of all ranks as rows of metrics, and the stop signal.
+"""The records of a run while it trains: the steps of all ranks as rows of metrics, and the stop signal.
 
 Ranks exchange their records about four times a second rather than in every step, so that short steps stay cheap.
 """
@@ -88,7 +88,7 @@ class Exchange:
     """The result of an exchange, equal on all ranks. `bad` is (step, rank, parameter) of the first non-finite loss.
     `is_left` tells all ranks to leave this world for a larger one once the step is finished.
 
-    The same class carries what one rank sends; `rows` then holds its own sums and times.
+    The same class carries the message of one rank; `rows` then holds its own sums and times.
     """
 
     rows: tuple[dict[str, Any], ...]

@@ -192,7 +192,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
                 if not settings.stays_in_memory or not may_stay(error):
                     raise
                 is_lost = not isinstance(error, MoreRanksError)
-            gc.collect()  # free unused process groups: only then do the other ranks notice that this one has left
+            gc.collect()  # free unused process groups, since only then do the other ranks notice that this one has left
             stand_by(carried.step, is_lost)
 
 

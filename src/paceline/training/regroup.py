@@ -1,4 +1,4 @@
-"""Continues a run in a new world: the state that a process keeps, and how the ranks of that world agree on it.
+"""Continues a run in a new world: the state that a process keeps, and how the ranks of the new world agree on it.
 
 After a fault, ranks may be one step apart. The most advanced rank sends its state to the others. In memory the state
 has the same form as in a checkpoint, and `RunFiles.restore` accepts both.

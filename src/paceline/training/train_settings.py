@@ -161,7 +161,7 @@ class TrainSettings:
 
     @property
     def batches(self) -> Batches:
-        """Fill in the sizes that are None; refuse sizes that contradict each other."""
+        """Fill in the sizes that are None; refuse inconsistent sizes."""
         ranks, batch_size, size, accumulate = self.ranks, self.batch_size, self.global_batch_size, self.accumulate
         check_options(self, ("batch_size", "global_batch_size", "accumulate"))
         if size is None:
@@ -284,7 +284,7 @@ class TrainSettings:
             raise ConfigError(f"{found}: leave it out, or use --on-fault restart")
 
     def _check_batches(self) -> None:
-        """Refuse contradictory batches and lengths of a run."""
+        """Refuse inconsistent batch sizes and run lengths."""
         _ = self.batches
         if self.steps is not None and self.epochs != 1:
             found = f"--steps {self.steps} with --epochs {self.epochs}"
@@ -416,7 +416,8 @@ def check_size(settings: TrainSettings) -> None:
 
 
 def check_job(settings: TrainSettings) -> None:
-    """Refuse what can be refused before a rank starts: bad settings, unknown models or data, missing files."""
+    """Refuse all errors that can be detected before a rank starts: bad settings, unknown models or data, missing
+    files."""
     settings.check()
     settings.check_policy()
     if settings.wrapper == "dp" and (settings.device == "cpu" or not machine.count_gpus()):
@@ -439,7 +440,7 @@ def check_job(settings: TrainSettings) -> None:
 
 
 def list_job_warnings(settings: TrainSettings) -> list[str]:
-    """Warnings about settings that work but measure little."""
+    """Warnings about settings that work but give little information."""
     if settings.wrapper != "dp" or machine.count_gpus() > 1:
         return []
     return ["--wrapper dp on one GPU: nn.DataParallel has nothing to distribute and acts as if there were no wrapper"]

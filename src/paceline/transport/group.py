@@ -1,7 +1,7 @@
 """The process group of the backend `shm`: shared memory between ranks of one host, and gloo for everything else.
 
-The path of an operation depends only on what all ranks know (collective, dtype, sizes, hosts), never on how one rank
-calls it.
+The path of an operation depends only on facts known to all ranks (collective, dtype, sizes, hosts), never on how one
+rank calls it.
 """
 
 import contextlib
@@ -339,7 +339,7 @@ class PacelineGroup(_TorchGroup):
         return works.FinishedWork(tensors)
 
     def _sweep(self) -> None:
-        """Finish the works that can be finished: callers need not keep or wait for them."""
+        """Finish the works that have completed: callers need not keep or wait for them."""
         for oldest in list(self._pending.values()):  # a copy, because the Futures thread may remove works meanwhile
             if not oldest.try_finish():
                 break

@@ -292,7 +292,8 @@ class Lanes:
         return ticket
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
-        """Wait for a ticket. After an error other than a timeout of this call, none of it runs any more in any lane."""
+        """Wait for a ticket. After an error other than a timeout of this call, no part of it is still running in any
+        lane."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for handle, number in ticket:
             code = self._wait(handle, number, -1.0 if deadline is None else max(1e-6, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Building blocks of the process group: tensors as the core needs them, and torch's `Work` and `Future`."""
+"""Building blocks of the process group: tensors in the form that the core needs, and torch's `Work` and `Future`."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class Futures:
 
 def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: Exception | None) -> None:
     """Complete a Future with a result or an error. Unlike `set_exception`, each caller gets its own exception: the
-    traceback of a shared one would keep this Future and the caller's group alive for ever."""
+    traceback of a shared one would keep this Future and the caller's group alive forever."""
     if error is None:
         future.set_result(tensors)
         return

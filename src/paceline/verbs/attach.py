@@ -51,7 +51,7 @@ _BEFORE = 10  # steps before tracing starts
 _END_S = 60.0  # how long a program may take to end after all its ranks were asked to
 _LAST_S = 5.0  # how long ranks may take to end after the first has
 _POLL_S = 0.3
-_MOST_STEPS = 5000  # number of most recent steps to keep of a program that is watched
+_MOST_STEPS = 5000  # number of recent steps to keep for a watched program
 
 
 def attach(
@@ -71,7 +71,7 @@ def attach(
         race: Stop this run, and compare its own buckets with the best ones in a second run, interleaved.
         caps: Bucket sizes to compare instead of the best ones.
         budget: Time limit for the comparison, in seconds.
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
     """
     check_counts(steps=steps or None, every=every)
     words = list(command)
@@ -114,7 +114,7 @@ def attach(
 
 @dataclass
 class _Rank:
-    """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds), everything else in
+    """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds), all other facts in
     `about`, and `place`, the position up to which its file has been read."""
 
     about: dict[str, Any] = field(default_factory=dict)

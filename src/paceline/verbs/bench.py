@@ -45,7 +45,7 @@ def allreduce(
         iters: Timed repetitions. Default: as time allows, up to 100.
         warmup: Warm-up repetitions before timing. Default: as time allows, up to 3.
         compare: Compare with another run, or with a table: CSV, Markdown.
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
         progress: True shows a bar on a terminal and lines elsewhere, None only a bar, False nothing.
     """
     given, names = dict(locals()), list_names(memory)
@@ -114,7 +114,8 @@ def wrappers(
 def _measure(
     verb: str, load: str, kind: type[GroupSettings], given: Mapping[str, Any], own: dict[str, Any], build: Any = None
 ) -> Any:
-    """Build settings from what a verb was `given`, with the values it has parsed in `own`; check them, and measure."""
+    """Build settings from a verb's arguments (`given`) and the values it has parsed (`own`); check them, and
+    measure."""
     ranks, notes = choose_up_to(given["ranks"], 2)
     own |= {"ranks": ranks, "backends": list_names(given["backend"])}
     settings = kind(

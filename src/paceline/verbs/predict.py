@@ -63,7 +63,7 @@ def predict(
         gradients: fp32 or bf16. Default: as in the profile.
         straggler: Variation between ranks: 3% (standard deviation), or profile for that of the profile.
         strategy: Compare strategies, each with its best buckets: "all", or a list ("bf16,int8").
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
 
     Returns:
         A `PredictResult`; with `strategy`, a `StrategyStepsResult`.
@@ -177,7 +177,7 @@ def predict_trace(
         ranks_per_node: Number of ranks that share a node.
         inside: The network inside a node.
         algorithm: auto, ring, tree, two-level, gloo or shared.
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
     """
     from paceline.predict.curves import check_algorithm
     from paceline.report.observed import TracedResult
@@ -236,7 +236,7 @@ def predict_goodput(
         repair: How long the slot of a lost rank stays unavailable.
         horizon: The length of the job, for the interval.
         save_every: Evaluate this save interval (10s, 5min, 2h) instead of the best one.
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
     """
     from paceline.predict.goodput import Faults
     from paceline.report.fault_policies import GoodputResult
@@ -418,7 +418,8 @@ def _finish(
     doubts: Iterable[str] = (),
     out: Place = None,
 ) -> R:
-    """The result, saved in a new folder if `out` names a place. It refuses what cannot be simulated before that."""
+    """The result, saved in a new folder if `out` is given. Requests that cannot be simulated are refused before
+    that."""
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     result = build(Run(verb, config, here, tuple(records), tuple(doubts)))
     if out is not None:

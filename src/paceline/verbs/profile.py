@@ -61,7 +61,7 @@ def profile(
         batch_size: Samples per rank in a micro-batch of a built-in model; several to compare phases. Default: 32.
         wrapper: paceline, torch or none, for the phases.
         iters: Number of timed steps. Default: as time allows.
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
         job: Options of a training job, for a built-in model (`batch_size=4`, `data="mnist:PATH"`, ...).
     """
     Option(choices=("all", "phases", "layers", "trace")).check("kind", kind)
@@ -99,7 +99,7 @@ def profile(
 
 
 def _measure_together(session: Session, given: Any, iters: int | None, warmup: int | None) -> list[Any]:
-    """How twice as many ranks slow each other down on a CPU, if ranks are started here and each has a core.
+    """Measure how twice as many ranks slow each other down on a CPU, if ranks are started here and each has a core.
 
     Called first, so that the profile finds its ranks warm.
     """
@@ -125,7 +125,7 @@ def trace(
     Args:
         steps: Number of steps to record.
         warmup: Number of warm-up steps. Default: 3.
-        memory: Show what uses memory over one more step, by category, and what causes its peak.
+        memory: Show memory use over one more step, by category, and the cause of its peak.
         shapes: Record the shapes of operator inputs.
         plot: Draw one step of all ranks.
     """
@@ -178,7 +178,7 @@ def comm_table(
             a100-hdr, h100-rdma, gh200-slingshot, ...
         curves: Runs of `bench allreduce` as additional networks.
         ranks: Numbers of ranks.
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
         job: Options of a training job (`batch_size=4`, `device="cpu"`, ...).
     """
     from paceline.predict.networks import find_networks

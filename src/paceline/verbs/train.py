@@ -29,7 +29,7 @@ from paceline.units import format_number_of, name_ranks
 from paceline.verbs.jobs import Counts, Place, brings_data, choose_world, choose_worlds, list_counts, refuse_unknown
 from paceline.workloads.data import parse_data
 
-# Reports load NumPy, which `paceline train --help` does without: they are imported where they are used.
+# Reports load NumPy, which `paceline train --help` does not need, so they are imported where they are used.
 if TYPE_CHECKING:
     from paceline.report.compared import TrainComparisonResult
     from paceline.report.training_result import TrainRunResult
@@ -63,9 +63,9 @@ def train(
         epochs: Number of epochs. Default: 1.
         resume: The folder of a run to resume from its newest checkpoint. The run keeps its settings; only those that do
             not change the result may be given.
-        out: Save the run in a new folder there: metrics, checkpoints and the trained weights. Without it nothing is
-            written. If the variable PACELINE_RUN names the new folder and it already holds a run, that run is resumed,
-            as when a scheduler restarts a job.
+        out: Save the run in a new subfolder of this folder: metrics, checkpoints and the trained weights. Without it
+            nothing is written. If the variable PACELINE_RUN names the new folder and it already holds a run, that run
+            is resumed, for example when a scheduler restarts a job.
         watch: Serve a live page from a separate process, and print its address.
         settings: The fields of `TrainSettings`, named like the options of `paceline train`: `batch_size`, `lr`,
             `optimizer`, `schedule`, `wrapper`, `backend`, `steps`, `save_every`, ...
@@ -164,7 +164,7 @@ def _train(
     num_before: int | None = None, whole: Session | None = None, watch: bool = False,
 ) -> TrainRunResult:  # fmt: skip
     """Train one run, in a new folder in `out` or, with `resume`, continuing after `num_before` steps. `whole` is the
-    enclosing session, which is told about a signal that came too late to stop this run."""
+    enclosing session, which is notified of a signal that came too late to stop this run."""
     from paceline.report.training_result import TrainRunResult, render_config
 
     config = wanted.to_json()

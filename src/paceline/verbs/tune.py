@@ -1,4 +1,4 @@
-"""`paceline.tune`: which buckets are best for a job on these ranks, how much they gain, and how certain that is."""
+"""`paceline.tune`: the best buckets for a job on these ranks, how much they gain, and how certain that is."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tune(
         step: `step(model)` runs one forward and backward of the module, and may update.
         ranks: Number of ranks, for a factory or a built-in model. Default: the launched world's, else 2.
         wrapper: paceline or torch.
-        quick: Fewer bucket sizes and rounds, and less certain: about a minute.
+        quick: Try fewer bucket sizes and rounds, for a less certain answer in about a minute.
         confirm: With False, only predict; do not run the job with the plans.
         caps: Bucket sizes to run: 1MiB,4MiB,25MiB. Default: a range.
         iters: Number of timed steps. Default: as time allows.
@@ -47,7 +47,7 @@ def tune(
         budget: Time limit for comparing plans, in seconds. Default: 60, or 30 with `quick`.
         strategy: "all", or a list ("bf16,int8"): predict every strategy. bf16 and the named ones are also measured; for
             "all", bf16 and the best lossy one. `result.plan` is always for exact gradients.
-        out: Save the run in a new folder there.
+        out: Save the run in a new subfolder of this folder.
         job: Options of `paceline.train`, for a built-in model (`data`, `batch_size`, ...).
     """
     is_odd = network is None and network_ranks is not None

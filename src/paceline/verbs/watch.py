@@ -307,7 +307,7 @@ def watch(
 
 
 def _open_view(is_drawn: bool) -> Any:
-    """What draws the status in a terminal with each update; None if there is no terminal."""
+    """A function that draws the status in a terminal on each update; None if there is no terminal."""
     if not (is_drawn and sys.stdin.isatty() and sys.stderr.isatty()):
         return None
     from rich.console import Console

@@ -1,1 +1,1 @@
-"""What gets trained: models and data, by name. Training and timing them does not belong here."""
+"""Models and data, by name. Training and timing them does not belong here."""

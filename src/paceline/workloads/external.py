@@ -1,6 +1,6 @@
-"""Models and data from outside: models of `transformers`, and functions in a user's own file.
+"""External models and data: models of `transformers`, and functions in a user's own file.
 
-Loads without torch. Checks do not run the user's code, and code that comes with a model on the hub never runs.
+Can be imported without torch. Checks do not run the user's code, and code shipped with a model on the hub never runs.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _CLASSES = {"tokens": "AutoModelForCausalLM", "pairs": "AutoModelForSequenceClas
 def check_source(name: str) -> None:
     """Refuse a folder without a configuration, and any model where transformers is not installed."""
     if not name:
-        raise ConfigError("model hf: names nothing: write hf:FOLDER, or hf:NAME as the hub has it")
+        raise ConfigError("model hf: has no name: write hf:FOLDER, or hf:NAME as on the hub")
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / _CONFIG).is_file():
-            raise ConfigError(f"model folder {path} has no {_CONFIG}: give a folder that transformers saved a model in")
+            raise ConfigError(f"model folder {path} has no {_CONFIG}: give one in which transformers saved a model")
     elif path.is_file() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         what = "is not a folder" if path.exists() else "does not exist"
         raise ConfigError(f"model folder {path} {what}: give a folder with {_CONFIG}, or a name such as org/name")
@@ -59,7 +59,7 @@ def read_limits(name: str, files: tuple[str, ...] = (_CONFIG,)) -> tuple[int, in
     config = _load_config(_find_source(name, files)[0])
     text = config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
-        raise ConfigError(f"model hf:{name} ({config.model_type}) has no vocabulary: only models of tokens are served")
+        raise ConfigError(f"model hf:{name} ({config.model_type}) has no vocabulary: only text models are supported")
     return int(text.vocab_size), int(getattr(text, "max_position_embeddings", None) or 2**20)
 
 
@@ -70,14 +70,14 @@ def describe_weights(name: str) -> str:
 
 
 def build_hf(name: str, form: DataForm) -> nn.Module:
-    """A causal language model for tokens, a classifier of sequences for pairs, with float32 parameters."""
+    """A causal language model for tokens, or a sequence classifier for pairs, with float32 parameters."""
     folder, lack = _find_source(name, _FILES)
     vocabulary, context = read_limits(name, _FILES)
     if form.vocabulary > vocabulary:
-        what = f"model hf:{name} has a vocabulary of {vocabulary}, and the data one of {form.vocabulary}"
+        what = f"model hf:{name} has a vocabulary of {vocabulary}, but the data has {form.vocabulary}"
         raise ConfigError(f"{what}: use the model's own tokenizer, or bytes")
     if form.shape[0] > context:
-        raise ConfigError(f"model hf:{name} has {context} positions, and the data {form.shape[0]}: use fewer")
+        raise ConfigError(f"model hf:{name} has {context} positions, but samples have {form.shape[0]}: shorten them")
     config = _load_config(folder)
     # Only generation needs the cache of keys and values.
     config.use_cache = False
@@ -106,8 +106,8 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
 
 @lru_cache
 def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
-    """The folder of a model, and why it has no weights (empty if it has). Searched in this order: a folder of this
-    name, the hub's cache, the hub, the bundled configurations."""
+    """The folder of a model, and why it has no weights (empty if it does). Search order: a folder of this name, the
+    hub's cache, the hub, the bundled configurations."""
     path = Path(name).expanduser()
     wants_weights = _WEIGHTS in files
     if path.is_dir():
@@ -132,13 +132,13 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
     try:
         folder = fetch_from_hub(is_complete, repo_id=name, allow_patterns=files)
     except Exception as error:
-        if damage is not None:  # what the user can repair
+        if damage is not None:  # damage that the user can repair
             raise damage from error
         reason = shorten_error(error)
     else:
         if is_complete(folder):
             return folder, ""
-        refuse((known == folder, f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read"))
+        refuse((known == folder, f"model hf:{name} has no {_WEIGHTS} on the hub, and no other format is supported"))
     if known.is_dir():
         return known, "because the hub cannot be reached and only its configuration is here"
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
@@ -147,7 +147,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
 
 
 def _check_folder(folder: Path) -> str:
-    """Why the user's folder has no weights; empty if it has."""
+    """Why the user's folder has no weights; empty if it has weights."""
     missing = _missing_weights(folder)
     pickles = [file for file in _PICKLES if (folder / file).exists()]
     if missing and missing != [_WEIGHTS]:
@@ -247,7 +247,7 @@ def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, 
     for key, (fits, needed) in is_a.items():
         refuse((not fits, f"{said} {type(getattr(parts, key)).__name__} as {key}: {needed}"), code="own-type")
     odd = ", ".join(str(key) for key, part in state.items() if not hasattr(part, "load_state_dict"))
-    what = f"{said} state with parts that lack load_state_dict: {odd}; optimizers, for example, have it"
+    what = f"{said} state with objects that lack load_state_dict: {odd}; it may hold, for example, optimizers"
     refuse((odd, what), code="own-type")
     return parts, taken
 
@@ -261,7 +261,7 @@ def build_own(name: str, form: DataForm) -> nn.Module:
 
 
 def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
-    """Call the user's function with the facts that it takes. Returns its result, and their names."""
+    """Call the user's function with the facts that it takes. Returns its result, and the names of those facts."""
     path, function = _split(name, what)
     with own_errors(name, what, always=True):
         stat = path.stat()
@@ -275,8 +275,8 @@ def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
 
 @contextlib.contextmanager
 def own_errors(name: str, what: str = "model", always: bool = False) -> Iterator[None]:
-    """Report an error from the user's file, or a file next to it, with its line; other errors pass unless `always`.
-    Inside, the file can import its neighbours. Does nothing if the name is not of a user's file."""
+    """Report an error from the user's file, or a file next to it, with its line; other errors propagate unless
+    `always`. Inside, the file can import its neighbours. Does nothing if the name is not of a user's file."""
     if not is_own(name):
         yield
         return
@@ -319,7 +319,7 @@ def _find_line(error: BaseException, folder: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _load_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
-    """The file as a module. Loaded again only when it has changed, so that it can cache what it reads."""
+    """The file as a module. Reloaded only when it has changed, so that it can cache data."""
     name = f"{__name__}.{quote(str(path), safe='/').replace('.', '%2E')}"
     sys.modules.pop(name, None)
     return importlib.import_module(name)
@@ -339,7 +339,7 @@ sys.meta_path.append(_OwnFiles())
 
 
 def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tuple[Any, frozenset[str]]:
-    """Pass each fact that is a parameter; the form is passed as the one other required argument."""
+    """Pass each fact that is a parameter; the data form is passed as the only other required argument."""
     found = inspect.signature(function).parameters.values()
     by_name = {p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in found if p.default is p.empty}
@@ -354,7 +354,7 @@ def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tup
     refuse((len(needed) > ("form" in facts), text), code="own-type")
     refuse((needed and form is None, unknown), code="no-data")
     for parameter in needed:
-        # By position if it comes first, as a decorator may hide its name.
+        # By position if it comes first, because a decorator may hide its name.
         if parameter is next(iter(found)) and parameter.kind != parameter.KEYWORD_ONLY:
             return function(form, **taken), frozenset(taken)
         taken[parameter.name] = form

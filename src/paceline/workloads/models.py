@@ -13,8 +13,8 @@ from paceline.workloads.data import Batch, DataForm
 
 
 def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float = 0.0) -> nn.Module:
-    """Four linear layers on the flattened sample: many bytes of gradients for little compute. `hidden` of 0 leaves one
-    layer."""
+    """Four linear layers on the flattened sample: many bytes of gradients for little compute. With `hidden` 0 there is
+    a single layer."""
     layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
     width = math.prod(shape)
     for _ in range(3 if hidden else 0):

@@ -1,6 +1,6 @@
-"""Models by name: what each takes, how it is built, and the sizes that benchmarks use.
+"""Models by name: their inputs, how they are built, and the sizes that benchmarks use.
 
-Loads without torch, so that a command can refuse a request before any rank starts; building needs torch.
+Can be imported without torch, so that a command can refuse a request before any rank starts; building needs torch.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 `HangDetector` decides from the snapshots so far. The launcher monitors its own ranks; elsewhere a separate process does
 (`monitored`), which outlives every rank. Does not import torch.
 
-One rule decides what follows. A proven fault ends the job: a rank is dead or suspended, or all ranks wait for different
-things. Anything else may be a healthy but slow rank: it is named in a warning within seconds, and ended only after the
-hang timeout.
+There is one rule. A proven fault ends the job: a rank is dead or suspended, or all ranks wait for different things.
+Anything else may be a healthy but slow rank: it is named in a warning within seconds, and ended only after the hang
+timeout.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ HANG_S = 600.0
 LOOK_S = 0.1
 # Time counts only while the monitor runs: if the machine is too loaded for that, ranks get more time.
 _MOST_S = 2.5 * LOOK_S
-_STOPPED_S = 1.5  # a process may be stopped briefly
-_OOM_S = 1.0  # an OOM kill within the last one or two of these periods is blamed for the end of a rank
+_STOPPED_S = 1.5  # shorter stops are harmless
+_OOM_S = 1.0  # a rank's end is attributed to an OOM kill within the last one or two of these periods
 # A process that keeps running this long after an error of its world has handled the error.
 _HANDLED_S = 1.0
 _EXIT_S = 30.0  # the exit of a process with an error may take this long, or the hang timeout if that is longer
-# A rank is named once a phase of a step takes this many times as long as a slow step (p99), and at least this long.
+# A rank is reported once a phase of a step takes this many times as long as a slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
 # The same limit before the first step and for the first few, when there are not enough steps to learn from.
 _FIRST_S, _EARLY_S, _NUM_EARLY = 1800.0, 30.0, 8
 _NUM_FIRST = 3
-# Between steps a program loads, evaluates or saves, perhaps on one rank only. It may take at least this long, or longer
-# if it already did. Pickling a large state holds the GIL.
+# Between steps a program loads, evaluates or saves, perhaps on one rank only. This may take at least this long, or as
+# long as it already took before. Pickling a large state holds the GIL.
 _BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
 _PATIENCE = 5.0  # factor on the limits if no other rank waits for this one
 _CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
@@ -64,14 +64,14 @@ _CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
 _BLOCKED = 0.8
 _MOST_FRAMES = 20  # maximum number of printed frames
 _MARK = "mark long-running work with paceline.slow()"
-# What each kind of fault looks like, and what to do about it.
+# The symptom of each kind of fault, and the advice.
 _FOUND = {
     "stopped": "has been stopped (SIGSTOP)",
     "gil": "has held Python's lock (the GIL)",
     "loop": "has been computing",
     "blocked": "has been blocked",
     "disk": "has waited for a disk or a driver (state D)",
-    "kernel": "has a GPU that does not finish",
+    "kernel": "has been waiting for its GPU",
     "collective": "has waited in a collective of its own",
     "desynchronised": "has started a different number of collectives than the others",
     "left": "has left, and others have waited",
@@ -93,7 +93,7 @@ _ADVICE = {
 
 
 def why_not() -> str:
-    """Why this host cannot have a monitor; empty if it can."""
+    """Why this host cannot run a monitor; empty if it can."""
     has_all = sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
     return "" if has_all else "the monitor needs Linux 5.3 or later"
 
@@ -130,7 +130,7 @@ class Suspicion(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happened to which rank, where, for how long, who waits for it, and its place in the code.
+    """The fault of one rank: what happened, where, for how long, who waits for it, and its position in the code.
 
     `kind` is a key of `_ADVICE`; "all-wait" has no rank to blame. `ends` means that the job must end: because the fault
     is proven, or because it lasted longer than `limit`. Otherwise this is a warning.
@@ -149,14 +149,14 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """The sentence without its subject, the rank."""
+        """The sentence without its subject, which is the rank."""
         since = f" for {self.since_s:.1f} s" if self.since_s else ""
         at = f"it is at {self.place}" if self.place else ""
         text = "; ".join(filter(None, (f"{self.what}{since} {self.where}".strip(), self.waiting, at)))
         return f"{text}: {_ADVICE[self.kind]}{self._describe_end()}"
 
     def _describe_end(self) -> str:
-        """What Paceline does about it; empty for a rank that ended by itself."""
+        """Describe Paceline's reaction; empty for a rank that ended by itself."""
         who = {"ended": "", "left": "the ranks that wait", "all-wait": "all ranks"}.get(self.kind, "it")
         if not self.ends:
             return f"; Paceline ends {who} only if this lasts longer than {self.limit}" if self.limit else ""
@@ -183,8 +183,8 @@ class RankSnapshot(NamedTuple):
 
 
 class _Span:
-    """Time over which something did not change: in seconds, and the shares of it asleep and waiting for a disk. The CPU
-    time is that at its start."""
+    """A period without change: its seconds, and the fractions spent asleep and waiting for a disk. The CPU time is that
+    at its start."""
 
     def __init__(self, cpu_s: float) -> None:
         self.cpu_s = cpu_s
@@ -284,7 +284,7 @@ class HangDetector:
 
     @property
     def limit_s(self) -> float:
-        """How long one phase of a step may take before its rank is named."""
+        """How long one phase of a step may take before its rank is reported."""
         steps = [(one.snapshot.num_steps, one.snapshot.p99_s) for one in self.seen.values()]
         num_steps, p99_s = min((n for n, _ in steps), default=0), max((p for _, p in steps), default=0.0)
         at_least_s = _FIRST_S if num_steps == 0 else _EARLY_S if num_steps < _NUM_EARLY else _AT_LEAST_S
@@ -336,8 +336,8 @@ class HangDetector:
         return self._suspect("loop", rank, phase.lasted_s, math.inf if snapshot.phase == BETWEEN else end_s)
 
     def _find_unmatched(self) -> Suspicion | None:
-        """Find ranks that wait for one whose GPU does not finish, for one that left, for one in a collective of its
-        own, or for each other."""
+        """Find ranks that wait for a rank whose GPU is stuck, for a rank that left, for a rank in a different
+        collective, or for each other."""
         there, limit_s = self._there(), self.limit_s
         waiting = {rank: one for rank, one in there.items() if one.waits and one.phase.lasted_s > limit_s}
         for rank, one in waiting.items():
@@ -368,8 +368,8 @@ class HangDetector:
 
     @staticmethod
     def _find_odd(waiting: Mapping[int, _History]) -> int | None:
-        """The rank that has started a different number of collectives than most; of two ranks, the one with more. NCCL
-        matches calls by order alone: after one call too many, all ranks wait, each for something else."""
+        """The rank that has started a different number of collectives than most ranks; of two ranks, the one with more.
+        NCCL matches calls by order alone: after one extra call, all ranks wait, each for something else."""
         counts = {rank: one.snapshot.num_started for rank, one in waiting.items()}
         if not all(counts.values()):
             return None
@@ -438,7 +438,7 @@ class _Process:
 
     @property
     def error(self) -> str:
-        """The error with which the rank ends or has left its world."""
+        """The error with which the rank is ending or has left its world."""
         return pulse.read_text(self.page, pulse.ERROR)
 
     @property
@@ -486,7 +486,7 @@ class _Process:
         return os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace").strip()
 
     def read_fatal(self) -> str:
-        """The stacks that a crash wrote."""
+        """The stacks written by a crash."""
         _, found, stack = self._read_stacks().rpartition("Fatal Python error: ")
         return stack if found else ""
 
@@ -524,7 +524,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def announce(self, text: str, rank: int | None = None, stack: str = "") -> None:
         """Print this on stderr with the main thread's stack, and have ranks with a different stderr print it, so that
-        it is in every rank's log. This `rank` may be unable to, so it is asked last."""
+        it is in every rank's log. This `rank` may be unable to print, so it is asked last."""
         frames = "".join(f"\n  {name} ({file}:{line})" for file, line, name in find_frames(stack)[:_MOST_FRAMES])
         print(f"paceline: {text}{frames}", file=sys.stderr, flush=True)
         outputs = {None, _find_output("self")}
@@ -573,8 +573,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return not failed or time.monotonic() - self._left_s > _HANDLED_S
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
-        """The ranks that ended by a signal or an error: how, and whether the error only reports a lost rank. Includes
-        ranks whose exit hangs after an error: closing an NCCL group may wait for a collective that never ends."""
+        """The ranks that were ended by a signal or an error: how, and whether the error only reports a lost rank.
+        Includes ranks whose exit hangs after an error: closing an NCCL group may wait for a collective that never
+        ends."""
         found = {}
         for rank, one in self._processes.items():
             if one.handle is None or not (one.is_gone or self._hangs_at_exit(rank)):
@@ -639,7 +640,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return ", ".join(parts)
 
     def _make_verdict(self, found: Suspicion) -> Verdict | None:
-        """The verdict on a suspected rank; None if its stack, or what it did since, clears it."""
+        """The verdict on a suspected rank; None if its stack or its later progress shows that it is healthy."""
         kind, rank, since_s, end_s, is_certain = found
         if rank is None:
             places = {other: describe_frames(one.read_stack(), 2) for other, one in self._processes.items()}
@@ -648,7 +649,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             self._detector.note_named(None)
             return Verdict(kind, None, _FOUND[kind], waiting, since_s, text, ends=found.ends, limit=limit)
         process, history = self._processes[rank], self._detector.seen[rank]
-        where, waiting = process.describe(), self.describe_waiting(rank)  # first: the signal below may wake the rank
+        where, waiting = process.describe(), self.describe_waiting(rank)  # read now: the signal below may wake the rank
         if kind == "left" and process.error:
             return Verdict("ended", rank, process.error, where, waiting=waiting)
         if (not is_certain or self._imports) and time.monotonic() - self._asked_s < 2.0:

@@ -35,11 +35,11 @@ from paceline.units import name_ranks
 
 _MEET_S = 60.0  # how long a rank waits for the others and for its host's monitor
 _AFTERMATH_S = 0.5
-# The culprit is killed first, so that its launcher reports it. The others then have this long to exit by themselves,
-# and to obey a signal.
+# The failed rank is killed first, so that its launcher reports it. The others then get the first time to exit on their
+# own, and the second to obey a signal.
 _TURN_S, _GRACE_S = 0.5, 3.0
 _BEAT_S, _SILENT_S = 0.5, 4.0  # heartbeats between hosts
-_PAUSE_S = 0.1  # before the next try to reach rank 0's monitor
+_PAUSE_S = 0.1  # before the next attempt to reach rank 0's monitor
 _started: subprocess.Popen[bytes] | None = None
 
 
@@ -120,8 +120,8 @@ def _start_process(
 
 
 def _note_errors(rank: int) -> None:
-    """Report an error that ends this process to the monitor, and close the world as failed: closing it at exit, as
-    after a success, would wait on NCCL for collectives that never end."""
+    """Report an error that ends this process to the monitor, and close the world as failed: with NCCL, closing it at
+    exit, as after a success, would wait for collectives that never end."""
     from paceline.runtime.ranks.world import current_world
 
     before = sys.excepthook
@@ -138,7 +138,7 @@ def _note_errors(rank: int) -> None:
 
 
 def attach() -> None:
-    """The effect of PACELINE_MONITOR=1 when torch is imported: `monitor` with the first process group, and marks in the
+    """Implements PACELINE_MONITOR=1 when torch is imported: calls `monitor` for the first process group, and marks the
     steps of torch's own wrapper."""
     import torch
     import torch.distributed as dist
@@ -184,12 +184,12 @@ def attach() -> None:
     torch.autograd.backward = run_backward
 
 
-# -- the process of a host ---------------------------------------------------------------------------------------------
+# -- the monitor process of a host -------------------------------------------------------------------------------------
 
 
 def serve() -> None:
     """Monitor the ranks of this host until all have left; reads the request from stdin and answers on stdout."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal, for the ranks to handle
+    for number in (signal.SIGINT, signal.SIGHUP):  # sent by a terminal; the ranks handle them
         signal.signal(number, signal.SIG_IGN)
     asked = json.loads(sys.stdin.buffer.read())
     ranks, places = asked["ranks"], asked["places"]
@@ -234,7 +234,7 @@ class _Host:
             self.monitor.wait(LOOK_S)
 
     def _find_ended(self) -> Verdict | None:
-        """The rank that failed first; an error that only reports a lost rank has to wait a moment."""
+        """The rank that failed first; an error that only reports a lost rank is held back briefly."""
         now_s, ended = time.monotonic(), self.monitor.find_ended()
         for rank in ended:
             self._failed_s.setdefault(rank, now_s)
@@ -245,7 +245,7 @@ class _Host:
         return None
 
     def _add_place(self, text: str) -> str:
-        """Add where this host's ranks are, which wait or have failed by now."""
+        """Add the positions of this host's ranks, which are waiting or have failed by now."""
         first = min(self.monitor.pids(), default=None)
         where = self.monitor.describe_waiting(None)
         if not where and first is not None:
@@ -276,9 +276,9 @@ class _Host:
 
 
 def _explain_end(pid: int, text: str) -> None:
-    """Tell torchrun why this process is about to end: its report shows this instead of "Signal 9 (SIGKILL)"."""
+    """Tell torchrun why this process is about to end, so that its report shows this instead of "Signal 9 (SIGKILL)"."""
     name = b"TORCHELASTIC_ERROR_FILE="
-    with contextlib.suppress(OSError):  # the process is gone, or its launcher is not torchrun
+    with contextlib.suppress(OSError):  # the process has ended, or its launcher is not torchrun
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         for path in [os.fsdecode(one.removeprefix(name)) for one in variables if one.startswith(name)]:
             about = {"message": f"ended by Paceline: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -290,7 +290,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
     """JSON lines between the monitors of several hosts; rank 0's monitor listens and forwards what it receives.
 
     Both ends of a connection prove that they know a secret from the ranks' store. Each end sends heartbeats; a host
-    that was silent for a while and did not leave is lost. A thread reads each connection.
+    that falls silent without leaving counts as lost. A thread reads each connection.
     """
 
     def __init__(self, hosts: dict[str, list[int]], asked: dict[str, Any]) -> None:
@@ -305,7 +305,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         self._warnings: list[str] = []
         self._verdict: str | None = None
         self._lock = threading.Lock()
-        # How long to look for the cause of an error that another rank may have caused.
+        # How long to look for the root cause of an error that another rank may have caused.
         self.aftermath_s = _AFTERMATH_S if len(self._hosts) == 1 else _SILENT_S + 2 * _AFTERMATH_S
         self._sent_s, self.address = 0.0, ""
         if len(self._hosts) == 1:
@@ -334,14 +334,14 @@ class Links(contextlib.AbstractContextManager["Links"]):
         with contextlib.suppress(OSError):
             family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(place[:2], family=family)
-        if listener is None:  # not this host's own address: it is behind NAT
+        if listener is None:  # not an address of this host, which is behind NAT
             listener = socket.create_server(("", 0))
         self.address = f"{address}:{listener.getsockname()[1]}"
         return listener
 
     @staticmethod
     def _call(hub: str, secret: bytes) -> socket.socket:
-        """A connection to the monitor of rank 0."""
+        """Connect to the monitor of rank 0."""
         host, _, port = hub.rpartition(":")
         until_s = time.monotonic() + _MEET_S
         while True:
@@ -395,14 +395,14 @@ class Links(contextlib.AbstractContextManager["Links"]):
         return found
 
     def find_lost(self) -> str | None:
-        """A host that is gone without having left."""
+        """Describe a host that disappeared without leaving."""
         now_s = time.monotonic()
         for number, heard_s in self._heard_s.items():
             if number in self._left:
                 continue
             text = f"the host {self._names[number]} ({name_ranks(self._hosts[number])}) is lost"
             if now_s - self._closed_s.get(number, now_s) > _AFTERMATH_S:
-                return f"{text}: its monitor is gone: all processes there were killed, or the host is shutting down"
+                return f"{text}: its monitor has exited: all processes there were killed, or the host is shutting down"
             if now_s - heard_s > _SILENT_S:
                 why = f"it is down, or the network between it and {self._names[self._mine]} is cut"
                 return f"{text}: no heartbeat for {now_s - heard_s:.1f} s: {why}"

@@ -1,6 +1,6 @@
-"""One process of a rank: what state it is in, where it is, how it ended, and why its rank failed.
+"""A rank's process: its state, its stack, how it ended, and why its rank failed.
 
-The launcher, the monitor and the notebook ask here. Does not import torch.
+Used by the launcher, the monitor and the notebook. Does not import torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CALLERS = ("torch/distributed/utils.py", "torch/nn/parallel/distributed.py")
 
 
 class Handle:
-    """A process of this host, which is never confused with another one that got its id later. `fd` is readable once the
-    process has ended."""
+    """A process on this host, which is never confused with a later process that reuses its ID. `fd` is readable once
+    the process has ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -48,7 +48,8 @@ class Handle:
 
     @property
     def is_gone(self) -> bool:
-        # `select` does not support descriptors above 1023, which a launcher of many ranks may have; this polls.
+        # Uses `poll`, because `select` does not support descriptors above 1023, which a launcher of many ranks may
+        # have.
         return self.fd < 0 or bool(multiprocessing.connection.wait([self.fd], 0))
 
     def read_state(self) -> tuple[str, float]:
@@ -61,7 +62,7 @@ class Handle:
             signal.pidfd_send_signal(self.fd, number)
 
     def find_status(self) -> int | None:
-        """The exit status as `os.wait` reports it, which the kernel keeps for a handle or a zombie; None if unknown."""
+        """The exit status as reported by `os.wait`; the kernel keeps it for a handle or a zombie. None if unknown."""
         answer = bytearray(struct.pack("Q", 1 << 3).ljust(64, b"\0"))  # PIDFD_INFO_EXIT, since Linux 6.15
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.fd, 0xC040FF0B, answer)
@@ -75,7 +76,7 @@ class Handle:
 
 
 def read_state(pid: int) -> tuple[str, float]:
-    """`Handle.read_state` for a process whose id cannot have been reused, such as a child."""
+    """`Handle.read_state` for a process whose ID cannot have been reused, such as a child."""
     try:
         fields = _read_stat(pid)
     except OSError:
@@ -87,7 +88,7 @@ def _read_stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-# -- its stack ---------------------------------------------------------------------------------------------------------
+# -- the stack of a process --------------------------------------------------------------------------------------------
 
 
 def find_frames(stack: str) -> list[tuple[str, str, str]]:
@@ -117,12 +118,12 @@ def is_importing(stack: str) -> bool:
     return False
 
 
-# -- its end -----------------------------------------------------------------------------------------------------------
+# -- how a process ended -----------------------------------------------------------------------------------------------
 
 
 def describe_end(code: int, where: str = "", is_oom: bool = False, stack: str = "") -> str:
-    """How a process ended, from its exit code, which is minus the signal that killed it. `where` is its step and phase,
-    `is_oom` whether the kernel recently killed a process for memory, and `stack` what a crash wrote."""
+    """Describe how a process ended, from its exit code, which is negative if a signal killed it. `where` is its step
+    and phase, `is_oom` whether the OOM killer recently killed a process, and `stack` the output of a crash."""
     where = f" {where}" if where else ""
     if code >= 0:
         return f"exited with code {code}{where}"
@@ -137,13 +138,13 @@ def describe_end(code: int, where: str = "", is_oom: bool = False, stack: str = 
 
 
 def count_oom_kills() -> int:
-    """How many processes this system has killed for lack of memory, including those in control groups."""
+    """The number of processes killed on this system by the OOM killer, including those in control groups."""
     with contextlib.suppress(OSError, AttributeError):
         return int(re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)[1])  # type: ignore
     return 0
 
 
-# -- the failure of its rank -------------------------------------------------------------------------------------------
+# -- the failure of a rank ---------------------------------------------------------------------------------------------
 
 # Phrases that gloo, NCCL and torch's stores use for a peer that is gone or late. They have no error codes.
 _BACKENDS = ("gloo", "c10d", "NCCL", "Store")
@@ -155,14 +156,14 @@ _PEER_LOST = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank returned no value, in a form that outlives the rank."""
+    """Why a rank returned no value, in a form that survives the rank."""
 
     rank: int | None  # None if no single rank is to blame
     when_s: float
     summary: str
     trace: str = ""
     error: PacelineError | None = None
-    is_secondary: bool = False  # only reports that another rank failed
+    is_secondary: bool = False  # merely reports that another rank failed
     code: str = ""
 
 
@@ -179,13 +180,13 @@ def find_code(error: BaseException | None) -> str:
 
 
 def describe_failure(rank: int, error: BaseException) -> Failure:
-    when_s = time.monotonic()  # first: the rest takes time, and the earliest failure is the one to report
+    when_s = time.monotonic()  # first: the rest takes time, and the earliest failure is reported
     trace, lines = "".join(traceback.format_exception(error)), str(error).splitlines()
     summary = f"failed: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
     ours = error if isinstance(error, PacelineError) else None
     try:
         pickle.loads(pickle.dumps(ours))
-    except Exception:  # report an error that cannot be pickled only by its traceback
+    except Exception:  # for an error that cannot be pickled, report only the traceback
         ours = None
     return Failure(rank, when_s, summary, trace, ours, find_code(error) in ("peer-lost", "timeout"))
 

@@ -42,7 +42,7 @@ LABEL, ERROR, NOTICE = (2048, 128), (2176, 1024), (3200, 896)
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 BEAT_S = 0.2
 _WAITED_NS = 300_000_000
-_MOST_S = 1e9  # limit of a word
+_MOST_S = 1e9  # largest value of a word
 # Environment variable with the paths of a rank's page and stacks file, if the launcher is its monitor.
 VARIABLE = "PACELINE_PULSE"
 

@@ -1,8 +1,8 @@
-"""The launcher's part in a world of local ranks: it gives them their job, listens to them, finds out what
-went wrong, and after a fault decides which ranks are in the next world.
+"""The launcher's side of a world of local ranks: it sends them their job, receives their messages, diagnoses failures,
+and after a fault decides which ranks are in the next world.
 
-Ranks that stay have left the old world and wait for their new places (`worker.stand_by`); a spare waits there from the
-start. The ranks themselves decide what state they keep, and how they agree on it. Does not import torch.
+Surviving ranks have left the old world and wait for their new places (`worker.stand_by`); a spare waits there from the
+start. The ranks themselves decide which state they keep, and how they agree on it. Does not import torch.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ _MOST_FAILED = 3
 _MOST_EARLY = 2
 # How often to check that ranks are alive while no message arrives; a monitor looks more often.
 LISTEN_S = 0.5
-# After the first failure, how long to listen for others, so that a victim is not mistaken for the culprit.
+# After the first failure, how long to listen for others, so that a secondary failure is not mistaken for the root
+# cause.
 _AFTERMATH_S = 1.0
-# Failures that cannot be a consequence of another rank's: there is no need to listen for more.
+# Failures that cannot be a consequence of another rank's failure, so there is no need to listen for more.
 _CERTAIN = ("killed", "hung")
-# After a fault, how long surviving ranks may take to leave their world, and to name the rank that they lost.
+# After a fault, how long surviving ranks may take to leave their world, and to report the rank that they lost.
 _REGROUP_S, _STANDBY_S = 30.0, 5.0
 _SPARE_S = 120.0  # how long a spare may take to become ready if none is
-# Ranks that stay abort NCCL communicators themselves when told to. torch's watchdog must not do so, nor end the
-# process, nor hold a lock for a minute while it writes its recordings.
+# Surviving ranks abort NCCL communicators themselves when told to. torch's watchdog must not do so, nor end the
+# process, nor hold a lock for a minute while it dumps its flight recorder.
 RECOVERS = "PACELINE_RECOVERS"
 _VARIABLES = {
     RECOVERS: "1",
@@ -96,7 +97,7 @@ class Recovery:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that ranks need before they open a world that they may leave for another one."""
+        """Environment variables that ranks need before they open a world that they may leave later."""
         return dict(_VARIABLES) if self.stays_in_memory else {}
 
     @property
@@ -158,7 +159,7 @@ class Recovery:
         self.report(self.faults, f"a replacement rank failed: {why}{then}")
 
     def restart_instead(self) -> None:
-        """The remaining ranks cannot continue, so restart all."""
+        """Restart all ranks, because the remaining ones cannot continue."""
         for fault, _ in self._open[-1:]:
             fault.policy = "restart"
         self.report(self.faults, "no rank is left to continue: all ranks start again from the last checkpoint")
@@ -181,7 +182,7 @@ class Recovery:
 
 @dataclass(eq=False)
 class RankProcess:
-    """The launcher's side of one rank."""
+    """The launcher's handle on one rank."""
 
     process: Any  # a `multiprocessing.Process`, or one with its methods
     link: Connection
@@ -200,15 +201,15 @@ class RankProcess:
             self.link.send_bytes(pickle.dumps(message))
 
     def place(self, variables: dict[str, str], job: bytes) -> None:
-        """Send it to a new world: a rank on standby continues its job there, any other starts it."""
+        """Send the rank to a new world: a rank on standby continues its job there, and any other rank starts it."""
         message = (sys.path, variables, job) if self.step is None else variables
         self.step = None
         self.is_lost = False
         self.send(message)
 
     def receive(self, is_gone: bool) -> Iterator[tuple[str, Any]]:
-        """Its messages and, if it is gone, its exit code as "ended". A rank that answered before it died has
-        answered."""
+        """The rank's messages and, if it has exited, its exit code as "ended". An answer sent before the rank died
+        still counts."""
         try:
             while self.link.poll():
                 answer = pickle.loads(self.link.recv_bytes())
@@ -227,10 +228,10 @@ class RankProcess:
         return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "died")
 
     def signal(self, number: int) -> None:
-        """Does nothing once it has ended."""
+        """Send a signal to the process; a no-op once it has ended."""
         if not isinstance(self.process, multiprocessing.process.BaseProcess):
             self.process.kill(number)
-        elif self.is_alive:  # our own child: its id stays reserved until we read its exit code
+        elif self.is_alive:  # our own child: its ID stays reserved until we read its exit code
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid or 0, number)
 
@@ -267,8 +268,8 @@ def end_processes(ranks: Sequence[RankProcess]) -> None:
 
 
 def hear(ranks: Sequence[RankProcess], timeout_s: float) -> Iterator[tuple[RankProcess, str, Any]]:
-    """Messages from these ranks, up to a final one: "value", "failure", or "ended" with its exit code; waits until
-    there is something."""
+    """Messages from these ranks, up to a final one: "value", "failure", or "ended" with its exit code. Waits for at
+    least one message."""
     ready = multiprocessing.connection.wait([rank.link for rank in ranks], timeout_s)
     for rank in ranks:
         if rank.link.closed:  # since the last message
@@ -288,7 +289,7 @@ def hear(ranks: Sequence[RankProcess], timeout_s: float) -> Iterator[tuple[RankP
 
 @dataclass
 class LocalJob:
-    """What local ranks run, pickled, and until when. `recovery` is what follows a fault."""
+    """The pickled job of local ranks, and its deadline. `recovery` decides what follows a fault."""
 
     content: bytes
     timeout_s: float | None
@@ -313,13 +314,13 @@ class Spares:
         return [spare for spare in self.processes if spare.step is not None and spare.is_alive]
 
     def refill(self, num_ranks: int) -> None:
-        """Start missing spares, besides these ranks."""
+        """Start missing spares, in addition to `num_ranks` ranks."""
         self.keep([spare for spare in self.processes if spare.is_alive])
         for _ in range(self._recovery.num_wanted - num_ranks - len(self.processes)):
             self._start()
 
     def keep(self, kept: Sequence[RankProcess]) -> None:
-        """End all others."""
+        """End all spares except these."""
         others = [spare for spare in self.processes if spare not in kept]
         self.processes[:] = kept
         end_processes(others)
@@ -334,7 +335,7 @@ class Spares:
             self.refill(num_ranks)
 
     def await_ready(self, count: int, num_ranks: int) -> None:
-        """Wait until so many are ready, unless too many fail."""
+        """Wait until `count` spares are ready, unless too many fail."""
         deadline = time.monotonic() + _SPARE_S
         while len(self.ready) < count and self._recovery.num_wanted and time.monotonic() < deadline:
             self._recovery.check_over()
@@ -358,7 +359,8 @@ class LocalWorld:
 
     def run(self, variables: dict[str, str]) -> str:
         """Run the job and decide what follows: "stop" (with `values`, or `error`), "restart", or the policy of the
-        recovery. Needs the store of the world: without it, ranks would move on from where they were stuck."""
+        recovery. The world's store must stay open meanwhile: without it, ranks would no longer be where they were
+        stuck."""
         recovery = self._job.recovery
         for number, rank in enumerate(self.ranks):
             own = variables | recovery.variables | {"RANK": str(number), "LOCAL_RANK": str(number)}
@@ -392,7 +394,7 @@ class LocalWorld:
                 elif kind == "stepped":
                     first, when_s = content
                     recovery.note_step(first, when_s, len(self.ranks))
-                    spares.refill(len(self.ranks))  # now, while it does not delay a recovery
+                    spares.refill(len(self.ranks))  # refill now, when it does not delay a recovery
                 elif kind == "standby":
                     pending.pop(rank, None)
                     rank.step, rank.is_lost = content
@@ -420,7 +422,7 @@ class LocalWorld:
 
     @property
     def is_certain(self) -> bool:
-        """Whether a failure cannot be a consequence of another rank's."""
+        """Whether a failure cannot be a consequence of another rank's failure."""
         return any(failure.code in _CERTAIN for failure in self.failures)
 
     def _take_last(self, number: int, kind: str, content: Any) -> None:
@@ -445,7 +447,7 @@ class LocalWorld:
         return None
 
     def _decide(self) -> str:
-        """What follows the first failure that is not just the loss of a peer."""
+        """Decide what follows the first failure that is not just the loss of a peer."""
         first = min(self.failures, key=lambda failure: (failure.is_secondary, failure.when_s))
         size = len(self.ranks)
         self.error = make_error(first, size, sorted(self.values))
@@ -472,7 +474,7 @@ class LocalWorld:
         for rank in self.ranks:
             if rank in stay:
                 ranks.append(rank)
-            elif recovery.policy == "spare" and ready:  # it takes over the number of the lost rank
+            elif recovery.policy == "spare" and ready:  # the spare takes over the number of the lost rank
                 ranks.append(ready.pop(0))
         if recovery.policy == "shrink":
             ranks += ready
@@ -492,7 +494,7 @@ class LocalWorld:
         for number in {failure.rank for failure in self.failures if failure.rank is not None}:
             self.ranks[number].process.kill()
             late.pop(self.ranks[number])
-        if self.failures and monitor is not None:  # after its death, since later messages from it would be too late
+        if self.failures and monitor is not None:  # after its death: later messages would be too late
             monitor.tell_lost()
         stay = {rank for rank in late if rank.step is not None}
 
@@ -516,7 +518,7 @@ class LocalWorld:
 
 
 def _add_place(failure: Failure, where: str) -> Failure:
-    """Add the step to the failure of a collective or of user code; other failures already name it or have none."""
+    """Add the step to the failure of a collective or of user code; other failures already name a step or have none."""
     found = re.match(r"in step \d+", where)
     if found is None:
         return failure

@@ -1,8 +1,9 @@
 """The agent on each host of `paceline run --hosts` and `doctor --hosts`: answers requests, then runs torchrun.
 
-`ssh.py` beside it sends this file over ssh. It uses only the standard library, so that a host without Paceline, torch
-or a recent Python can report what is missing. Requests are lines of JSON on stdin; each answer is one line on stdout
-with `MARK` and the request's number. The last request starts the ranks, which own stdout and stderr from then on.
+`ssh.py` in this folder sends this file over ssh. It uses only the standard library, so that a host without Paceline,
+torch or a recent Python can report what is missing. Requests are lines of JSON on stdin; each answer is one line on
+stdout with `MARK` and the request's number. The last request starts the ranks, which own stdout and stderr from then
+on.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ import time
 from typing import Any, NoReturn
 
 MARK = "paceline-agent "
-# Placeholders in a command (no argument can contain a null byte): a temporary folder, and a prefix that runs the
-# command behind it and has it killed when its parent dies.
+# Placeholders in a command (no argument can contain a null byte): a temporary folder, and a prefix that runs the rest
+# of the command and has it killed when its parent dies.
 LOGS, GUARD = "\0logs", "\0guard"
 _GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {}, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 _SILENCE_S = 30.0  # a launcher silent for this long is considered lost
@@ -42,7 +43,7 @@ _listeners: list[socket.socket] = []
 
 
 def build_guard(number: int) -> list[str]:
-    """The prefix of a command that is to get this signal when its parent dies."""
+    """The prefix that makes a command receive this signal when its parent dies."""
     return [sys.executable, "-IS", "-c", _GUARD.format(int(number))]
 
 
@@ -72,7 +73,7 @@ def list_addresses() -> dict[str, list[str]]:
 
 
 def tell_facts(folder: str, program: str, script: str) -> dict[str, Any]:
-    """What this host has. `program` and `script` are looked up from `folder`, where the ranks will run."""
+    """Facts about this host. `program` and `script` are looked up from `folder`, where the ranks will run."""
     problem = ""
     try:
         os.chdir(folder)
@@ -150,7 +151,7 @@ def reach(places: list[tuple[str, int]], source: str, timeout_s: float) -> dict[
 
 def time_messages(address: str, port: int, source: str, limit_bytes: int, budget_s: float) -> dict[str, Any]:
     """Round-trip seconds of one-byte messages and of `num_bytes` messages to another host. `num_bytes` grows until a
-    message takes a fair part of the budget, and much longer than one byte."""
+    message takes a substantial part of the budget, and much longer than one byte."""
 
     def send(num_bytes: int) -> float:
         message, begin_s = num_bytes.to_bytes(8, "big") + bytes(num_bytes), time.perf_counter()
@@ -174,7 +175,7 @@ def time_messages(address: str, port: int, source: str, limit_bytes: int, budget
 
 
 def _end_children() -> None:
-    """Kill all children, and the orphans that this process then adopts, until none is left."""
+    """Kill all children, and the orphans that this process then adopts, until none are left."""
     until_s = time.monotonic() + 5.0
     with contextlib.suppress(ChildProcessError):  # no children left
         while time.monotonic() < until_s:
@@ -188,7 +189,7 @@ def _end_children() -> None:
 
 
 def run(arguments: list[str], variables: dict[str, str], grace_s: float, requests: queue.SimpleQueue[Any]) -> int:
-    """The exit code of a command, which runs until it exits, is to `end` or `kill`, or the launcher is lost."""
+    """Run a command until it exits, `end` or `kill` is requested, or the launcher is lost; returns its exit code."""
     child = subprocess.Popen(arguments, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
     heard_s, until_s = time.monotonic(), float("inf")
     while child.poll() is None and time.monotonic() < until_s:

@@ -37,7 +37,7 @@ _KILL_S = 3.0  # for torchrun to kill ranks after their grace period
 _AFTERMATH_S = 1.0  # for the other hosts to report too after the first failure, which may not be the cause
 _LEAVE_S = 3.0  # for ssh to exit after its agent
 _HANG_UP_S = 0.5  # the same if no ranks were started, when killing ssh is harmless
-# What ssh prints, the error code, the finding, and what to do. The first match counts.
+# Text that ssh prints, the error code, the finding, and the advice. The first match counts.
 _SSH_SAYS = (
     ("IDENTIFICATION HAS CHANGED", "host-key", "its host key has changed",
      "if the host was reinstalled, run `ssh-keygen -R {0}`, then `ssh {0}` once"),
@@ -150,7 +150,7 @@ class Agent:
 
     @property
     def left_s(self) -> float:
-        """Seconds left for checks."""
+        """The seconds left for checks."""
         return max(0.0, self._until_s - time.monotonic())
 
     def ask(self, ask: str, limit_s: float | None = None, **values: Any) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
     """Run every agent's request, show all output, and return the exit code of the first that failed, or 0.
 
     When one fails, or on the first Ctrl-C or SIGTERM, all are asked to end and get `grace_s` to save; a second signal
-    kills them. All are also asked to end, with BrokenPipeError, when nobody reads the output any more (`| head`).
+    kills them. All are also asked to end, with BrokenPipeError, when nothing reads the output any longer (`| head`).
     """
     signals: list[int] = []
     asked_s: list[float] = []

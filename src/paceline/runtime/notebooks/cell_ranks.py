@@ -1,4 +1,4 @@
-"""Ranks that run the cells of a notebook, seen from the notebook: start, run, interrupt, recover, end."""
+"""The notebook's side of the ranks that run its cells: start, run, interrupt, recover, end."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _STUCK_S = 2.0  # after one rank has failed, a rank that has been blocked for th
 _NOTICE_S = 10.0  # report a possible deadlock once every rank has been blocked for this long
 _TICK_S = 0.1  # how often to check these limits
 _LOCATE_S = 0.2  # how often to ask where ranks are
-# Messages of this process to itself: the ranks were closed, or one of them died; and Ctrl-C, because an exception could
-# be raised between receiving a message and handling it.
+# Messages from this process to itself: the ranks were closed, or one of them died; and Ctrl-C, which is a message
+# because an exception could be raised between receiving a message and handling it.
 _RANKS_ENDED, _INTERRUPTED = object(), object()
 
 
@@ -57,7 +57,7 @@ class CellError(LaunchError):
     others: tuple[str, ...] = ()
 
     def _render_traceback_(self) -> list[str]:
-        """Shown in the notebook instead of the frames of this process, which are not the user's."""
+        """The traceback shown in the notebook, instead of this process's frames, which are not the user's."""
         return [*self.rank_traceback.rstrip().splitlines(), f"(on {self.who})", *self.others]
 
 
@@ -81,10 +81,11 @@ class RankStatus:
 
 
 class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
-    """Ranks of a pool that all run one job: serving cells. A thread receives their messages, and `run` handles them.
+    """Ranks of a pool that all run one job, which is to serve cells. A thread receives their messages, and `run`
+    handles them.
 
-    `notice` gets what the user should know about the ranks. While no cell runs, output of ranks goes to `show` from
-    that thread.
+    `notice` receives messages for the user about the ranks. While no cell is running, that thread passes the ranks'
+    output to `show`.
     """
 
     def __init__(self, settings: CellSettings, show: Show, notice: Callable[[str], None]) -> None:
@@ -98,7 +99,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
         self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._is_busy = False
         self._has_ended = False
-        self._error: BaseException | None = None  # of the rank that ended them
+        self._error: BaseException | None = None  # the error of the rank whose failure ended all ranks
         self._numbers = itertools.count(1)
         self._devices = [""] * settings.num_ranks
         self._gpu_memory: list[int | None] = [None] * settings.num_ranks  # after the last cell
@@ -128,10 +129,10 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
             raise
 
     def close(self) -> None:
-        """End the ranks; does nothing the second time."""
+        """End the ranks; a no-op the second time."""
         atexit.unregister(self.close)
         if self.is_alive:
-            with contextlib.suppress(IndexError):  # the pool has ended them
+            with contextlib.suppress(IndexError):  # the pool has already ended the ranks
                 self._send(range(self.settings.num_ranks), None)
             self._thread.join(1.0)
         self._pool.close(at_once=self._thread.is_alive())
@@ -141,7 +142,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
     def run(self, source: str, ranks: Sequence[int] | None = None, name: str = "") -> None:
         """Run source on these ranks, by default on all, and return when it has ended on all of them.
 
-        Raises CellError if it fails on one, once the ranks that waited for that one have ended it too, and
+        Raises CellError if it fails on a rank, once the ranks that waited for that rank have also ended it, and
         CellInterrupted after Ctrl-C. The ranks can be used afterwards: if collectives were left incomplete, they have
         opened a new world.
         """
@@ -182,7 +183,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
     def check_ranks(self, ranks: Sequence[int]) -> None:
         wrong = [rank for rank in ranks if not 0 <= rank < self.settings.num_ranks]
         if wrong or not ranks:
-            text = f"rank {wrong[0]} does not exist" if wrong else "no rank is named"
+            text = f"rank {wrong[0]} does not exist" if wrong else "no rank was given"
             raise ConfigError(f"{text}: use 0 to {self.settings.num_ranks - 1}", code="rank")
 
     # -- messages
@@ -210,7 +211,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
         if self._is_busy:
             raise ConfigError("the ranks run a cell: wait until it ends, or interrupt it", code="busy")
         with contextlib.suppress(queue.Empty):
-            while True:  # messages that came after the last cell
+            while True:  # messages that arrived after the last cell
                 rank, message = self._inbox.get_nowait()
                 if isinstance(message, Output | Shown):
                     self._show(rank, message)
@@ -227,8 +228,8 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
             raise LaunchError(text, getattr(self._error, "rank", None), code="ranks-gone")
 
     def _next(self, timeout_s: float) -> tuple[int, Any]:
-        """Show output until another message comes, and return its rank and the message, or None after the timeout.
-        Raises when the ranks have ended."""
+        """Show output until a message of another kind arrives, and return its rank and the message, or None after the
+        timeout. Raises if the ranks have ended."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -243,7 +244,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
                 return rank, message
 
     def _await_world(self) -> str:
-        """Wait until every rank has joined the world; raises the first error of one."""
+        """Wait until every rank has joined the world; raises the first error of any rank."""
         deadline = time.monotonic() + _OPEN_S
         texts: dict[int, str] = {}
         while len(texts) < self.settings.num_ranks:
@@ -268,7 +269,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
             self.close()
 
     def _find_broken(self, ended: dict[int, Ended]) -> bool:
-        """Whether a failed cell left collectives incomplete: some rank has started more of them than others.
+        """Whether a failed cell left collectives incomplete: some rank has started more collectives than others.
 
         Counts are compared with those before the cell, because messages between two ranks do not concern a third.
         """
@@ -299,11 +300,11 @@ class _CellRun:
         self._ended: dict[int, Ended] = {}
         self._asked: set[int] = set()  # ranks that have yet to say where they are
         self._asked_s = -math.inf
-        self._places: dict[int, tuple[Located, float]] = {}  # since when a rank that may wait for others has not moved
+        self._places: dict[int, tuple[Located, float]] = {}  # where a rank waits, and since when
         self._interrupt_s = math.inf
         self._was_aborted = False
-        self._was_noticed = False  # a possible deadlock
-        self._was_reported = False  # that a rank does not react
+        self._was_noticed = False  # whether a possible deadlock was reported
+        self._was_reported = False  # whether an unresponsive rank was reported
 
     @property
     def is_interrupted(self) -> bool:
@@ -326,7 +327,8 @@ class _CellRun:
         return self._ended
 
     def _locate(self) -> None:
-        """Ask ranks where they are, but never twice before they answer: a rank that holds the GIL does not read."""
+        """Ask ranks where they are, but at most once until they answer: a rank that holds the GIL does not read
+        messages."""
         if time.monotonic() - self._asked_s > _LOCATE_S:
             self._asked_s = time.monotonic()
             self._ranks._send(sorted(self._pending - self._asked), Locate(self._number))
@@ -361,7 +363,7 @@ class _CellRun:
         if interrupted_s > _UNRESPONSIVE_S and not self._was_reported:
             self._was_reported = True
             names = ", ".join(map(str, sorted(self._pending)))
-            self._ranks._notice(f"rank {names} does not react to the interrupt: interrupt again to end all ranks")
+            self._ranks._notice(f"rank {names} does not respond to the interrupt: interrupt again to end all ranks")
         if min(blocked_s) > _NOTICE_S and not self.is_interrupted and not self._was_noticed:
             self._was_noticed = True
             self._ranks._notice(self._describe_deadlock())
@@ -379,8 +381,8 @@ class _CellRun:
 
 
 def describe_end(failures: dict[int, Ended], num_ranks: int, is_interrupted: bool) -> BaseException | None:
-    """The single error of a cell: that of the rank that failed first. Ranks with the same traceback are named with it,
-    and all other failed ranks after it."""
+    """The error of a cell: that of the rank that failed first. It lists the ranks with the same traceback, then all
+    other failed ranks."""
     if is_interrupted:
         lines = [f"rank {rank} was at {end.place or 'no line of a cell'}" for rank, end in sorted(failures.items())]
         return CellInterrupted("\n".join(["interrupted", *lines]))
@@ -419,7 +421,7 @@ class RankLines:
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         self._write = write
-        self._open: tuple[int, str] | None = None  # whose line is unfinished
+        self._open: tuple[int, str] | None = None  # the rank with an unfinished line, and the line
         self._held: dict[tuple[int, str], str] = {}
 
     def add(self, rank: int, stream: str, text: str) -> None:
@@ -467,8 +469,8 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def runs_on_ranks(source: str) -> bool:
-    """Whether a cell without a magic is Python: no magic, no shell command, no `name?`. Ranks report a mistake in it,
-    as IPython would."""
+    """Whether a cell is plain Python: no magic, no shell command, no `name?`. Ranks report its syntax errors, as
+    IPython would."""
     if all(line.lstrip().startswith("#") or not line.strip() for line in source.splitlines()):
         return False
     try:

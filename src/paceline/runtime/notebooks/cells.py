@@ -1,4 +1,4 @@
-"""A rank that runs cells in IPython's shell, and sends their output to the notebook as it comes."""
+"""A rank that runs cells in IPython's shell, and streams their output to the notebook."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CellSettings:
     device: str = "auto"
     gpu_ids: tuple[int, ...] = ()
     threads: int | None = None
-    timeout_s: float = 86_400.0  # a person watches, and can interrupt
+    timeout_s: float = 86_400.0  # the user is watching, and can interrupt
 
 
 # -- messages from the notebook to a rank, and back --------------------------------------------------------------------
@@ -145,7 +145,7 @@ class _Stream(io.TextIOWrapper):
 
 
 class _Capture:
-    """Sends what Python, C++ code and child processes write to descriptors 1 and 2."""
+    """Sends the output that Python, C++ code and child processes write to descriptors 1 and 2."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self._send = send
@@ -275,7 +275,7 @@ class CellRank:
                     self._send(ended)
 
     def _await_request(self) -> Any:
-        with slow("waiting for a cell"):  # a person may take any time
+        with slow("waiting for a cell"):  # the user may take any amount of time
             return self._requests.get()
 
     def _send(self, message: Any) -> None:
@@ -319,7 +319,7 @@ class CellRank:
         return Opened(" ".join(said), f"{here.device}, {here.backend}")
 
     def _provide(self, here: Any) -> None:
-        """Define the names that every cell finds."""
+        """Define the names available in every cell."""
         import torch
         import torch.distributed as dist
 

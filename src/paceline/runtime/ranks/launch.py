@@ -63,7 +63,7 @@ _Hear = Callable[[int, Any], None] | None
 
 
 def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
-    """Raise ConfigError if this host's memory cannot hold so many local ranks."""
+    """Raise ConfigError if this host's memory cannot hold this many local ranks."""
     if num_ranks < 1:
         raise ConfigError(f"{num_ranks} ranks: use at least 1")
     each, have = RANK_BYTES + bytes_per_rank, machine.available_memory_bytes()
@@ -94,7 +94,7 @@ class _Server:
         self.close = weakref.finalize(self, _end_server, os.getpid(), self.process, self._control)
 
     def is_usable(self, modules: Sequence[str]) -> bool:
-        """Whether a rank forked by this server would be as if it were started now and had these modules."""
+        """Whether a rank forked by this server would be the same as one started now that imported these modules."""
         is_fresh = (self.owner, self.imports) == (os.getpid(), _describe_imports())
         return is_fresh and self.process.poll() is None and self.modules >= set(modules)
 
@@ -166,7 +166,8 @@ class _Forked:
             self._handle.signal(number)
 
     def join(self, timeout_s: float = math.inf) -> None:
-        """Wait until it ends, but not for a process that is not forked yet: without its link, that one ends at once."""
+        """Wait until the process ends. Does not wait for one that is not forked yet: without its link, it ends at
+        once."""
         deadline = time.monotonic() + timeout_s
         while self.exitcode is None and self._handle is not None and (left_s := deadline - time.monotonic()) > 0:
             self._status.poll(min(left_s, _LONG_S))
@@ -180,7 +181,7 @@ class _Forked:
 
 
 def _describe_imports() -> tuple[object, ...]:
-    """Everything that a library may read on import: if it changes, the server's imports are stale."""
+    """The state that a library may read on import: if it changes, the server's imports are stale."""
     variables = frozenset((name, value) for name, value in os.environ.items() if name not in _HARMLESS)
     return variables, frozenset(os.sched_getaffinity(0)), multiprocessing.spawn.get_executable()
 
@@ -276,7 +277,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 policy = world.run(_job_variables(self._size, store))
                 if policy == "restart" or (policy == "stop" and world.is_certain):
                     for rank in [*self._ranks, *self._spares]:
-                        rank.process.kill()  # while the store is up: without it they would print errors of their own
+                        rank.process.kill()  # while the store is up: without it they would print their own errors
                     _join(self._ranks, _GRACE_S)
             if policy == "stop":
                 if world.error is not None:
@@ -396,11 +397,11 @@ def run_ranks(
 
     Args:
         fn: A function that can be pickled, or one that was typed into a notebook or at a prompt.
-        num_ranks: How many ranks; a launched world must have as many.
+        num_ranks: Number of ranks; a launched world must have the same number.
         args: Its arguments, the same on every rank.
         timeout_s: Ends ranks that take longer. In a launched world it bounds the wait for the other ranks after `fn`
             returned here.
-        on_message: `on_message(rank, message)` gets what ranks `post`.
+        on_message: `on_message(rank, message)` is called with every message that ranks `post`.
     """
     if not is_launched():
         with RankPool(num_ranks) as pool:

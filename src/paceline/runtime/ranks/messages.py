@@ -1,4 +1,4 @@
-"""Values as JSON and tensors, which cannot run code when they are read: messages between ranks, and checkpoints' state.
+"""Values as JSON and tensors, which cannot run code when loaded: for messages between ranks, and checkpoint state.
 
 `pack` turns plain values and tensors into a structure that `json` can write. Messages add arrays, sets, and Paceline's
 own records and errors. Nothing from another rank is unpickled.
@@ -32,7 +32,7 @@ _PLAIN = (bool, int, str, type(None))
 _MOST_LEVELS = 100  # far deeper than any real value
 _HEAD = struct.Struct("<QQ")  # sizes in bytes: of the list of tensors, and of the structure
 _INVALID = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, struct.error)
-# The tag and the content of a value that `pack` does not know; None if the value is not supported.
+# Returns the tag and content for a value of a type unknown to `pack`; None if the type is not supported.
 Extend = Callable[[Any], tuple[str, Any] | None]
 
 
@@ -47,8 +47,8 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: tuple[Any, ...] = (
     """Turn a value into a structure that `json` can write. Tensors go into `tensors` under flat names, uncopied.
 
     Accepts dicts (keys: strings and integers), lists, tuples, tensors, int, float, bool, str and None, but not
-    subclasses, and what `extend` describes; an OrderedDict comes back as a dict. Anything else raises a NotPlainError
-    that names it.
+    subclasses, and values for which `extend` returns a tag; an OrderedDict comes back as a dict. Anything else raises a
+    NotPlainError that names it.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -102,7 +102,8 @@ def _name_place(path: tuple[Any, ...]) -> str:
 def unpack(
     structure: Any, tensors: Mapping[str, torch.Tensor], build: Mapping[str, Callable[[Any], Any]] | None = None
 ) -> Any:
-    """The inverse of `pack`; `build` makes a value from the content of a tag of `extend`. Raises one of `_INVALID`."""
+    """The inverse of `pack`. `build` maps each tag from `extend` to a function of its content. Raises one of
+    `_INVALID`."""
     if isinstance(structure, list):
         return [item if type(item) in _PLAIN else unpack(item, tensors, build) for item in structure]
     if not isinstance(structure, dict):
@@ -161,7 +162,8 @@ def decode(data: bytes) -> Any:
 
 
 def _describe(value: Any) -> tuple[str, Any] | None:
-    """The tag and content of a value that only messages support. An empty tag means: send the content instead."""
+    """The tag and content of a value that only messages support. With an empty tag, the content is sent in its
+    place."""
     kind = type(value)
     if kind is torch.Size:
         return "", tuple(value)
@@ -248,7 +250,7 @@ _BUILD: dict[str, Callable[[Any], Any]] = {
 
 
 def _is_ours(cls: Any) -> bool:
-    """Whether a class is a record, enum or error of Paceline: building one does not run code from the sender."""
+    """Whether a class is a Paceline record, enum or error: constructing one does not run code from the sender."""
     if not isinstance(cls, type) or cls.__module__.partition(".")[0] != "paceline":
         return False
     is_tuple = issubclass(cls, tuple) and hasattr(cls, "_fields")
@@ -287,7 +289,8 @@ def gather(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[A
 
 
 def _announce(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """The encoded value, padded to the longest, and all sizes. A value that cannot be sent fails every rank."""
+    """The encoded value, padded to the longest, and all sizes. If a value cannot be sent, every rank raises an
+    error."""
     problem = ""
     try:
         mine = encode(value)

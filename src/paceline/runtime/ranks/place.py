@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place as set by its launcher. What is None is derived from the hosts that ranks exchange."""
+    """A rank's place as set by its launcher. Fields that are None are derived from the hosts that ranks exchange."""
 
     rank: int
     world_size: int

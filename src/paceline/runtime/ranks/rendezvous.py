@@ -42,7 +42,7 @@ _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
 # The address of our launcher's store, and the secret that ranks of several hosts prove to know.
 STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
 _BIND_S = 3.0  # how long the store of an earlier world may take to release its name
-_ANSWER_S = 3.0  # how long an answer may take in transit, beyond the timeout of a wait for a key
+_ANSWER_S = 3.0  # time allowed for an answer in transit, on top of the timeout for waiting for a key
 _LONGEST_S = 1e6  # the kernel does not accept infinity
 # A host that vanishes sends nothing; keepalive probes detect it: idle seconds, probe interval, number of probes, and
 # the timeout in ms.
@@ -72,7 +72,7 @@ def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "")
 def gather(
     place: Place, make: Callable[[], Any], timeout_s: float | None, late: str = "did not return within {:g} s"
 ) -> list[Any]:
-    """What `make` returned on every rank, in rank order; if it fails on one, all ranks raise.
+    """The values that `make` returned on every rank, in rank order; if it fails on one, all ranks raise.
 
     Collective: every rank must call this. Its store outlives the worlds of a program.
     """
@@ -183,7 +183,7 @@ class PrivateStore(dist.Store):
                 link.settimeout(limit_s)
                 link.sendall(request)
                 return store_server.receive_message(link, until_s)[1]
-            except BaseException as error:  # also after an interrupt: nobody would read the rest of the answer
+            except BaseException as error:  # also after an interrupt: nothing would read the rest of the answer
                 if self._link is not None:
                     self._link.close()
                 self._link = None
@@ -295,7 +295,7 @@ def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Stor
         if place.world_size == 1:
             return dist.HashStore()
         if name := os.environ.get(STORE):  # our own launcher's
-            # It exists before any rank: if it is gone, it belonged to a world that has ended.
+            # The store exists before any rank: if it is gone, its world has ended.
             return PrivateStore(lambda: _call(name, place, 0.0, "the store of the launcher", code="peer-lost"))
         host, port = place.master_addr, place.master_port
         if host is None or port is None:
@@ -402,7 +402,7 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
 
 
 def _end_server(process: "subprocess.Popen[bytes]") -> None:
-    """Let the server exit with the last rank, and wait for it if that is this one."""
+    """Let the server exit with the last rank, and wait for it if this rank is the last."""
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):

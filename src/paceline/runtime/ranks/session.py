@@ -1,4 +1,5 @@
-"""One run of a verb: starts ranks or joins the launched world, shows progress, saves, and handles interrupts."""
+"""The session of one run of a verb: starts ranks or joins the launched world, shows progress, saves, and handles
+interrupts."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 # Seconds between lines in a log, without a terminal to draw on.
 _LINE_S = 10.0
 
-# What ranks call: a function, or "package.module:name", which only the ranks import.
+# The function that ranks call, or "package.module:name", which only the ranks import.
 Function = str | Callable[..., Any]
 Describe = Callable[[Sequence[Record]], str]
 
@@ -266,7 +267,7 @@ class Session:
             yield
 
     def share_load(self, whole: Session) -> None:
-        """Use the load before the whole run for this part: later, the load is that of the earlier parts."""
+        """Use the load before the whole run for this part, since the load measured later includes earlier parts."""
         self.environment = dataclasses.replace(self.environment, load_average=whole.environment.load_average)
 
     def close(self, at_once: bool = False) -> None:
@@ -289,8 +290,8 @@ class Session:
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
         """The finished run; rank 0 saves it as `run.json` if there is a folder. Its warnings are reasons to doubt it.
 
-        `details` is what only a rank knows about the environment. If a resumed run was already finished, returns the
-        saved one.
+        `details` are facts about the environment that only a rank knows. If a resumed run was already finished, returns
+        the saved one.
         """
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
@@ -391,7 +392,7 @@ def open_session(
     resume: str | Path | None = None, progress: bool | None = None, cells: bool = False, can_resume: bool = False,
     same_machine: bool = False, here: bool = False, is_part: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
-    """The one way to run a verb: ranks, the run's folder, progress on stderr, and a message on interrupt.
+    """Open the session in which a verb runs: ranks, the run's folder, progress on stderr, and a message on interrupt.
 
     Without `out` nothing is written. With it, the run gets a folder `out/TIME-verb` or `out/name`, created before the
     work and removed if it stays empty; `resume` is the folder of an interrupted run instead. With `cells`, every

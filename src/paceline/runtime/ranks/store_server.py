@@ -155,7 +155,7 @@ def keep_alive(link: socket.socket, values: tuple[int, int, int, int]) -> None:
 
 
 class Gate:
-    """Accepts connections and authenticates each in its own thread, so that a silent one delays nobody. `serve(link)`
+    """Accepts connections and authenticates each in its own thread, so that a silent one delays no other. `serve(link)`
     then runs in that thread if the connection belongs to this job; the link is closed when it returns."""
 
     def __init__(
@@ -271,13 +271,13 @@ class Gate:
 
 
 def _check_user(link: socket.socket) -> str:
-    """Who is at the other end of a Unix socket, if it is another user; otherwise ""."""
+    """A description of the process at the other end of a Unix socket if it belongs to another user; otherwise ""."""
     found = find_other_user(link)
     return "" if found is None else f"a process of another user (uid {found[0]}, pid {found[1]})"
 
 
 def _hang_up(link: socket.socket) -> None:
-    """Wake whoever waits in a socket."""
+    """Wake threads that wait on a socket."""
     with contextlib.suppress(OSError):  # it is already closed
         link.shutdown(socket.SHUT_RDWR)
 
@@ -303,7 +303,7 @@ class Server:
         self._gate = Gate(listener, secret, self._serve_link, report)
 
     def linger(self) -> None:
-        """Wait until nobody is connected. A host that was cut off closes nothing; keepalive detects it."""
+        """Wait until no connection is left. A host that was cut off closes nothing; keepalive detects it."""
         probed = set[socket.socket]()
         while links := set(self._gate.list_links()):
             for link in links - probed:

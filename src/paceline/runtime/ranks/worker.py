@@ -43,7 +43,7 @@ def post(message: Any) -> None:
 
 
 def send_to_launcher(message: Any) -> None:
-    """Send a message to the launcher, even if something in this process listens."""
+    """Send a message to the launcher, even if this process has a listener."""
     _answer("message", message)
 
 
@@ -53,7 +53,7 @@ def receive() -> Any:
     return pickle.loads(_link.recv_bytes())
 
 
-# Set in a process that prepares to take a rank's place.
+# Set in a process that is preparing to replace a rank.
 SPARE = "PACELINE_SPARE"
 
 
@@ -93,7 +93,7 @@ def _open_page(variables: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def listen(listener: Callable[[Any], None]) -> Iterator[None]:
-    """Receive what this process posts."""
+    """Receive the messages that this process posts."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -165,7 +165,7 @@ def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection, by_main_
 
 def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the parent has already died
         os._exit(1)
 
 

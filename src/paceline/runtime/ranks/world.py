@@ -121,14 +121,14 @@ def init(
     Args:
         backend: `auto` is nccl on CUDA; on CPU shm if all ranks share a host and gloo if not. Or a name, or a list such
             as `cpu:shm,cuda:nccl`. `paceline` is another name of shm.
-        device: cpu or cuda. `auto` takes GPUs where each rank has one.
+        device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
         rendezvous: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
         rank: This process's number, without a launcher.
         world_size: The number of ranks, without a launcher.
-        threads: torch's threads per rank. By default the cores of this host shared among its ranks.
+        threads: torch's threads per rank. By default this host's cores divided by its number of ranks.
         timeout_s: Bounds each collective.
         rendezvous_timeout_s: Bounds the wait for the other ranks.
-        announce: Called on rank 0 with a line that says what was chosen.
+        announce: Called on rank 0 with a line that describes the choices made.
     """
     global _open
     limits = f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}"
@@ -239,7 +239,7 @@ def shutdown() -> None:
 
 
 def abandon() -> None:
-    """Destroy all groups within seconds, including those that wait for collectives that nobody will join."""
+    """Destroy all groups within seconds, including those that wait for collectives that will never complete."""
     if _open is not None:
         _open.__exit__(LaunchError, LaunchError("this world was abandoned"), None)
     _destroy_groups(failed=True)
@@ -295,7 +295,7 @@ def find_departed_ranks() -> dict[int, str]:
 
 
 def _destroy_groups(failed: bool) -> None:
-    """Destroy all groups. After a failure, do not wait long for collectives that nobody will join."""
+    """Destroy all groups. After a failure, do not wait long for collectives that will never complete."""
     if not dist.is_initialized():
         return
     keep_groups(list_groups())
@@ -350,7 +350,7 @@ def _drop_unreferenced() -> None:
     """Take over queued groups, and drop those without other references.
 
     Each is dropped on its own thread: the destructor of a gloo group waits for a running collective, which may fail
-    only when other ranks see that another group is gone.
+    only once other ranks notice that another group is gone.
     """
     while not _arriving.empty():
         group = _arriving.get()
@@ -581,14 +581,14 @@ get = _Get()
 def set_seed(seed: int, per_rank: bool = False) -> int:
     """Seed torch (every device), numpy and random, and return the seed used.
 
-    `per_rank` gives each rank a seed of its own, for noise that must differ between ranks; the default gives equal
-    models. Rank 0 uses `seed` itself.
+    `per_rank` gives each rank its own seed, for noise that must differ between ranks; the default gives equal models.
+    Rank 0 uses `seed` itself.
     """
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed {seed}: use 0 to 2^32 - 1, numpy's range")
     if per_rank:
         _need_world()
-        # Far apart: callers count seeds up, and rank 1 of epoch 0 must not draw what rank 0 draws in epoch 1.
+        # Far apart: callers count seeds up, and rank 1 in epoch 0 must not draw the same numbers as rank 0 in epoch 1.
         seed = (seed + 0x9E3779B9 * dist.get_rank()) % 2**32
     random.seed(seed)
     numpy.random.seed(seed)

@@ -1,4 +1,4 @@
-"""What data a model takes, which data sets exist by name, and where their files are: a folder or the Hugging Face hub.
+"""The form of a model's data, the named data sets, and the location of their files: a folder or the Hugging Face hub.
 
 Does not import torch. `formats` reads files, `sets` holds samples in memory, `own` wraps a user's data, `sharding`
 divides samples among ranks.
@@ -358,7 +358,7 @@ def parse_data(text: str) -> tuple[str, str | None]:
 
 
 def check_request(request: DataRequest) -> None:
-    """Refuse contradictory options and missing files."""
+    """Refuse conflicting options and missing files."""
     name, tokenizer = request.name, request.tokenizer
     is_synthetic = name.startswith("synthetic")
     has_cutout = request.cutout and not (name in _IMAGES and request.is_augmented)

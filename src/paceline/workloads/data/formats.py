@@ -24,7 +24,7 @@ NUM_CLASSES = 10  # in every image data set
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T:
-    """Parse a file, gzipped or plain. Whatever is wrong with it, the error names it and has the code `data-file`."""
+    """Parse a file, gzipped or plain. Any error names the file and has the code `data-file`."""
     try:
         content = path.read_bytes()
         return parse(gzip.decompress(content) if path.suffix == ".gz" else content)
@@ -43,7 +43,8 @@ def _check_labels(labels: Labels, num_classes: int, num_samples: int) -> None:
 
 
 def load_images(layout: str, files: Sequence[Path], split: str, channels: int, limit: int | None) -> Images:
-    """Images (n, channels, height, width) and their labels. `limit` spares decoding; more images may be returned."""
+    """Images (n, channels, height, width) and their labels. `limit` avoids needless decoding; more images may be
+    returned."""
     if layout == "idx":
         pixels = _read(files[0], partial(_parse_idx, 3))[:, None]
         return pixels, _read(files[1], partial(_parse_idx_labels, len(pixels)))

@@ -1,7 +1,7 @@
 """A user's own data: a map-style data set, an iterable data set, or a loader.
 
-`training.loader` decides which rank takes what. Random numbers drawn by the data depend only on the seed: they are the
-same on all ranks and independent of what the model draws.
+`training.loader` decides which samples each rank takes. Random numbers drawn by the data depend only on the seed: they
+are the same on all ranks and independent of those drawn by the model.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from paceline.workloads.external import own_errors
 
 # Values other than tensors that enter a checksum.
 _VALUES = (numpy.ndarray, numpy.generic, str, bytes, int, float)
-# Options taken over from a user's loader when Paceline builds its own.
+# Options copied from a user's loader when Paceline builds its own.
 _OPTIONS = (
     "collate_fn",
     "num_workers",
@@ -117,7 +117,7 @@ class OwnData:
         yield from (OwnBatch(content, count=count).to(device) for content, count in zip(found, counts, strict=False))
 
     def describe(self) -> str:
-        """One line for people."""
+        """A one-line description for people."""
         count = f"{len(self):,} samples" if len(self) else "samples"
         stream = "a stream per rank" if self.is_sharded else "a stream"
         how = f"in {stream}" if self.is_stream else "by index"
@@ -160,7 +160,7 @@ class _OwnRandom:
     previous context ended, and leaves the state outside untouched."""
 
     def __init__(self, seed: int) -> None:
-        self._other: Any = seed  # the state that is not installed, or the seed to make it from
+        self._other: Any = seed  # the state that is not installed, or the seed for it
 
     def __enter__(self) -> None:
         # Swap numpy's generator itself: copying its state takes longer than loading a small sample.
@@ -258,7 +258,7 @@ def _look(data: OwnData) -> OwnData:
     _check_batch(data, leaves)
     if data.is_stream:
         data.batch_size = data.batch_size or len(data.head)
-    # Only one sample of a batch, whose size may change on resume; but shards may start with equal samples.
+    # Use only one sample of a batch, whose size may change on resume; but shards may start with equal samples.
     if not data.is_sharded:
         leaves = [leaf[:1] if is_tensor(leaf) and leaf.dim() else leaf for leaf in leaves]
     data.checksum = digest([leaves, *(data.take(place).content for place in places[1:] if not data.is_stream)])

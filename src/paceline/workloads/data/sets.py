@@ -67,7 +67,7 @@ class DataSet:
             yield self.prepare(self.take(indices).to(device), indices, 0)
 
     def describe(self) -> str:
-        """One line for people."""
+        """A one-line description for people."""
         size = " x ".join(map(str, self.form.shape))
         what = {
             "images": f"images of {size} in {self.form.num_classes} classes",
@@ -205,7 +205,7 @@ _FORMS = {
     "pairs": DataForm("pairs", (32,), 2, vocabulary=64),
     "tokens": DataForm("tokens", (64,), 64, vocabulary=64),
 }
-# Only this many ids occur, whatever the vocabulary: more would take too long to learn.
+# Only this many ids occur, regardless of the vocabulary: more would take too long to learn.
 _USED_IDS = 64
 _SLAB = 256
 # Contrast of noisy images: low enough that a small CNN gets most of them right, but not all.
@@ -314,7 +314,7 @@ def load_data(
     check_request(request)
     if request.name.startswith("synthetic"):
         return build_synthetic(request, split, form, device)
-    limit = request.samples if split == "train" else None  # the test split is never cut
+    limit = request.samples if split == "train" else None  # the test split is never truncated
     path = load_from_hub(request.name) if request.path is None else Path(request.path)
     layout, files = find_files(request.name, path, split)
     labels: _Labels = {"name": request.name, "split": split, "source": f"from {layout} files in {path}"}

@@ -1,4 +1,4 @@
-"""Which rank takes which sample: the order of an epoch, its global batches, and each rank's share.
+"""The assignment of samples to ranks: the order of an epoch, its global batches, and each rank's share.
 
 Everything depends only on its arguments, so ranks agree without communication.
 """
@@ -79,15 +79,15 @@ class EpochOrder:
 
 class MicroBatch(NamedTuple):
     """The samples of one forward and backward pass on one rank. `num_counted` is 0 for a filler: one sample that does
-    not count in the loss, so that all ranks run equally many passes."""
+    not count in the loss, so that all ranks run the same number of passes."""
 
     indices: torch.Tensor
     num_counted: int
 
 
 def split_window(indices: torch.Tensor, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
-    """A rank's share of a global batch, in as many micro-batches as every other rank has. Shares are contiguous and
-    differ by at most one sample, and so do the micro-batches of a rank."""
+    """A rank's share of a global batch, in the same number of micro-batches on every rank. Shares are contiguous and
+    differ in size by at most one sample, as do the micro-batches of a rank."""
     largest = -(-len(indices) // world_size)
     count = -(-largest // micro_batch_size)
     share = cut_range(range(len(indices)), rank, world_size)
