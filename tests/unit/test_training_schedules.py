@@ -3,9 +3,9 @@
 import itertools
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ def rates(shape, warmup=0, steps=STEPS):
 
 def test_a_rate_is_set_in_every_parameter_group():
     schedule = Schedule(shape="linear", peak=PEAK, num_steps=STEPS)
-    optimizer = torch.optim.SGD([{"params": [torch.ones(1)]}, {"params": [torch.ones(1)], "lr": 7.0}], lr=1.0)
+    optimizer = SimpleNamespace(param_groups=[{"lr": 1.0}, {"lr": 7.0}])
     assert schedule.apply(optimizer, 4) == schedule.rate(4)
     assert [group["lr"] for group in optimizer.param_groups] == [schedule.rate(4)] * 2
 
