@@ -290,6 +290,7 @@ TIMED_LAYER = {"kind": "layer_time", "layer": "a"}
         ({**TIMED_LAYER, "samples": {"seconds": [["x"]]}}, "samples.seconds"),
         ({**TIMED_LAYER, "samples": {"reducer": "max"}}, "seconds"),
         ({**TIMED_LAYER, "samples": {"seconds": [[-1.0]]}}, "seconds is -1.0"),
+        ({**TIMED_LAYER, "samples": {"seconds": [[10**400]]}}, "samples.seconds: int too large"),
         ({**TIMED_LAYER, "samples": [[1.0]]}, "samples must be a JSON object"),
     ],
 )

@@ -218,3 +218,25 @@ def test_an_error_that_ends_a_script_closes_its_world_as_failed(monkeypatch):
     sys.excepthook(ValueError, error, None)
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert done == [ValueError, (ValueError, error, None), KeyboardInterrupt]
+
+
+@has_monitor
+def test_a_script_that_closes_its_world_after_an_error_has_not_handled_it(monkeypatch):
+    """Closing may take seconds on NCCL. The monitor must still be there to report the error, or a hanging exit."""
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr("paceline.runtime.faults.monitor._HANDLED_S", 0.0)
+    left = []
+
+    def close(*_):
+        pulse.close_page()
+        monitor.look()
+        left.append(monitor.have_all_left())  # since now
+        time.sleep(0.01)
+        left.append(monitor.have_all_left())
+
+    monkeypatch.setattr(world, "current_world", lambda: SimpleNamespace(__exit__=close))
+    with Monitor([0], 1) as monitor:
+        pulse.open_page(*monitor.find_pages(0))
+        monitored._note_errors(0)
+        sys.excepthook(ValueError, ValueError("a bad sample"), None)
+    assert left == [False, False]

@@ -487,7 +487,7 @@ def test_a_rank_that_ends_by_its_error_is_waited_for_and_one_that_handled_it_is_
         monitor.have_all_left()  # since now
         time.sleep(0.01)
         assert monitor.have_all_left()  # this process continues
-        pulse._note_end()
+        pulse.note_exit()
         assert not monitor.have_all_left()
 
 
@@ -501,7 +501,7 @@ def test_a_rank_whose_exit_hangs_after_an_error_is_ended(monkeypatch):
         monitor.look()
         pulse.fail("failed: CollectiveError", is_secondary=False)
         pulse.close_page()
-        pulse._note_end()
+        pulse.note_exit()
         monitor.look()
         assert monitor.find_ended() == {} and not monitor.have_all_left()
         (text, is_secondary) = wait_until(lambda: monitor.look() or monitor.find_ended())[0]

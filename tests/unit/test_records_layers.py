@@ -79,6 +79,9 @@ def test_sizes_and_times_for_the_files_of_others():
         ({"batch_size": 0}, "batch_size is 0"),
         ({"optimizer": build_times(0.1)}, "optimizer has other repetitions"),
         ({"forward": Samples(seconds=((0.1, 0.1),) * 2)}, "forward has other .* ranks"),
+        ({"blocks": (BlockTimes("a", (0.1,), (0.1, 0.1)),)}, "block has other repetitions"),
+        ({"parameters": (ParameterTimes("a", 4, 1, "float32", "", (0.1,)),)}, "parameter .* has other repetitions"),
+        ({"parameters": build_profile().parameters[::-1]}, "ready order"),
     ],
 )
 def test_an_impossible_profile_is_refused(changes, reason):

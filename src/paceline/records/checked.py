@@ -128,12 +128,12 @@ def decode(kind: Any, value: Any, name: str = "") -> Any:
         except TypeError as error:  # a field is missing
             raise RecordError(f"{name or kind.__name__}: {error}") from None
     check_type(origin, value, name)
-    if origin is tuple:
-        item_type = arguments[0]
-        if item_type is float and set(map(type, value)) <= {int, float}:  # fast, for raw samples
-            return tuple(map(float, value))
-        return tuple(decode(item_type, item, name) for item in value)
     try:
+        if origin is tuple:
+            item_type = arguments[0]
+            if item_type is float and set(map(type, value)) <= {int, float}:  # fast, for raw samples
+                return tuple(map(float, value))
+            return tuple(decode(item_type, item, name) for item in value)
         return float(value) if kind is float else value
     except OverflowError as error:
         raise RecordError(f"{name}: {error}") from None

@@ -1,5 +1,6 @@
 """Layers: rows of imported tables, and profiles of when each gradient becomes ready and how long each block takes."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator
@@ -126,6 +127,12 @@ class LayerProfileRecord(Record):
             yield "no trained parameters"
         phases = ("forward", "backward", "optimizer", "profiled_step", "profiled_forward", "profiled_backward")
         yield from self.find_uneven(*phases)
+        rows = [one.ready_s for one in self.parameters]
+        rows += [row for block in self.blocks for row in (block.forward_s, block.backward_s)]
+        if any(len(row) != self.timing.count for row in rows):
+            yield "a parameter or a block has other repetitions than the steps"
+        if any(first.order_s > second.order_s for first, second in itertools.pairwise(self.parameters)):
+            yield "the parameters are not in ready order"
 
     @property
     def num_bytes(self) -> int:

@@ -132,6 +132,7 @@ def _note_errors(rank: int) -> None:
             pulse.fail(failure.summary, failure.is_secondary)
         before(kind, error, trace)
         if isinstance(error, Exception) and (world := current_world()) is not None:
+            pulse.note_exit()  # closing may take seconds, and a rank that has left for long has handled its error
             world.__exit__(kind, error, None)
 
     sys.excepthook = note

@@ -271,8 +271,8 @@ def open_page(page: str, stacks: str) -> None:
             _before[ERROR[0] : sum(ERROR)] = bytes(ERROR[1])
         _rank = _Rank(page, stacks)
         _rank.start()
-        atexit.unregister(_note_end)
-        atexit.register(_note_end)
+        atexit.unregister(note_exit)
+        atexit.register(note_exit)
 
 
 def close_page() -> None:
@@ -285,7 +285,8 @@ def close_page() -> None:
         _is_done = _count_started = None  # they hold a group, which must end with its world
 
 
-def _note_end() -> None:
+def note_exit() -> None:
+    """Record that this process is exiting, which may take seconds."""
     if (page := _rank.page if _rank is not None else _before) is not None:
         memoryview(page).cast("q")[IS_ENDING] = 1
 
