@@ -143,6 +143,9 @@ def test_one_rank_by_itself_has_nothing_exposed_and_no_bandwidth():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"mode": "weak", "cell_size": 64, "batch_size": 32}, r"32 samples in a cell of 64 \(weak\)"),
+        ({"mode": "strong", "cell_size": 32, "batch_size": 32}, r"64 samples in a cell of 32 \(strong\)"),
+        ({"threads": 0}, "0 threads"),
         ({"mode": "sideways"}, "mode is 'sideways'"),
         ({"timing": Samples(seconds=((0.0, 0.0),) * 9)}, "timing is .* positive"),
         ({"source": "guessed"}, "source is 'guessed'"),
@@ -199,6 +202,10 @@ def test_a_step_survives_json(record):
     [
         (PLAIN, {"role": "guess"}, "guess"),
         (DISTURBED, {"overlapped": SHORT}, "overlapped has other repetitions"),
+        (DISTURBED, {"num_messages": 0}, "only there"),
+        (DISTURBED, {"under_way": None}, "only there"),
+        (PLAIN, {"role": "disturbed"}, "only there"),
+        (PLAIN, {"message_bytes": 1}, "only there"),
         (PLAIN, {"num_messages": -1}, "num_messages is -1"),
         (PLAN, {"bucket_bytes": (MIB, -4)}, "bucket_bytes is -4"),
         (PLAN, {"cap_bytes": -1}, "cap_bytes is -1"),

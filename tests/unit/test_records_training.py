@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RecordError
+from paceline.records import CurvePoint
 from paceline.records.kinds import record_from_json, record_to_json
 from paceline.records.training import NoiseProbe, estimate_noise_scale, summarize_epochs
 from paceline.studies.batch_sizes import find_knee
@@ -39,6 +40,8 @@ def test_a_batch_that_does_not_fit_has_no_times():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"failure": "out of memory", "epoch_s": 1.0}, "either times or a failure"),
+        ({}, "either times or a failure"),
         ({"epoch_s": 1.0, "num_steps": 0}, "num_steps is 0"),
     ],
 )
@@ -77,6 +80,8 @@ def test_a_run_survives_json_whether_it_failed_or_not():
     ("changes", "reason"),
     [
         ({"budget": "hours"}, "budget is 'hours'"),
+        ({"curve": ()}, "nothing was evaluated"),
+        ({"curve": (CurvePoint(1, 1, 1.0, math.nan, 0.5),)}, "NaN or infinite"),
     ],
 )
 def test_an_impossible_run_is_refused(changes, reason):
@@ -261,6 +266,8 @@ def test_only_what_was_measured_is_written():
 @pytest.mark.parametrize(
     ("squares", "big", "reason"),
     [
+        ((1.0,), 1.0, "at least 2"),
+        ((1.0, 2.0), 1.6, "1.6"),
         ((1.0, -1.0), 1.0, "small_squares is -1.0"),
         ((1.0, math.nan), 1.0, "small_squares is nan"),
         ((1.0, 2.0), math.inf, "big_square is inf"),
@@ -278,12 +285,18 @@ def test_an_impossible_probe_is_refused(squares, big, reason):
         ({"world_size": 0}, "world_size is 0"),
         ({"step": -1}, "step is -1"),
         ({"epoch": math.nan}, "epoch is nan"),
+        ({"probes": (NoiseProbe((1.0, 1.0), 1.0), NoiseProbe((1.0,) * 3, 1.0))}, r"probes of \[2, 3\] small"),
         ({"source": "guessed"}, "source is 'guessed'"),
     ],
 )
 def test_an_impossible_record_is_refused(changes, reason):
     with pytest.raises(RecordError, match=reason):
         build_noise(**changes)
+
+
+def test_a_record_without_probes_is_refused():
+    with pytest.raises(RecordError, match="probe"):
+        replace(build_noise(), probes=())
 
 
 # -- epochs ------------------------------------------------------------------------------------------------------------

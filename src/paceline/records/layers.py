@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, ClassVar
@@ -69,6 +69,10 @@ class ParameterTimes(Checked):
     num_rows: int = 0
     rest_s: tuple[Seconds | None, ...] = ()
 
+    def find_faults(self) -> Iterator[str]:
+        if self.shape and math.prod(self.shape) != self.num_elements:
+            yield f"{self.num_elements} elements of shape {self.shape}"
+
     @cached_property
     def median_s(self) -> float | None:
         """Over repetitions with a gradient; None if there was none."""
@@ -96,6 +100,15 @@ class BlockTimes(Checked):
     name: str
     forward_s: tuple[Seconds, ...]
     backward_s: tuple[Seconds, ...]
+
+
+def _find_late(name: str, times_s: Sequence[float | None], whole: Samples) -> Iterator[str]:
+    if len(times_s) != whole.count:
+        yield f"{name} has other repetitions than the steps"
+        return
+    for time_s, (limit_s, *_) in zip(times_s, whole.seconds, strict=True):
+        if time_s is not None and time_s > limit_s * (1 + 1e-6) + 1e-9:
+            yield f"{name} takes {time_s} s of a phase of {limit_s} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +140,20 @@ class LayerProfileRecord(Record):
             yield "no trained parameters"
         phases = ("forward", "backward", "optimizer", "profiled_step", "profiled_forward", "profiled_backward")
         yield from self.find_uneven(*phases)
-        rows = [one.ready_s for one in self.parameters]
-        rows += [row for block in self.blocks for row in (block.forward_s, block.backward_s)]
-        if any(len(row) != self.timing.count for row in rows):
-            yield "a parameter or a block has other repetitions than the steps"
+        names = [block.name for block in self.blocks]
+        if self.timing.num_ranks != 1 or len(set(names)) < len(names) or OUTSIDE in names:
+            found = f"{self.timing.num_ranks} ranks, and blocks {', '.join(names)}"
+            yield f"{found}: one rank and distinct blocks are needed"
+        for phase in ("forward", "backward"):
+            rows = [getattr(block, f"{phase}_s") for block in self.blocks]
+            if any(len(row) != self.timing.count for row in rows):
+                yield "a block has other repetitions than the steps"
+            sums = [math.fsum(times_s) for times_s in zip(*rows, strict=True)] or [0.0] * self.timing.count
+            yield from _find_late(f"the sum of all blocks' {phase}", sums, getattr(self, f"profiled_{phase}"))
+        for one in self.parameters:
+            if one.block and one.block not in names:
+                yield f"{one.name} is in the block {one.block!r}, which does not exist"
+            yield from _find_late(one.name, one.ready_s, self.profiled_backward)
         if any(first.order_s > second.order_s for first, second in itertools.pairwise(self.parameters)):
             yield "the parameters are not in ready order"
 

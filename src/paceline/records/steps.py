@@ -98,6 +98,15 @@ class StepRecord(Record):
     order_seed: int | None = None
 
     def find_faults(self) -> Iterator[str]:
+        if self.mode and self.threads < 1:
+            yield f"{self.threads} threads per rank in a scaling study: at least 1 is needed"
+        samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
+        if self.mode and samples != self.cell_size:
+            yield f"{samples} samples in a cell of {self.cell_size} ({self.mode})"
+        is_disturbed = self.role == "disturbed"
+        messages = {self.message_bytes > 0, self.under_way is not None, self.overlapped is not None}
+        if messages != {is_disturbed} or (is_disturbed and self.num_messages < 1) or (self.alone and not is_disturbed):
+            yield "single messages are timed in disturbed steps, and only there"
         yield from self.find_uneven(*EXTRA_SAMPLES)
 
     @property

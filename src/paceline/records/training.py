@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ CONFIG_FILE, METRICS_FILE, SAVES_FILE = "config.json", "metrics.jsonl", "saves.j
 CONFIG_FORMAT = ("paceline-train", 1)
 _NOT_FINITE = "not_finite"
 _LEAST_LEARNED = 0.05  # of the way from chance to no mistakes
+_ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except for rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,10 @@ class BatchRecord(Record):
     @property
     def place(self) -> str:
         return f"{self.model}, batch {self.batch_size}"
+
+    def find_faults(self) -> Iterator[str]:
+        if (self.timing is None) != bool(self.failure):
+            yield "either times or a failure is needed"
 
     @property
     def epoch_s(self) -> float | None:
@@ -116,6 +121,13 @@ class LargeBatchRecord(Record):
     def place(self) -> str:
         return f"{self.recipe} at {self.global_batch_size}, seed {self.seed}"
 
+    def find_faults(self) -> Iterator[str]:
+        if not self.curve and not self.failure:
+            yield "nothing was evaluated"
+        values = [value for p in self.curve for value in (p.train_loss, p.test_loss, p.test_accuracy or 0.0)]
+        if not all(map(math.isfinite, values)):
+            yield "a loss or accuracy is NaN or infinite"
+
     @property
     def has_learned(self) -> bool:
         """Whether the final model beats guessing: accuracy above chance, and a loss not far above that of a guess."""
@@ -146,6 +158,12 @@ class NoiseProbe(Checked):
 
     small_squares: tuple[Square, ...]
     big_square: Square
+
+    def find_faults(self) -> Iterator[str]:
+        if len(self.small_squares) < 2:
+            yield f"small gradients {self.small_squares}; at least 2 are needed"
+        elif self.big_square > statistics.fmean(self.small_squares) * (1 + _ROUNDING):
+            yield f"the square of the mean gradient, {self.big_square:g}, is above the mean of {self.small_squares}"
 
 
 @dataclass(frozen=True)
@@ -227,6 +245,12 @@ class NoiseRecord(Record):
     seed: int
     small_batch_size: PositiveCount
     probes: tuple[NoiseProbe, ...]
+
+    def find_faults(self) -> Iterator[str]:
+        sizes = sorted({len(probe.small_squares) for probe in self.probes})
+        if len(sizes) != 1:
+            found = f"{len(self.probes)} probes of {sizes} small gradients"
+            yield f"{found}: at least one probe is needed, and equally many gradients in each"
 
     @property
     def big_batch_size(self) -> int:
