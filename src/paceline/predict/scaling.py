@@ -100,7 +100,7 @@ class ScalingEvidence:
         found = [*(record for record in alone if record.cell == cell), *self.shared]
         self.ranks = tuple(record.world_size for record in found)
         if self.ranks[:1] != (1,) or len(set(self.ranks)) < len(self.ranks):
-            needed = "a scaling curve needs one cell with one rank and each number of ranks once"
+            needed = "a scaling curve needs a measurement of one rank, and only one per number of ranks"
             raise RecordError(f"{needed}, but {cell} has {list(self.ranks)}")
         self.alone, self.backend, self.ranks_at_hand = found[0], backend, at_hand
         self.variant = replace(self.alone, wrapper=wrapper, backend=backend).variant
@@ -381,7 +381,7 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
             f"{evidence.spread:.1%} (one standard deviation) without communication",
         ]
     lines.append(
-        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs; standard deviations of "
-        f"{SLOWDOWN_ERROR:.0%} for compute per doubling of the ranks, and for messages {describe_uncertainty(networks)}"
+        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs; standard deviations: compute "
+        f"{SLOWDOWN_ERROR:.0%} per doubling of the ranks; messages {describe_uncertainty(networks)}"
     )
     return lines

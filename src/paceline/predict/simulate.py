@@ -217,8 +217,8 @@ class MachineCosts:
 
 class Layout(NamedTuple):
     """Buckets in launch order: their bytes, when each is complete in an undisturbed backward, and their messages if a
-    bucket is not one all-reduce. `late` are gradients that stay whole although the job is split, as in a plan
-    (`drop_late_rows`)."""
+    bucket is not a single all-reduce. `late` names the gradients that are sent whole even if the job is split, for the
+    same reason as in `drop_late_rows`."""
 
     num_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]

@@ -51,8 +51,8 @@ _HIDDEN = 0.01
 
 class _Split(NamedTuple):
     """One step, divided into intervals by activity. `under_s` is how long messages were in flight before each gradient
-    was ready, and before compute ended. `message_s` holds for each message its time during compute, alone and with
-    another message, and its time after compute, alone and with another."""
+    was ready, and before compute ended. `message_s` holds four durations of each message: during compute, alone and
+    with another message, and after compute, alone and with another."""
 
     under_s: Floats
     message_s: Floats
