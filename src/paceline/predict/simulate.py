@@ -68,7 +68,7 @@ class Contention:
         if source is not None and device == "cpu":
             share = min(0.9, abs(share + _SHARE_ERROR * source.gauss(0, 1)))
         if not on_host:
-            return cls((1,), (1 - share,), (1.0,), "assumed: messages over a link use no core")
+            return cls((1,), (1 - share,), (1.0,), "assumed: messages over a link use no CPU core")
         basis = "assumed: a message between ranks of a full CPU host uses half of a rank's core"
         return cls((1,), (1 - share,), (1 - share,), f"{basis}, or none if each rank has a spare core")
 
