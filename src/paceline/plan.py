@@ -19,8 +19,8 @@ TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES = 25 * MIB, MIB
 FORMAT, VERSION = "paceline-plan", 1
 # Bytes of a row index.
 INDEX_BYTES = 4
-# Rows are sent if they take at most this share of the dense bytes. With other parts of the gradient, rows come on top
-# of the dense bytes.
+# Rows are sent if they take at most this share of the dense bytes. If the gradient has other parts, it is also sent
+# dense, so its rows are additional bytes.
 _WORTH_ALONE, _WORTH_WITH_OTHERS = 0.5, 0.25
 
 

@@ -145,7 +145,10 @@ class Strategy:
                 "dgc needs the residuals that feedback=0 drops; leave one out",
             ),
             (max(self.dgc, self.momentum) >= 1, "a momentum of 1 grows without bound; it must be below 1"),
-            (self.between_hosts and self.outer, f"{self.outer} averages no gradients inside a host; leave out +hosts"),
+            (
+                self.between_hosts and self.outer,
+                f"{self.outer} does not average gradients inside a host; leave out +hosts",
+            ),
             (self.between_hosts and self.is_sharded, "zero1 shards over all ranks; leave out +hosts or zero1"),
             (self.outer and not self.lr, "with lr=0 a round changes nothing; it must be above 0"),
             (self.fragments > self.period, f"more fragments than steps in a period ({self.period})"),

@@ -228,7 +228,7 @@ def test_chunks(chunked):
     assert rows[0]["algbw_gbps"] == pytest.approx(1.0) and rows[0]["busbw_gbps"] == pytest.approx(1.0)
     cells = read_cells(chunked.table().markdown())[0]
     assert (cells["elements"], cells["messages"], cells["total time (ms)"]) == ("10 000", "100", "4.0000")
-    assert re.search(r"fastest in 1 message of .*\(1 ms\), slowest in 100 messages .*\(4 ms\)", chunked.answer)
+    assert re.search(r"fastest with 1 message of .*\(1 ms\), slowest with 100 messages .*\(4 ms\)", chunked.answer)
 
 
 @pytest.mark.parametrize("width", [80, 120])

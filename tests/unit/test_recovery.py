@@ -77,7 +77,7 @@ def test_a_run_that_does_not_get_past_its_start_is_not_tried_for_ever():
     heard: list[str] = []
     recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))
     assert [decide(recovery, None) for _ in range(2)] == ["restart", "restart"]
-    assert decide(recovery, None).startswith("stop: like the 2 faults before")
+    assert decide(recovery, None).startswith("stop: like the previous 2 faults")
     assert heard[0].endswith("all ranks start again")  # there is no checkpoint
     # After a step, faults may come as fast as they like.
     recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))

@@ -216,7 +216,7 @@ def test_a_saved_comm_table_reads_its_curves_again(build):
     curve = str(RESULTS / "neoverse-n1-2-cores" / "allreduce-gloo")
     result = build("profile comm-table", build_profile(), networks="10gbe", ranks=[2], curves=[curve, "nowhere"])
     assert [row.step.network for row in result.rows] == ["10gbe", "gloo"]
-    assert result.findings[-1] == "the networks of nowhere are omitted because it no longer exists"
+    assert result.findings[-1] == "nowhere no longer exists, so its networks are omitted"
 
 
 def test_a_comm_table_has_the_doubts_of_its_profiles_and_curves_and_none_of_its_own(

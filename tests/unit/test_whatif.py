@@ -204,7 +204,7 @@ def test_the_comm_table_agrees_with_predict(device, world_size, build_collective
 def test_messages_use_a_core_on_a_host_and_none_on_a_link(sweep):
     job = replace(JOB, device="cpu")
     lines = "\n".join(describe_scenario(job, [join(), sweep]))
-    assert "contention on net: assumed: messages over a link use no core" in lines
+    assert "contention on net: assumed: messages over a link use no CPU core" in lines
     assert "contention on gloo: assumed: a message between ranks of a full CPU host uses half" in lines
     (here,), (free,) = (simulate_what_if(one, [], sweep, [4]) for one in (job, replace(JOB, device="")))
     assert here.step_s > free.step_s * 1.02 and here.local_s == free.local_s
@@ -214,7 +214,7 @@ def test_a_sweep_over_several_nodes_is_a_link(sweep):
     job = replace(JOB, device="cpu")
     for per_node, is_link in ((0, False), (1, True), (2, True), (4, False)):
         lines = "\n".join(describe_scenario(job, [replace(sweep, ranks_per_node=per_node)]))
-        assert ("messages over a link use no core" in lines) == is_link
+        assert ("messages over a link use no CPU core" in lines) == is_link
     (here,), (apart,) = (simulate_what_if(job, [], replace(sweep, ranks_per_node=n), [4]) for n in (4, 1))
     assert apart.step_s < here.step_s
 

@@ -422,8 +422,8 @@ def _root(
 
 def _join_lists(arguments: list[str]) -> list[str]:
     """Rewrite `--channels 32 64 128` as `--channels 32,64,128`, and `--trace A B` as `--trace A --trace B`, because
-    click's options take one word each; and `profile -- COMMAND` as `profile attach -- COMMAND`. Everything after -- is
-    unchanged."""
+    each of click's options takes a single word. Also rewrite `profile -- COMMAND` as `profile attach -- COMMAND`.
+    Everything after -- is unchanged."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     arguments, command = arguments[:end], arguments[end:]
     profiles = {known.name for known in profile.registered_commands}

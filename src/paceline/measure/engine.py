@@ -30,7 +30,7 @@ Point = TypeVar("Point")
 Report = Callable[[float], None]
 Allocator = Callable[[str, int, torch.dtype, torch.device], torch.Tensor]
 
-# Timeout for ranks that wait while others measure a cell, which may take long on a slow network.
+# Timeout for ranks that wait while others measure a cell, which may take a long time on a slow network.
 PATIENCE = timedelta(hours=24)
 _REPORT_S = 0.2
 

@@ -109,7 +109,7 @@ class Channel:
         return [] if end == "all" else [int(rank) for rank in end.split()]
 
     def report_failure(self, step: object) -> None:
-        """Warn ranks that wait for other messages than ours, which may never be sent in this step."""
+        """Warn ranks that wait for messages other than ours: those may never be sent in this step."""
         with contextlib.suppress(RuntimeError):  # the rank that served the store has left
             self._failures.set(str(step), "")
 
@@ -221,7 +221,7 @@ class PairExchange:
 
 
 def start_exchange(rows: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
-    """Start to gather every rank's vector into `rows`; or, given a matrix, every rank's row for this rank."""
+    """Start an all-gather of a vector into `rows` or, given a matrix, an all-to-all of its rows."""
     one, is_gather = rows[0], given.dim() == 1
     if len(rows) == 2 and one.nbytes >= _CROSSING_BYTES and _is_gloo_on_cpu(rows, group):
         # gloo sends its data before it tells the peer that it is ready to receive, and that notice queues behind the

@@ -127,7 +127,7 @@ class Codec:
         _copy_all(moved)
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
-        """Compute the averages in the vectors, or replace vectors in the list by averages."""
+        """Average the vectors in place, or replace them in the list with their averages."""
         raise NotImplementedError
 
     def check(self, averages: torch.Tensor) -> None:
@@ -453,7 +453,7 @@ def run_together(exchanges: Sequence[Exchange]) -> None:
 def reduce_scatter(
     rows: torch.Tensor, at_once: bool, name: Callable[[str], str] = str
 ) -> Generator[tuple[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """An exchange that returns the sum over the ranks of this rank's row: by the backend, or in rank order here."""
+    """An exchange that returns this rank's row summed over the ranks: by the backend, or here, in rank order."""
     if at_once:
         return (yield name(SCATTER), rows)
     received = yield name(SWAP), rows

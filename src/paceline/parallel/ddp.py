@@ -276,7 +276,7 @@ class DDP(DistributedDataParallel):
     def stop(self) -> None:
         """Remove all hooks from the module, which ends synchronisation."""
         self._detach()
-        _wrappers.discard(self)  # the next wrapper does not need a separate group because of this one
+        _wrappers.discard(self)  # otherwise the next wrapper would use a separate group
 
     def _detach(self) -> None:
         if self._sync is not None:

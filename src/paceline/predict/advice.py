@@ -291,9 +291,9 @@ def list_bottlenecks(
 ) -> list[Finding]:  # fmt: skip
     """The bottlenecks of a step of `step_s`, largest first: data, late rank, buckets, batch (communication takes more
     than half as long as compute, and buckets do not hide it), network, host, or compute. `data` holds each rank's waits
-    in data loaders. `buckets` is what better buckets save. `messages` is the communication time of
-    a step, its exposed part with the best buckets, and the compute time of a rank. `idle_s` is how long a GPU is idle
-    for reasons other than data and messages."""
+    in data loaders. `buckets` is the gain from better buckets. `messages` is the communication time of a step, its
+    exposed part with the best buckets, and the compute time of a rank. `idle_s` is how long a GPU is idle for reasons
+    other than data and messages."""
     waits = [statistics.median(row[rank] for row in data.seconds) for rank in range(data.num_ranks)]
     data_s = max(waits)
     found = [blame_data(data_s, step_s, None if min(waits) > data_s / 2 else waits.index(data_s))]

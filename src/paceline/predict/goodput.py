@@ -1,4 +1,4 @@
-"""Goodput: the share of a job's time that counts, given random faults and the cost of checkpoints and recovery.
+"""Goodput: the productive share of a job's time, given random faults and the cost of checkpoints and recovery.
 
 Faults occur at a constant rate, one per `mtbf_s` seconds on average, also while the job recovers. A period is
 `interval_s` seconds of steps and the stall of a save. The checkpoint is written in the background and counts once it is
@@ -10,7 +10,7 @@ The mean times are exact for such faults. The derivation, in words, with r = 1 /
 - A stretch of x seconds has no fault with probability e^-rx, and lasts (1 - e^-rx) / r on average until its end or its
   fault. If it starts again after each fault and a recovery of mean time F, its mean time E is
   (1 - e^-rx) / r + (1 - e^-rx) (F + E), so E = (e^rx - 1) (1 / r + F).
-- A restart of R seconds is such a stretch; after each fault it follows the time D until the fault is detected:
+- A restart of R seconds is such a stretch. After each fault, it begins once the fault is detected, D seconds later:
   F = e^rR D + (e^rR - 1) / r.
 - So a period takes e^rR (e^r(interval + save) - 1) (1 / r + D): Daly's formula (2006), with D. For rare faults, its
   optimum is Young's interval, sqrt(2 save mtbf).
@@ -340,8 +340,8 @@ class Goodput:
 
 
 def average_costs(records: Sequence[CostRecord], source: random.Random | None = None) -> dict[str, float]:
-    """The mean of each cost; the median for steps, since the first ones are slow. With a random `source`, a draw of the
-    result of another measurement."""
+    """The mean of each cost; the median for steps, since the first ones are slow. With a random `source`, resamples
+    as if the costs were measured again."""
     found = {}
     for record in records:
         seconds: Sequence[float] = record.seconds
@@ -379,12 +379,12 @@ def estimate_goodput(
 
 
 def is_ahead(first: Goodput, second: Goodput) -> bool:
-    """Whether the known costs decide between two policies, in 95 % of the draws."""
+    """Whether `first` has the higher goodput in at least 95 % of the draws."""
     better = sum(a > b for a, b in zip(first.draws, second.draws, strict=True))
     return better >= 0.95 * len(first.draws)
 
 
 def estimate_save_interval(stalls_s: Sequence[float], write_s: float, mtbf_s: float, lost: float = 1.0) -> float:
-    """Seconds between the end of a save and the next one, by the stalls of the last saves, where a share `lost` of the
-    faults needs a checkpoint. The recovery time hardly affects it."""
+    """The best time between the end of a save and the next one, in seconds, from the stalls of the last saves. A share
+    `lost` of the faults needs a checkpoint. The recovery time hardly matters."""
     return Policy("", mtbf_s, statistics.fmean(stalls_s), write_s, lost=lost).find_best_interval()

@@ -146,7 +146,7 @@ def fit_job(
     assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source).spread_over(curve)
     if rank.too_short:
         assumed = replace(assumed, basis=f"{assumed.basis} (this backward is too short to measure it)")
-    emulated = Contention(basis="an emulated network uses no core")
+    emulated = Contention(basis="an emulated network uses no CPU core")
     contention = emulated if is_emulated else rank.contention or assumed
     finish_s = buffers_s if is_ours else 0.0
     before_s += 0.0 if is_ours else buffers_s

@@ -120,8 +120,9 @@ def _estimate_inflation(values: Sequence[float]) -> float:
 
 def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Iterable[Interval] | None = None) -> str:
     """The verdict from the ratios of the plans to the default: `use` a faster plan, keep the `default` because it is
-    best, `flat`, or `undecided`. Plans are flat if all are within 1 % of the default, or if none can save 1 %, none
-    seems to, and none is shown to lose it. `left` are the plans that may still be the best."""
+    best, `flat`, or `undecided`. Plans are flat if all are within 1 % of the default. They are also flat if none
+    can save 1 %, no median saves as much, and none is shown to be more than 1 % slower. `left` are the plans that may
+    still be the best."""
     found = list(ratios)
     if all(interval.is_flat for interval in found):
         return "flat"

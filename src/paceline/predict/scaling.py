@@ -100,7 +100,7 @@ class ScalingEvidence:
         found = [*(record for record in alone if record.cell == cell), *self.shared]
         self.ranks = tuple(record.world_size for record in found)
         if self.ranks[:1] != (1,) or len(set(self.ranks)) < len(self.ranks):
-            needed = "a scaling curve needs one cell with one rank and each number of ranks once"
+            needed = "a scaling curve needs a measurement of one rank, and each rank count only once"
             raise RecordError(f"{needed}, but {cell} has {list(self.ranks)}")
         self.alone, self.backend, self.ranks_at_hand = found[0], backend, at_hand
         self.variant = replace(self.alone, wrapper=wrapper, backend=backend).variant
@@ -358,12 +358,12 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
             for count, (factor, extra_s) in curve.corrections.items()
         )
         lines += [
-            "without communication, a rank takes a multiple of the step of one rank alone (extrapolated linearly from "
-            f"the last two): {factors}",
-            f"messages take a multiple of their time in the sweep, plus unexplained time: {found}",
+            "step without communication, relative to one rank alone (extrapolated linearly from the last two rank "
+            f"counts): {factors}",
+            f"message times relative to the sweep, plus unexplained time: {found}",
         ]
     else:
-        lines.append("no steps on several ranks: compute is assumed not to slow down, and messages are as in the sweep")
+        lines.append("no steps on several ranks: compute is assumed not to slow down, and messages to match the sweep")
     lines.append(f"contention: {curve.find_contention(2).basis}")
     if evidence.alone.device == "cpu":
         lines.append(f"{evidence.ranks_at_hand} ranks fit this host")
@@ -381,7 +381,7 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
             f"{evidence.spread:.1%} (one standard deviation) without communication",
         ]
     lines.append(
-        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs; standard deviations of "
-        f"{SLOWDOWN_ERROR:.0%} for compute per doubling of the ranks, and for messages {describe_uncertainty(networks)}"
+        f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs; standard deviations: compute "
+        f"{SLOWDOWN_ERROR:.0%} per doubling of the ranks; messages {describe_uncertainty(networks)}"
     )
     return lines

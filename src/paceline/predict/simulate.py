@@ -68,7 +68,7 @@ class Contention:
         if source is not None and device == "cpu":
             share = min(0.9, abs(share + _SHARE_ERROR * source.gauss(0, 1)))
         if not on_host:
-            return cls((1,), (1 - share,), (1.0,), "assumed: messages over a link use no core")
+            return cls((1,), (1 - share,), (1.0,), "assumed: messages over a link use no CPU core")
         basis = "assumed: a message between ranks of a full CPU host uses half of a rank's core"
         return cls((1,), (1 - share,), (1 - share,), f"{basis}, or none if each rank has a spare core")
 
@@ -217,8 +217,8 @@ class MachineCosts:
 
 class Layout(NamedTuple):
     """Buckets in launch order: their bytes, when each is complete in an undisturbed backward, and their messages if a
-    bucket is not one all-reduce. `late` are gradients that stay whole although the job is split, as in a plan
-    (`drop_late_rows`)."""
+    bucket is not a single all-reduce. `late` names the gradients that are sent whole even if the job is split, for the
+    same reason as in `drop_late_rows`."""
 
     num_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]

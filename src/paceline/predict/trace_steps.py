@@ -177,7 +177,7 @@ class _Device:
         return float(np.diff(windows).sum()) - union_time(starts, ends, windows)
 
     def compare(self, begin: float, end: float, messages: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """The time of kernels that ran next to messages, and the time of the same kernels without messages, for
+        """The time of kernels that ran during messages, and the time of the same kernels without messages, for
         launches from `begin` to `end`. Counts only kernels that ran both ways: equal names and grids, launched by the
         same operators with inputs of the same shapes."""
         groups: defaultdict[Any, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))

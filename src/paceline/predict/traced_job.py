@@ -51,8 +51,8 @@ _HIDDEN = 0.01
 
 class _Split(NamedTuple):
     """One step, divided into intervals by activity. `under_s` is how long messages were in flight before each gradient
-    was ready, and before compute ended. `message_s` holds for each message its time during compute, alone and with
-    another message, and its time after compute, alone and with another."""
+    was ready, and before compute ended. `message_s` holds four durations of each message: during compute, alone and
+    with another message, and after compute, alone and with another."""
 
     under_s: Floats
     message_s: Floats
@@ -155,7 +155,7 @@ class TracedJob:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether enough kernels ran both next to messages and without them to measure contention."""
+        """Whether enough kernels ran both with and without concurrent messages to measure contention."""
         under_s = sum(split.under_s[-1] for split in self._splits[self.rank])
         return sum(step.beside_s for step in self.steps) >= max(1e-9, _LEAST_COMPARED * float(under_s))
 
@@ -244,17 +244,17 @@ class TracedJob:
     def _fit_contention(
         self, steps: Sequence[TracedStepRecord], under_s: float, parts: Floats, resample: Resample
     ) -> Contention:
-        """From kernels that ran both next to messages and without, or from backward passes without messages. Otherwise
-        assumed, unless the messages show that they are slowed less. `parts` holds, per step and message, its time
-        during and after compute."""
+        """From kernels that ran both with and without concurrent messages, or from backward passes without messages.
+        Otherwise assumed, unless the messages show that they are slowed less. `parts` holds, per step and message, its
+        time during and after compute."""
         if self.has_kernels and (beside_s := sum(step.beside_s for step in steps)) > 0:
             rate = min(1.0, max(0.1, sum(step.without_s for step in steps) / beside_s))
-            basis = f"measured: kernels take {1 / rate - 1:.1%} longer next to messages than without"
+            basis = f"measured: kernels take {1 / rate - 1:.1%} longer while messages are in flight"
             return Contention((1,), (rate,), (1.0,), basis, is_by_bytes=True)
         if not self.has_contention or under_s <= 0:
             assumed = Contention.assume(self.device, self.is_on_host, source=resample.source)
             rate = self._find_least_rate(parts)
-            basis = f"fitted: next to compute, messages run at {rate:.0%} of their speed and slow compute as much"
+            basis = f"fitted: during compute, messages run at {rate:.0%} of their speed, and slow it down as much"
             return Contention((1,), (rate,), (rate,), basis) if rate > assumed.message_rates[0] else assumed
         own_s = statistics.median(step.backward_s for step in steps) - len(self.layout) * self.steps[0].launch_s
         rate = 1 - (own_s - statistics.median(resample.take(self.alone_s))) / under_s
@@ -264,7 +264,7 @@ class TracedJob:
         return Contention((1,), (rate,), (max(rate, 1 - rate),), basis)
 
     def _find_least_rate(self, parts: Floats) -> float:
-        """A lower bound for the speed of messages next to compute: undisturbed, they would not be faster per byte than
+        """A lower bound for the speed of messages during compute: undisturbed, they would not be faster per byte than
         messages after compute that are as large or larger. 0 if the trace has none to compare."""
         sizes, took_s = np.array(self.layout), np.median(parts, axis=0)
         is_next = took_s[:, 0] > took_s[:, 1]

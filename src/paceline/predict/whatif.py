@@ -186,7 +186,7 @@ def describe_scenario(
         varies if spread else "all ranks are equally fast",
         *([f"{accumulate} micro-batches per step; gradients are sent during the last backward"] * (accumulate > 1)),
         f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs and from the assumptions; standard "
-        f"deviations of {MODEL_ERROR:.0%} of exposed communication for the model's own error, and {errors}",
+        f"deviations: the model's own error {MODEL_ERROR:.0%} of exposed communication; messages {errors}",
     ]
 
 

@@ -88,7 +88,7 @@ def read_nccl_text(path: Path, text: str) -> list[CollectiveRecord]:
             runs[-1].rows.append(_read_row(place, dict(zip(columns, cells, strict=False))))
     runs = [run for run in runs if run.rows]
     if not runs:
-        raise RecordError(f"{path} has the header of nccl-tests and no results below it")
+        raise RecordError(f"{path} has an nccl-tests header but no results below it")
     return [record for run in runs for record in _build_records(path, run)]
 
 

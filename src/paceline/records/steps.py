@@ -52,7 +52,7 @@ class StepRecord(Record):
     passes to all-reduce per step, gradients only. `cell_size` is the samples per rank (`mode` weak) or over all ranks
     (strong). `num_parameters` counts tensors. `num_wrong` of `num_checked` parameters differed between ranks, or from
     torch's. `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a step adds
-    at its peak, each on the rank with the most. `steps_per_turn` consecutive repetitions were one turn of this variant.
+    at its peak, each the maximum over ranks. `steps_per_turn` consecutive repetitions were one turn of this variant.
     """
 
     kind: ClassVar[str] = "step"

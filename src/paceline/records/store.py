@@ -120,13 +120,13 @@ def find_file(path: Path) -> Path | None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file or, where only that exists, its compressed copy."""
+    """Open a file, or its compressed copy if only that exists."""
     file = find_file(path) or path
     return cast(BinaryIO, gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file or of its compressed copy; OSError where it cannot be read."""
+    """The content of a file or of its compressed copy; OSError if it cannot be read."""
     try:
         with open_file(path) as file:
             return file.read()

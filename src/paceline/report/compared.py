@@ -296,7 +296,7 @@ def describe_numbers(rows: Sequence[ComparedNumber]) -> str:
     text = f"{len(clear)} of {len(known)} numbers shared by these runs differ by more than their noise"
     if clear:
         _, row, change = max(clear, key=lambda one: one[0])
-        text += f", most of all {row.name} ({row.run}), by a factor of {format_ratio(change)}"
+        text += f"; the largest difference is {row.name} ({row.run}), by a factor of {format_ratio(change)}"
     return f"{text}."
 
 
@@ -442,9 +442,9 @@ _RUNS = (
 
 
 class TrainComparisonResult(ComparisonResult):
-    """Result of `train --compare`, and of a job trained on several rank counts. `parts` are the runs, a row for each in
-    `rows`, and `numbers` what they share, with its uncertainty. When saved, it stores the folders of the runs relative
-    to its own (`config["runs"]`)."""
+    """Result of `train --compare`, and of a job trained on several rank counts. `parts` are the runs, `rows` has a
+    row for each, and `numbers` are the metrics they have in common, with uncertainties. When saved, it stores the
+    folders of the runs relative to its own (`config["runs"]`)."""
 
     json_columns = raw_columns("learned_the_same", settings_that_differ="differences")
 

@@ -15,8 +15,8 @@ _POINTS = 60  # of a line
 _MOST_ON_A_HOST = 16  # GPUs
 _NAMES = {
     "step": "a step",
-    "save": "the stall of a save",
-    "write": "the write after it",
+    "save": "the checkpoint stall",
+    "write": "the background write",
     "detect": "detecting a fault",
     "restart": "a restart",
     "spare": "takeover by a spare",
@@ -153,7 +153,7 @@ class GoodputResult(Result):
             ),
             (
                 shrinks and usable is None,
-                "assumed: with shrink all other ranks can share the global batch (a training run would show it)",
+                "assumed: with shrink all other ranks can share the global batch (a training run can confirm it)",
             ),
             (
                 shrinks and usable is not None,

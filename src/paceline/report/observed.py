@@ -1,4 +1,4 @@
-"""Results of a user's program, traced (`predict --trace`) or attached to: its buckets, its bottleneck, and code."""
+"""Results for a user's own program, traced (`predict --trace`) or attached to: buckets, bottleneck, code to paste."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class TracedResult(Result):
         reason = {
             "keep": f"no bucket size saves more than 1 %: {saves}",
             "flat": str(self.limit) if self.limit.is_nothing else f"all bucket sizes are within 1 %: {saves}",
-            "undecided": f"{saves}, which is not certain",
+            "undecided": f"{saves}, but this is uncertain",
         }[self.verdict]
         added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"
         return f"{where}: {kept}{'' if self.verdict == 'keep' else f' ({self.verdict})'}: {reason}; {added}. Simulated."
@@ -170,7 +170,7 @@ class TracedResult(Result):
     def findings(self) -> Sequence[str]:
         traced, plan = self.traced, self.plan
         count, left_out = len(traced.steps), traced.num_left_out
-        without = f"; {left_out} excluded because of other buckets or missing ranks" if left_out else ""
+        without = f"; {left_out} excluded because they have different buckets or lack ranks" if left_out else ""
         off = f"{abs(traced.fit.error):.1%} {'longer' if traced.fit.error > 0 else 'shorter'}"
         free = self.model.predict(self.model.cut_like(plan.bucket_bytes))
         spread = f"median ±{self.model.noise:.1%}{', assumed' if traced.is_short else ''}"
@@ -186,7 +186,7 @@ class TracedResult(Result):
         if free.step_s < (1 - PLATEAU) * self.best.step_s:
             lines.append(
                 f"with one cap per bucket ({len(plan.buckets)}; bucket_cap_mb_list of torch 2.13), a step takes "
-                f"{format_ms(free.step_s)} ms: the JSON and `result.plan` have the list"
+                f"{format_ms(free.step_s)} ms; the list is in the JSON and in `result.plan`"
             )
         if traced.spread > _NOISY:
             lines.append(f"doubtful: the traced steps vary by {traced.spread:.0%}; trace again on an idle machine")
@@ -198,7 +198,7 @@ class TracedResult(Result):
         if any(row.doubt for row in self.rows):
             sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
             lines.append(
-                f"beyond the trace: its messages have {sizes[0]} to {sizes[1]}; trace another bucket size as well"
+                f"beyond the trace: its messages range from {sizes[0]} to {sizes[1]}; trace another bucket size as well"
             )
         if self.elsewhere:
             assumed = [line for fabric in self.fabrics for line in fabric.assumptions]
@@ -345,10 +345,10 @@ class AttachedResult(Result):
             self.cap_mib = self.config["plans"][self.race.winner]
         self.rows = self._list_rows(recorded)
         saved = None
-        if self.buckets is not None and self.verdict in ("use", "undecided"):  # likely savings count, too
+        if self.buckets is not None and self.verdict in ("use", "undecided"):  # also report likely savings
             cap = self.cap_mib or self.rival.cap_mib or TORCH_CAP_BYTES / MIB
             gain_s, low_s, high_s = (self.step_s * share for share in self.saves)
-            interval_s = (low_s, high_s) if math.isfinite(low_s) else None  # not after few rounds
+            interval_s = (low_s, high_s) if math.isfinite(low_s) else None  # infinite after too few rounds
             certainty = "estimated" if self.race is None else "measured"
             saved = blame_buckets(f"bucket_cap_mb={_write_cap(cap)}", gain_s, interval_s, certainty)
         late, messages = self._find_late(recorded), self._find_messages()
@@ -360,7 +360,7 @@ class AttachedResult(Result):
         return find_late_rank(recorded)
 
     def _find_idle(self, recorded: Sequence[TracedStepRecord]) -> float:
-        """Of the rank with the most idle GPU, without the wait for data, which is a separate bottleneck."""
+        """Idle GPU time on the rank with the most, without the wait for data, which is a separate bottleneck."""
         waits = {row.rank: row.data_s for row in self.rows}
         by_rank = group_by(recorded, lambda step: step.rank)
         idle = (statistics.median(s.idle_s for s in steps) - waits.get(rank, 0.0) for rank, steps in by_rank.items())

@@ -184,7 +184,7 @@ class PredictResult(Result):
 
 def plot_efficiency(rows: Sequence[Prediction], title: str, subtitle: str) -> Figure:
     """Weak-scaling efficiency against ranks: one line with its interval per network, hollow markers for doubtful
-    rows."""
+    predictions."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     for number, (network, found) in enumerate(group_by(rows, lambda row: row.network).items()):
         line = sorted(found, key=lambda row: row.world_size)
@@ -308,7 +308,7 @@ class CapsResult(Result):
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
 
     def _estimate_interval(self, costs: MachineCosts, device: str) -> tuple[float, float]:
-        """Of backward with the best buckets."""
+        """The 90 % interval of backward with the best buckets, in seconds."""
         job = replace(self.job, before_s=0.0, after_s=0.0)
 
         def build(resample: Resample) -> Draw:
@@ -350,14 +350,14 @@ class CapsResult(Result):
     def answer(self) -> str:
         beyond = "; some messages are larger than any in the table" if self.changes[0].is_beyond else ""
         interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
-        text = f"Use a bucket size of {join_sizes(*self.caps.plateau)}; all are within 1 % of the best, "
-        text += f"{format_ms(self.caps.best.backward_s)} ms for backward with communication"
+        text = f"Use a bucket size of {join_sizes(*self.caps.plateau)}: backward with communication is within 1 % of "
+        text += f"the best, {format_ms(self.caps.best.backward_s)} ms"
         default = f"torch's default takes {format_ms(self.default_s)}"
         if not self.is_on_gpu:
             return f"{text}{interval}; {default} ms. Simulated{beyond}."
         both = "none" if not self.shared else join_sizes(*max(self.shared, key=lambda sizes: sizes[1] / sizes[0]))
         return (
-            f"{text}, from the tables alone. With the published slowdown of the GPU by NCCL: "
+            f"{text}, from the tables alone. If NCCL slows down the GPU as published: "
             f"{join_sizes(*self.expected.plateau)}, within 1 % of "
             f"{format_ms(self.expected.best.backward_s)} ms{interval}. Sizes good in both cases: {both}; "
             f"{default} and {format_ms(self.default_expected_s)} ms. Simulated{beyond}."
@@ -374,10 +374,10 @@ class CapsResult(Result):
             f"residuals up to {line.max_rel_residual:.0%}; predictions use the table itself",
             "closed form when communication is the bottleneck: b* = B sqrt(alpha / T) = "
             f"{format_bytes(round(self.closed_form_bytes))}; here communication takes "
-            f"{format_ms(job.num_bytes / line.bytes_per_s)} of the {format_ms(job.backward_s)} ms of backward",
-            f"the best free plan from the tables has {len(cuts)} buckets and takes {format_ms(free.over_s)} ms",
+            f"{format_ms(job.num_bytes / line.bytes_per_s)} ms and backward {format_ms(job.backward_s)} ms",
+            f"best plan from the tables without a uniform cap: {len(cuts)} buckets, {format_ms(free.over_s)} ms",
             f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end of backward: "
-            f"{format_ms(self.cost.estimate_s(size))} ms stay exposed at any bucket size",
+            f"{format_ms(self.cost.estimate_s(size))} ms are exposed at any bucket size",
             *self._describe_splits(),
             "assumed: one message at a time and no copies; times include waiting for other ranks",
             f"contention: {self.contention.basis}"
@@ -393,15 +393,16 @@ class CapsResult(Result):
         exposed = ", ".join(f"{format_ms(s.free.exposed_s)} ms with {s.num_rows} rows" for s in self.splits)
         was = format_ms(self.free_plan[1].exposed_s)
         first, asked, (rows, *_) = self.splits[0], "(embeddings='rows')" * self.is_on_gpu, self.splits[0].free.tail
-        text = "sends the head's gradient early and the lookups' gradient as the rows in each rank's batch"
+        text = "sends the head's gradient early, and the lookups' gradient as the rows in each rank's batch"
         late, late_s = format_bytes(first.late_bytes), self.cost.estimate_s(first.late_bytes)
         every = self.only(CollectiveRecord)[0].world_size * first.num_rows * first.job.tail[0][0].row_bytes
         both, one = (format_ms(self.cost.estimate_s(size)) for size in (first.late_bytes + every, 1))
-        left = f"{late} of other gradients are also ready only at the end: {format_ms(late_s)} ms in one message, plus "
-        left += f"{format_ms(rows.done_s - rows.start_s)} ms for {first.num_rows} rows per rank; together they take "
-        left += f"{both} ms; a single element takes {one} ms in the table, and with a tenth of the latency "
+        left = f"{late} of other gradients also become ready only at the end of backward; sending them takes "
+        left += f"{format_ms(late_s)} ms, and sending {first.num_rows} rows per rank "
+        left += f"{format_ms(rows.done_s - rows.start_s)} ms; together they take {both} ms; one element takes "
+        left += f"{one} ms in the table; with a tenth of the latency, "
         return [
-            f"paceline.DDP{asked} {text}; with the best free plan, {exposed} are exposed instead of {was} ms",
+            f"paceline.DDP{asked} {text}; without a uniform cap, the best plan exposes {exposed} instead of {was} ms",
             f"{left}{format_ms(first.quick.exposed_s)} ms would be exposed",
         ]
 
@@ -442,7 +443,7 @@ class CapsResult(Result):
         )
         return [
             Table("caps", "backward against bucket size", columns, self.caps.points, shown=shown),
-            *([Table("split", "the tied tensor in two parts", SPLITS, self.splits)] if self.splits else []),
+            *([Table("split", "tied tensor sent in two parts", SPLITS, self.splits)] if self.splits else []),
             Table("sensitivity", "sensitivity of the best bucket size, from the tables alone", CHANGES, self.changes),
             *([Table("measured", "measured and predicted", compared, self.measured)] if self.measured else []),
         ]
@@ -467,7 +468,7 @@ def plot_caps(result: CapsResult) -> Figure:
     """Time against bucket size: the prediction with the plateau around its best, and any measurements."""
     curve, measured, best = result.caps, result.measured, result.caps.best
     of = measured[0].of if measured else "backward"
-    subtitle = f"{result.config['csv']}; predicted is simulated"
+    subtitle = f"{result.config['csv']}; predictions are simulated"
     figure, axes = new_figure(f"{of.capitalize()} time against bucket size", subtitle)
     sizes = [curve.points[0].low_bytes, result.closed_form_bytes, *(record.cap_bytes for record in measured)]
     least, most = min(sizes) / MIB, max(*sizes, result.job.num_bytes) / MIB
@@ -482,7 +483,7 @@ def plot_caps(result: CapsResult) -> Figure:
     for color, (name, found) in zip((2, 3), result.curves.items(), strict=False):
         for number, (low, high) in enumerate(found.plateaus):
             label = "_" if number else f"within 1 % of the best, {name}"
-            first = least if low == curve.points[0].low_bytes else low / MIB  # smaller caps make the same buckets
+            first = least if low == curve.points[0].low_bytes else low / MIB  # smaller caps give the same buckets
             axes.axvspan(first, high / MIB, color=COLORS[color], alpha=0.15, lw=0, label=label)
     axes.axvline(result.closed_form_bytes / MIB, color=COLORS[4], ls="--", lw=1, label="closed form b*")
     if measured:
@@ -527,8 +528,8 @@ def plot_split(result: CapsResult) -> Figure:
     """When a tied tensor is sent, whole and in two parts: backward on top, messages below."""
     split, (cuts, whole) = result.splits[0], result.free_plan
     name = split.job.tail[0][0].name
-    title = f"{name}, shared with the head: as one tensor and in two parts"
-    figure, axes = new_figure(title, f"{result.config['csv']}; simulated, each with its best free plan")
+    title = f"{name}, shared with the head: sent as one tensor and in two parts"
+    figure, axes = new_figure(title, f"{result.config['csv']}; simulated, each with its best plan")
     rows = f"{split.num_rows} rows per rank"
     ways = (("one tensor", result.job, cuts, whole), (f"head and {rows}", split.job, split.cuts, split.free))
     for number, (way, job, ends, step) in enumerate(ways):
@@ -802,7 +803,7 @@ def plot_race(result: TuneResult, subtitle: str) -> Figure:
     """Each plan's step time relative to the default's, with the deciding interval and the prediction."""
     rows, race, tuning = result.rows[::-1], result.tuning.race, result.tuning
     assert race is not None
-    figure, axes = new_figure(f"{result.title}: {describe_answer(tuning)}", f"{subtitle}; predicted is simulated")
+    figure, axes = new_figure(f"{result.title}: {describe_answer(tuning)}", f"{subtitle}; predictions are simulated")
     axes.axvspan(-100 * PLATEAU, 100 * PLATEAU, color=COLORS[6], alpha=0.08, lw=0, label="within 1 % of the default")
     axes.axvline(0, color=COLORS[6], lw=1)
     styles = {
@@ -822,7 +823,7 @@ def plot_race(result: TuneResult, subtitle: str) -> Figure:
         axes.plot([predicted], [place], "D", color=COLORS[6], mfc="none", ms=7, label="_" if place else "predicted")
     names = [f"{row.label} ({format_number_of(row.num_buckets, 'bucket')})" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8.5)
-    axes.set(ylim=(-0.6, len(rows) - 0.4), xlabel="step compared with the default (%), with its interval")
+    axes.set(ylim=(-0.6, len(rows) - 0.4), xlabel="step time relative to the default (%), with its interval")
     place_legend(figure, axes)
     return figure
 
@@ -831,7 +832,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     """Step time against bucket size: predicted for every cap, measured for some."""
     points = tuning.points
     sources = {point.measured.source for point in points if point.measured} or {"simulated"}
-    figure, axes = new_figure(title, f"{subtitle}; predicted is simulated, points are {', '.join(sorted(sources))}")
+    figure, axes = new_figure(title, f"{subtitle}; predictions are simulated, points are {', '.join(sorted(sources))}")
     least, most = min(p.cap_bytes for p in points) / 1.5, max(p.cap_bytes for p in points) * 1.5
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
     caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)

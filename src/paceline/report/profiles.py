@@ -538,8 +538,8 @@ class CommTableResult(Result):
         parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
         names = self.config.get("profiles") or ["profile"] * len(profiles)
         busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
-        # Values from a profile stay attached to it: two profiles may be of the same job, on two devices or before and
-        # after a change.
+        # Keep evidence with its own profile: two profiles may be of the same job, on two devices, or before and after
+        # a change.
         places = [place for place, record in enumerate(self.records) if isinstance(record, LayerProfileRecord)]
         carried = [self.records[start:end] for start, end in itertools.pairwise([*places, None])]
         for name, profile, own in zip(names, profiles, carried, strict=True):
@@ -548,7 +548,7 @@ class CommTableResult(Result):
                 for row in build_comm_table(profile, networks, sweeps, ranks, evidence):
                     doubt = add_busy(row.step.doubt, [one for one in (name, curve) if one in busy])
                     self.rows.append(row._replace(step=replace(row.step, doubt=doubt)))
-        # keep models next to each other in each
+        # list all models of a network and rank count next to each other
         groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))
         self.rows = [row for rows in groups.values() for row in rows]
 
@@ -571,7 +571,7 @@ class CommTableResult(Result):
     @property
     def findings(self) -> list[str]:
         how = "overhead: all gradients in one message after backward; step and exposed: at the best bucket size that "
-        lost = [f"the networks of {path} are omitted because it no longer exists" for path in self._lost]
+        lost = [f"{path} no longer exists, so its networks are omitted" for path in self._lost]
         return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds", *lost]
 
     def tables(self) -> list[Table]:

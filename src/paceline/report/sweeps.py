@@ -147,7 +147,7 @@ class ChunksResult(Result):
                 f"({format_duration(r.time_s)})"
                 for r in (pick(mine, key=lambda record: record.time_s) for pick in (min, max))
             )
-            parts.append(f"{backend}, {format_number_of(n, 'rank')}: fastest in {fastest}, slowest in {slowest}.")
+            parts.append(f"{backend}, {format_number_of(n, 'rank')}: fastest with {fastest}, slowest with {slowest}.")
         return f"{format_bytes(self.rows[0].total_bytes)} in chunks. {' '.join(parts)}"
 
     def tables(self) -> list[Table]:
@@ -240,7 +240,7 @@ _FIT = (
 
 
 def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
-    check = f"residuals up to {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "two sizes only, so unchecked,"
+    check = f"residuals up to {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "only two sizes, so unchecked,"
     return (
         f"fit: {_name_backend(record)}, {format_number_of(record.world_size, 'rank')}: time = "
         f"{format_duration(fit.alpha_s)} + size / {format_rate(fit.bytes_per_s)} GB/s, {check} from "

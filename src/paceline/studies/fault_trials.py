@@ -105,7 +105,7 @@ FAULTS: dict[str, Fault] = {
     "stall": Fault("between", ""),
     "evaluate": Fault("between", ""),
     "straggle": Fault("forward", ""),
-    "noise": Fault("between", "", systems=("train", "script", ATTACHED)),  # all pauses at random, for the whole wait
+    "noise": Fault("between", "", systems=("train", "script", ATTACHED)),  # every kind of pause, at random times
 }
 _JOB = Path(__file__).with_name("fault_job.py")
 _LONG_STEPS = 1_000_000  # the job ends by its fault
@@ -289,7 +289,7 @@ def _measure(trial: Trial) -> list[FaultRecord]:
 def _describe(records: Sequence[Any]) -> str:
     (one,) = records
     took = "not identified" if one.detected_s is None else f"identified after {one.detected_s:.1f} s"
-    took += "" if one.recovered_s is None else f", {one.policy} after {one.recovered_s:.1f} s more"
+    took += "" if one.recovered_s is None else f", {one.policy} after another {one.recovered_s:.1f} s"
     return took if FAULTS[one.fault].cause else "no false alarm" if one.is_right else "false alarm"
 
 

@@ -132,7 +132,7 @@ class LargeBatchSettings(grid.GridSettings):
         """The baseline comes first; its first seed probes gradient noise."""
         base, larger, found = self.base_batch_size, self.global_batch_sizes, list[TrainingCell]()
         for size, text in [(base, NO_RECIPE), *((size, recipe) for size in larger for recipe in self.recipes)]:
-            if size > num_samples:  # a shorter batch would be recorded as this one
+            if size > num_samples:  # otherwise a smaller batch would be recorded under this size
                 raise ConfigError(f"{num_samples} samples are fewer than a batch of {size}: leave it out")
             settings = Recipe.parse(text).apply(self.job, size, base, self.count_updates(size, num_samples))
             found.append(TrainingCell(share_batch(settings, self.most_at_once), "epochs", text, size, size == base))

@@ -666,7 +666,7 @@ class RanksResult(StudyResult):
         return [table for table in tables if table.rows]
 
     def page_tables(self) -> list[Table]:
-        """First the same numbers as matrices of batch sizes and ranks, for weak and for strong scaling."""
+        """The tables, preceded by matrices of the same numbers by batch size and ranks, for weak and strong scaling."""
         tables, found = self.tables(), []
         variants = list(dict.fromkeys(record.variant for record in self.several))
         for mode, ratio in (("weak", "efficiency"), ("strong", "speed-up")):

@@ -1,4 +1,4 @@
-"""`paceline.scale`: does a job scale? Its studies by name, and one page of all of them."""
+"""`paceline.scale`: does a job scale? Its studies by name, and a report that combines them on one page."""
 
 from __future__ import annotations
 

@@ -152,8 +152,8 @@ class StrategiesResult(grid.GridResult):
         drawn: dict[str, Callable[[], Figure]] = {}
         if any(summary.score and summary.first.sent_bytes for summary in self.summaries):
             drawn["strategies"] = partial(
-                self._plot_scores, lambda s: s.first.sent_bytes or None, "bytes that a rank sends in a step",
-                lambda run: "against what a rank sends", format_bytes,
+                self._plot_scores, lambda s: s.first.sent_bytes or None, "bytes sent per rank and step",
+                lambda run: "against bytes sent per rank", format_bytes,
             )  # fmt: skip
         return drawn | self.draw_curves(self.runs)
 

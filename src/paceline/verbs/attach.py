@@ -68,7 +68,7 @@ def attach(
         every: Watch the program: print the time of a step every N steps, and serve a live page.
         port: Port of the live page. Default: a free one.
         browser: Open the page. Default: if there is a display.
-        race: Stop this run, and compare its own buckets with the best ones in a second run, interleaved.
+        race: Stop this run, and compare its buckets with the best ones in a second run that alternates between them.
         caps: Bucket sizes to compare instead of the best ones.
         budget: Time limit for the comparison, in seconds.
         out: Save the run in a new subfolder of this folder.

@@ -88,7 +88,7 @@ def brings_data(model: str, data: str | None) -> bool:
 
 
 def refuse_unknown(job: Iterable[str]) -> None:
-    """Refuse a name that no setting of a training job has."""
+    """Refuse names that are not settings of a training job."""
     if unknown := sorted(set(job) - set(NAMES)):
         what = f"{unknown[0]!r} is not an option of a training job"
         raise ConfigError(f"{what}: {suggest(unknown[0], NAMES)}use one of {', '.join(sorted(NAMES))}")
@@ -137,7 +137,9 @@ def open_job(
     kind = type(model).__name__
     name = kind if is_module else getattr(model, "__name__", "factory")
     if is_module and step is None:
-        raise ConfigError(f"{kind} without a step: pass step(model), one forward and backward", code="no-step")
+        raise ConfigError(
+            f"{kind} without a step: pass step(model), which runs one forward and backward pass", code="no-step"
+        )
     if is_module != (step is not None) or not callable(step or model):
         advice = "a module and a function step(model), a factory that returns both, or the name of a built-in model"
         raise ConfigError(f"model is {kind} and step is {type(step).__name__}: pass {advice}")

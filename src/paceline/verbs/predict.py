@@ -53,7 +53,7 @@ def predict(
         profile: A result of `paceline.profile`, or the folder of a run of `profile layers`.
         network: nvlink, pcie4, hdr, 100gbe, 10gbe, ..., bandwidth and latency (10Gb/s,50us), or a measured cluster:
             a100-hdr, h100-rdma, gh200-slingshot, ...
-        ranks: One or several numbers of ranks.
+        ranks: One or more numbers of ranks.
         allreduce: A measured sweep (a run, nccl-tests text or JSON, or a CSV), scaled beyond its ranks.
         backend: The backend to use from the sweep.
         ranks_per_node: Number of ranks that share a node and its link. Default: 1, or as in the sweep.
@@ -61,7 +61,7 @@ def predict(
         algorithm: auto, ring, tree, two-level, gloo or shared.
         accumulate: Micro-batches per step.
         gradients: fp32 or bf16. Default: as in the profile.
-        straggler: Variation between ranks: 3% (standard deviation), or profile for that of the profile.
+        straggler: Variation between ranks: 3% (standard deviation), or profile to use the measured one.
         strategy: Compare strategies, each with its best buckets: "all", or a list ("bf16,int8").
         out: Save the run in a new subfolder of this folder.
 
@@ -118,7 +118,7 @@ def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int 
     is_flat = ranks_per_node in (None, 1)
     refuse(
         (inside and network and is_flat, f"--inside {inside} connects the ranks of a node: give --ranks-per-node"),
-        (inside and not network, f"--inside {inside} needs a --network, but there is none"),
+        (inside and not network, f"--inside {inside} needs a --network, but none is given"),
         (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: at least 1 is needed"),
         (min(ranks, default=0) < 1, f"ranks {list(ranks)}: at least one number of at least 1 is needed"),
     )

@@ -53,7 +53,7 @@ def profile(
     Args:
         model: A module, with `step`. Or a picklable factory that returns such a pair, for which `ranks` local ranks are
             started. Or the name of a built-in model.
-        step: `step(model)` runs one forward and backward with any inputs, and may update.
+        step: `step(model)` runs one forward and backward pass with any inputs, and may step the optimizer.
         kind: "all" returns a `ProfileResult`, which `paceline.predict` reads; "layers" only the layers, on one rank;
             "phases" only the phases (a `PhasesResult`); "trace" a recording of every rank (a `TraceResult`; see
             `trace`).

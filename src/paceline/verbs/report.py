@@ -21,7 +21,7 @@ def save_report(
 
     Args:
         runs: Folders, or results.
-        page: The file to write. Default: `report.html` in the run's folder or, for several runs, in this one.
+        page: The file to write. Default: `report.html` in the run's folder or, for several runs, in the current folder.
     """
     refuse((not runs, "no run is given: name its folder, as in `paceline report runs/20260101-120000-train`"))
     results = [run if isinstance(run, Result) else load_result(run) for run in runs]

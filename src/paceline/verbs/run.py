@@ -77,13 +77,13 @@ def run(
         ranks_per_node: Slurm, Kubernetes: ranks on each host.
         gpus_per_node: Slurm, Kubernetes: GPUs per host. Default: as the cluster decides.
         name: Name of the job. With --hosts: name of the run's folder, which is resumed if it exists.
-        folder: Working folder on the hosts. Default: this one.
+        folder: Working folder on the hosts. Default: the current one.
         env: Variable for the ranks: NAME=VALUE, or NAME to pass its value from here.
         grace: Seconds that ranks get to save after a request to stop.
         interface: Network interface between the hosts. Default: chosen by the route between them.
         port: Rendezvous port on the first host. Default: a free one.
         ssh: The ssh command, such as 'ssh -p 2222'
-        python: Python on the hosts. Default: the path of this one.
+        python: Python on the hosts. Default: the same path as here.
         check_timeout: Timeout in seconds for the checks of all hosts.
         time: Slurm: time limit, such as 1:00:00
         partition: Slurm: partition.

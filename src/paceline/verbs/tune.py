@@ -35,14 +35,14 @@ def tune(
     Args:
         model: Your module, inside a launched world, with `step`. Or a factory that returns (model, step), which is
             started on `ranks` local ranks. Or the name of a built-in model, as in `paceline train --model`.
-        step: `step(model)` runs one forward and backward of the module, and may update.
+        step: `step(model)` runs one forward and backward pass of the module, and may step the optimizer.
         ranks: Number of ranks, for a factory or a built-in model. Default: the launched world's, else 2.
         wrapper: paceline or torch.
         quick: Try fewer bucket sizes and rounds, for a less certain answer in about a minute.
-        confirm: With False, only predict; do not run the job with the plans.
+        confirm: If False, only predict; do not run the job with any plan.
         caps: Bucket sizes to run: 1MiB,4MiB,25MiB. Default: a range.
         iters: Number of timed steps. Default: as time allows.
-        network: Emulate this network: one rank computes, and its messages take as long as they would there.
+        network: Emulate this network: one rank computes, and its messages take as long as on that network.
         network_ranks: Number of ranks on that network, including this one. Default: 8.
         budget: Time limit for comparing plans, in seconds. Default: 60, or 30 with `quick`.
         strategy: "all", or a list ("bf16,int8"): predict every strategy. bf16 and the named ones are also measured; for

@@ -46,7 +46,7 @@ def check_source(name: str) -> None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / _CONFIG).is_file():
-            raise ConfigError(f"model folder {path} has no {_CONFIG}: give one in which transformers saved a model")
+            raise ConfigError(f"model folder {path} has no {_CONFIG}: give one written by save_pretrained()")
     elif path.is_file() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         what = "is not a folder" if path.exists() else "does not exist"
         raise ConfigError(f"model folder {path} {what}: give a folder with {_CONFIG}, or a name such as org/name")
@@ -79,7 +79,7 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
     if form.shape[0] > context:
         raise ConfigError(f"model hf:{name} has {context} positions, but samples have {form.shape[0]}: shorten them")
     config = _load_config(folder)
-    # Only generation needs the cache of keys and values.
+    # Only generation needs the KV cache.
     config.use_cache = False
     if form.kind == "pairs":
         config.num_labels, config.pad_token_id = form.num_classes, form.pad

@@ -48,8 +48,8 @@ _started: subprocess.Popen[bytes] | None = None
 
 def monitor(hang_timeout_s: float | None = None) -> None:
     """Monitor the ranks of the open process group. A slow or hung rank is named within seconds, in a warning with its
-    step, phase and stack. All ranks are ended if one is dead or suspended, if they wait for different collectives, or
-    if one hangs for `hang_timeout_s` (by default PACELINE_HANG_TIMEOUT, or 10 minutes). Call this on every rank once
+    step, phase and stack. All ranks are terminated if one is dead or suspended, if they wait for different collectives,
+    or if one hangs for `hang_timeout_s` (by default PACELINE_HANG_TIMEOUT, or 10 minutes). Call this on every rank once
     the group is open; it sends no message."""
     import torch.distributed as dist
 
@@ -166,8 +166,8 @@ def attach() -> None:
         self.register_forward_hook(lambda *_: pulse.enter(pulse.BETWEEN))
 
     def mark_wait_at_end(_: Any) -> None:
-        """Runs in the first hook of a backward pass. The callback comes after all gradients and before torch's wrapper,
-        which queues its own later, waits for its buckets."""
+        """Runs in the first hook of a backward pass. The callback runs after all gradients are ready, but before the
+        one in which torch's wrapper waits for its buckets, because that one is queued later."""
         engine.queue_callback(lambda: pulse.enter(pulse.WAIT))
 
     @functools.wraps(backward)

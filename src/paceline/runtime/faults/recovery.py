@@ -102,7 +102,7 @@ class Recovery:
 
     @property
     def num_wanted(self) -> int:
-        """The desired number of processes, including those that wait for a place."""
+        """The desired number of processes, including those still waiting for a slot."""
         if self.num_failed >= _MOST_FAILED or not self.stays_in_memory:
             return 0
         return self.num_ranks + (self.spares if self.policy == "spare" else 0)
@@ -149,7 +149,7 @@ class Recovery:
         if step is not None and step in [fault.step for fault in self.faults if fault.step is not None][-1:]:
             return f"the previous fault was also in step {step}: the run keeps failing there"
         if step is None and not self._has_begun and len(self.faults) >= _MOST_EARLY:
-            return f"like the {_MOST_EARLY} faults before: the run keeps failing before its first step"
+            return f"like the previous {_MOST_EARLY} faults: the run keeps failing before its first step"
         return ""
 
     def note_spare_failed(self, failure: Any) -> None:

@@ -81,8 +81,8 @@ class RankStatus:
 
 
 class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
-    """Ranks of a pool that all run one job, which is to serve cells. A thread receives their messages, and `run`
-    handles them.
+    """Ranks of a pool that all run one job: executing cells. A thread receives their messages, and `run` handles
+    them.
 
     `notice` receives messages for the user about the ranks. While no cell is running, that thread passes the ranks'
     output to `show`.

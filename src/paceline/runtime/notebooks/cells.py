@@ -112,8 +112,8 @@ class Locate(NamedTuple):
 
 
 class Located(NamedTuple):
-    """`position` is None unless the main thread is inside torch or Paceline, where it may wait for other ranks; two
-    equal ones mean that it has not moved. `place` is its line in a cell."""
+    """`position` is None unless the main thread is inside torch or Paceline, where it may wait for other ranks; if it
+    is unchanged, the thread has not moved. `place` is its line in a cell."""
 
     number: int
     place: str = ""

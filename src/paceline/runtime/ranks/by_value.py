@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 
 
 def is_interactive() -> bool:
-    """Whether the program is typed into this process, so that another process cannot import it."""
+    """Whether this is an interactive session, whose code other processes cannot import."""
     return not hasattr(sys.modules["__main__"], "__file__")
 
 

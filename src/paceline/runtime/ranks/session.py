@@ -400,7 +400,7 @@ def open_session(
     itself can resume it. `progress` True shows a bar on a terminal and lines elsewhere, None only a bar, False nothing.
     `here` starts no ranks, for objects that cannot be sent to them (a user's own model): this process runs the tasks,
     as a rank of its open process group, of the launched world, or alone. A part of another run (`Session.open_part`)
-    leaves the message to that run.
+    prints no message of its own; that run does.
 
     Inside a launched world this is collective: every rank opens the session.
     """
