@@ -91,13 +91,13 @@ class Option:
             return
         is_number = isinstance(value, numbers.Real)
         if not is_number:
-            raise ConfigError(f"{flag} {str(value)[:40]!r}: a number is needed")
+            raise ConfigError(f"{flag} {str(value)[:40]!r}: must be a number")
         is_low = (self.least is not None and value < self.least) or (self.above is not None and value <= self.above)
         is_high = self.below is not None and value >= self.below
         is_finite = isinstance(value, int) or math.isfinite(value)
         refuse(
-            (not is_finite, f"{flag} {value}: a finite number is needed{self.advice}"),
-            (is_low or is_high, f"{flag} {value}: {needed} is needed{self.advice}"),
+            (not is_finite, f"{flag} {value}: must be finite{self.advice}"),
+            (is_low or is_high, f"{flag} {value}: must be {needed}{self.advice}"),
         )
         if self.each_s is not None and value > _YEAR_S / self.each_s:
             found = f"takes more than a year, even at {format_duration(self.each_s)} each"
@@ -117,8 +117,8 @@ def check_options(settings: Any, names: Collection[str] = ()) -> None:
             value, flag = getattr(settings, field.name), find_flag(field.name)
             is_list = isinstance(value, list | tuple) and not str(field.type).startswith(("tuple", "Growths"))
             refuse(
-                (value is None and field.default is not None, f"{flag}: a value is needed, not None"),
-                (is_list, f"{flag} {str(value)[:40]}: one value is needed"),
+                (value is None and field.default is not None, f"{flag}: must not be None"),
+                (is_list, f"{flag} {str(value)[:40]}: must be a single value"),
             )
             field.metadata["option"].check(field.name, value)
 

@@ -126,7 +126,7 @@ class Plan:
             end = 0
             for piece in sorted(found.get(index, ()), key=lambda piece: (piece.start_bytes, piece.end_bytes)):
                 if piece.start_bytes != end or piece.end_bytes < end:
-                    raise ConfigError(f"the plan loses or repeats bytes of {gradient.name} at byte {end}")
+                    raise ConfigError(f"the plan omits or duplicates bytes of {gradient.name} at byte {end}")
                 end = piece.end_bytes
             if end != gradient.num_bytes or index not in found or index in alone:
                 raise ConfigError(f"the plan holds {end} of the {gradient.num_bytes} bytes of {gradient.name}")

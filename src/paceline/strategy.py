@@ -376,7 +376,7 @@ def _read(text: str, name: str, value: str, part: str = "") -> Any:
         number = math.nan
     if not least <= number <= most or (kind is not float and not number.is_integer()):
         what = "an integer" if kind is int else "0 or 1" if kind is bool else "a number"
-        what = {"topk": "a share, such as 0.01,", "powersgd": "an integer"}.get(part, what)
+        what = {"topk": "a fraction, such as 0.01,", "powersgd": "an integer"}.get(part, what)
         span = "" if kind is bool else f" from {least:g} to {most:g}"
         raise _reject(text, f"{value!r} must be {what}{span}")
     return kind(number)

@@ -313,7 +313,7 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
             r"a batch is a list of Tensor and str: return \(inputs, targets\)",
         ),
         (("--model", "job.py:build_net", "--data", "job.py:load_texts"), "a batch is a list of Tensor and str"),
-        (("--model", "mlp", "--data", "job.py:load_stream"), "classes, which the data does not say"),
+        (("--model", "mlp", "--data", "job.py:load_stream"), "classes, which the data does not provide"),
         (
             ("--model", "job.py:build_net", "--data", "job.py:load_stream"),
             "unknown; give the data a __len__, or train with --steps",

@@ -113,7 +113,7 @@ def test_one_of_several_numbers_of_ranks_is_chosen(command, tables, tmp_path):
         ((), "gloo on 4 ranks, gloo on 16 ranks, nccl on 8 ranks; choose one with --ranks and --backend"),
         (("--ranks", "2"), "nccl on 8 ranks, and none for --ranks 2; choose one"),
         (("--ranks", "8", "--backend", "gloo"), "and none for --ranks 8 --backend gloo; choose one"),
-        (("--ranks", "4,8"), "--ranks 4,8 with --csv: one number is needed"),
+        (("--ranks", "4,8"), "--ranks 4,8 with --csv: must be a single number"),
         (("--network", "10gbe"), "--network with --csv"),
     ):
         answer = command(*asked, *more)
@@ -263,7 +263,7 @@ def test_what_is_beyond_the_table_is_said_in_the_answer_and_in_the_legend(tables
     result = predict_csv(tables)
     assert result.answer.endswith("Simulated; some messages are larger than any in the table.")
     labels = result.figure("sensitivity").axes[0].get_legend_handles_labels()[1]
-    assert "the same, beyond the table" in labels
+    assert "the same, extrapolated beyond the table" in labels
 
 
 def test_the_text_has_the_answer(command, tables, tmp_path):

@@ -304,7 +304,7 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, tmp_path):
         ((*RANKS, "--network", "10gb"), "unknown network '10gb'"),
         ((*RANKS, "--predict-ranks", "many"), "--predict-ranks 'many' is not a whole number"),
         ((*BATCH, "--batch-size", "4,x"), "--batch-size 'x' is not a whole number"),
-        ((*LARGE, "--at-once", "0"), "--at-once 0: at least 1 is needed"),
+        ((*LARGE, "--at-once", "0"), "--at-once 0: must be at least 1"),
         (("scale", "batch", "--resume", "nowhere"), "--resume nowhere: nowhere/study.json does not exist"),
         (("scale", "report", "nowhere"), "nowhere"),
         (("scale", "report", "--resume", "nowhere"), "--resume nowhere: it holds none of batch, ranks, large-batch"),
@@ -360,7 +360,7 @@ def test_a_page_is_of_studies_alone(command, studies, tmp_path):
     folder = change_records(studies["batch"]["run"], tmp_path / "changed", pass_by)
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(document | {"verb": "tune"}))
-    assert_refused(command("scale", "report", str(folder)), "is a run of `tune`: a report takes those of scale batch")
+    assert_refused(command("scale", "report", str(folder)), "is a run of `tune`: use runs of scale batch")
 
 
 def test_a_study_that_cannot_be_leaves_nothing_behind():

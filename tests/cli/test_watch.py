@@ -63,7 +63,7 @@ def test_a_program_has_a_live_page_until_it_is_killed(start: Callable[..., subpr
     with ask(words[0], f"/events?{words[0].partition('?')[2]}&from={place}") as viewer:
         while not (event := read_event(viewer))["rows"]:
             pass
-        assert "Running" in event["status"] and "ms a step" in event["status"]
+        assert "Running" in event["status"] and "ms per step" in event["status"]
         os.kill(int((tmp_path / "program.pid").read_text()), signal.SIGKILL)
         while not (event := read_event(viewer))["reload"] or event["rows"]:
             pass

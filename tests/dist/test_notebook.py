@@ -135,7 +135,7 @@ def test_magics_say_what_is_wrong_in_one_line(kernel):
 
 
 def test_status_sync_and_mode(kernel):
-    assert "all 2 ranks are here" in kernel.run("%sync").text
+    assert "all 2 ranks have reached this point" in kernel.run("%sync").text
     (status,) = kernel.run("%dist_status").shown
     assert status["text/html"].count("<tr>") == 3 and "idle" in status["text/plain"]
     assert "running already" in kernel.run("%dist_init -n 2 --device cpu").text

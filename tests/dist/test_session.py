@@ -177,7 +177,7 @@ def test_an_unused_folder_is_removed(tmp_path, capfd):
     ("machines", "expected"),
     [
         (("here", "here"), None),
-        (("there", "there"), "measured on there; the environment in this run is here, where nothing"),
+        (("there", "there"), "measured on there, but the environment saved with this run is here"),
         (("here", "there"), "1 cell on here; 1 cell on there"),
     ],
 )

@@ -129,7 +129,7 @@ def inspect(backend: str) -> str:
 
 @pytest.mark.parametrize(("backend", "ranks"), WORLDS)
 def test_a_report_has_the_times_of_the_device(on_ranks, backend, ranks):
-    assert "backward over at" in on_ranks(ranks, inspect, backend, timeout_s=120)[0]
+    assert "backward ends at" in on_ranks(ranks, inspect, backend, timeout_s=120)[0]
 
 
 def go_forward_twice(backend: str, training: bool) -> None:

@@ -188,7 +188,7 @@ def test_all_advice_has_a_number():
     assert all(
         any(letter.isdigit() for letter in advice.text) for advice in advise([build_overview(made.build())], FACTS)
     )
-    with pytest.raises(RecordError, match="no overview"):
+    with pytest.raises(RecordError, match="no rank was recorded"):
         advise([], FACTS)
 
 

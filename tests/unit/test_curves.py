@@ -279,7 +279,7 @@ def test_a_scaled_curve_is_the_measured_one_at_home_and_grows_as_its_family(num_
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("rign", "did you mean ring"), ("twolevel", "two-level"), ("x", "known are")]
+    ("name", "hint"), [("rign", "did you mean ring"), ("twolevel", "two-level"), ("x", "use one of")]
 )
 def test_an_unknown_algorithm_is_refused_with_the_nearest(name, hint):
     with pytest.raises(ConfigError, match=hint):

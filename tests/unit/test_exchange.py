@@ -315,7 +315,7 @@ def test_a_broken_markdown_row_is_refused_with_file_and_line(write, row, reason)
         ("", "has no table"),
         ("# Only words\n\n| Model | Size |\n|---|---|\n| a | 1MB |\n", "has no table"),
         ("| Backend | Processes | Size | Time (s) |\n|---|---|---|---|\n| gloo | 2 | 1MB | 1 |\n", "has no table"),
-        ("| Backend | Processes | Size | Time (ms) |\n|---|---|---|---|\n\nafter\n", "no row: at least one"),
+        ("| Backend | Processes | Size | Time (ms) |\n|---|---|---|---|\n\nafter\n", "no rows: expected at least one"),
     ],
 )
 def test_markdown_without_the_table_is_refused(write, text, reason):

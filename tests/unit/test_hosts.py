@@ -333,7 +333,7 @@ def test_variables_have_a_value_or_are_inherited(monkeypatch):
         ({}, "give one of --hosts"),
         ({"hosts": "a", "slurm": True}, "give one of"),
         ({"slurm": True, "ssh": "ssh -p 1", "image": "x"}, "--ssh, --image with --slurm"),
-        ({"slurm": True, "nodes": 0}, "--nodes 0: at least 1"),
+        ({"slurm": True, "nodes": 0}, "--nodes 0: must be at least 1"),
         ({"hosts": "a", "grace": 0.5}, "--grace 0.5"),
         ({"hosts": "a", "check_timeout": 0.5}, "--check-timeout 0.5"),
         ({"hosts": "a", "dry_run": True}, "--dry-run with --hosts"),

@@ -44,7 +44,7 @@ def make_inputs(form, batch_size=2):
     [
         ("resnet", {}, "model 'resnet' is unknown: did you mean resnet18"),
         ("gpt2_large", {}, "did you mean gpt2-large"),
-        ("zebra", {}, r"model 'zebra' is unknown: known are linear, mlp, .*hf:NAME_OR_FOLDER, FILE.py:FUNCTION"),
+        ("zebra", {}, r"model 'zebra' is unknown: use one of linear, mlp, .*hf:NAME_OR_FOLDER, FILE.py:FUNCTION"),
         ("resnet18", {"channels": (16, 32)}, r"resnet18 has no channels \(given: 16 32\): it takes no options"),
         ("linear", {"hidden": 8}, r"linear has no hidden \(given: 8\): it takes no options"),
     ],

@@ -58,20 +58,20 @@ def test_a_value_within_the_limits_is_accepted(option, values):
         (NAMES, ("gloo", "mpi"), "--what 'mpi' is unknown: use one of"),
         (NAMES, (), "--what: no name"),
         (DEVICE, "cuda:x", "--what 'cuda:x' is not understood: use cpu or cuda"),
-        (COUNT, 0, "--what 0: at least 1"),
-        (COUNT, (3, -1), "--what -1: at least 1"),
+        (COUNT, 0, "--what 0: must be at least 1"),
+        (COUNT, (3, -1), "--what -1: must be at least 1"),
         (COUNT, (), "--what: no number"),
         (COUNT, [], "--what: no number"),
-        (COUNT, [3, -1], "--what -1: at least 1"),
-        (COUNT, "4", "--what '4': a number is needed"),
+        (COUNT, [3, -1], "--what -1: must be at least 1"),
+        (COUNT, "4", "--what '4': must be a number"),
         (NAMES, ["mpi"], "--what 'mpi' is unknown: use one of"),
         (NAMES, {}, "--what '{}' is unknown: use one of"),
         (DEVICE, 0, "--what '0' is not understood: use cpu or cuda"),
-        (SHARE, 1, "--what 1: at least 0 and below 1"),
-        (SHARE, -0.5, "--what -0.5: at least 0 and below 1"),
-        (SHARE, math.nan, "--what nan: a finite number"),
-        (NORM, 0.0, "--what 0.0: above 0"),
-        (NORM, math.inf, "--what inf: a finite number"),
+        (SHARE, 1, "--what 1: must be at least 0 and below 1"),
+        (SHARE, -0.5, "--what -0.5: must be at least 0 and below 1"),
+        (SHARE, math.nan, "--what nan: must be finite"),
+        (NORM, 0.0, "--what 0.0: must be above 0"),
+        (NORM, math.inf, "--what inf: must be finite"),
     ],
 )
 def test_a_value_outside_the_limits_is_refused_with_what_is_needed(option, value, words):
@@ -91,7 +91,7 @@ def test_what_would_take_years_is_refused():
     [("optimizer", None), ("wrapper", None), ("device", None), ("backend", None), ("batch_size", [8, 16]), ("lr", "1")],
 )
 def test_a_value_of_the_wrong_type_is_refused(name, value):
-    with pytest.raises(ConfigError, match=f"{find_flag(name)}.* is needed"):
+    with pytest.raises(ConfigError, match=f"{find_flag(name)}.* must "):
         TrainSettings(**{name: value}).check()
 
 

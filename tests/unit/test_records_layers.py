@@ -82,10 +82,13 @@ def test_sizes_and_times_for_the_files_of_others():
         ({"blocks": ()}, "in the block 'head'"),
         ({"profiled_backward": build_times(1.0, 0.85)}, "embed.weight takes 0.9 s of a phase of 0.85 s"),
         ({"profiled_forward": build_times(0.5, 0.2)}, "sum of all blocks' forward"),
-        ({"optimizer": build_times(0.1)}, "optimizer has other repetitions"),
-        ({"forward": Samples(seconds=((0.1, 0.1),) * 2)}, "forward has other .* ranks"),
-        ({"blocks": (BlockTimes("a", (0.1,), (0.1, 0.1)),)}, "a block has other repetitions"),
-        ({"parameters": (ParameterTimes("a", 4, 1, "float32", "", (0.1,)),)}, "a has other repetitions"),
+        ({"optimizer": build_times(0.1)}, "optimizer differs from the steps in repetitions"),
+        ({"forward": Samples(seconds=((0.1, 0.1),) * 2)}, "forward differs .* ranks"),
+        ({"blocks": (BlockTimes("a", (0.1,), (0.1, 0.1)),)}, "a block differs from the steps in repetitions"),
+        (
+            {"parameters": (ParameterTimes("a", 4, 1, "float32", "", (0.1,)),)},
+            "a differs from the steps in repetitions",
+        ),
         ({"parameters": build_profile().parameters[::-1]}, "ready order"),
     ],
 )

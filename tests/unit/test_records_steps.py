@@ -99,7 +99,9 @@ def test_the_noise_of_exposed_is_in_seconds(build_phases, build_samples):
 )
 def test_parts_of_other_ranks_or_repetitions_are_refused(build_phases, build_samples, name):
     for other in (build_samples(*(0.001,) * 10, ranks=3), build_samples(0.001, 0.001)):
-        with pytest.raises(RecordError, match=f"cnn.*{'marked' if name == 'timing' else name} has other repetitions"):
+        with pytest.raises(
+            RecordError, match=f"cnn.*{'marked' if name == 'timing' else name} differs from the steps in repetitions"
+        ):
             build_phases(**{name: other})
 
 
@@ -201,7 +203,7 @@ def test_a_step_survives_json(record):
     ("record", "changes", "words"),
     [
         (PLAIN, {"role": "guess"}, "guess"),
-        (DISTURBED, {"overlapped": SHORT}, "overlapped has other repetitions"),
+        (DISTURBED, {"overlapped": SHORT}, "overlapped differs from the steps in repetitions"),
         (DISTURBED, {"num_messages": 0}, "only there"),
         (DISTURBED, {"under_way": None}, "only there"),
         (PLAIN, {"role": "disturbed"}, "only there"),

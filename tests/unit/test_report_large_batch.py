@@ -54,12 +54,12 @@ def test_a_sentence_says_what_a_big_batch_costs():
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([LOST], ["noise hides the gradient"]),
+        ([LOST], ["noise dominates the gradient"]),
         ([UNSURE], ["(90 %: from "]),
         ([build_known(9.0, step=1, epoch=1.0), LOST], ["noise scale 9 (90 %"]),
         (
             [build_known(9.0, step=1, epoch=1.0), LOST],
-            ["; > 96 (90 %: from 96) at epoch 6, where noise hides the gradient. Batches far above this"],
+            ["; > 96 (90 %: from 96) at epoch 6, where noise dominates the gradient. Batches far above this"],
         ),
         ([build_noise(LOST.probes[:1])], ["noise scale unknown at epoch 5"]),
         ([build_noise((NoiseProbe((2.0, 2.0), 2.0),) * 3)], ["noise scale 0 (90 %: 0 to 0) at epoch 5"]),

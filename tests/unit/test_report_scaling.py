@@ -388,12 +388,13 @@ def test_a_sweep_in_which_nothing_fits_has_only_that_to_say():
     [
         ("weak", 0.010, 0.006, "efficiency 0.62 ± 0.00. The cause: exposed communication is 38% of the step."),
         ("weak", 0.016, 0.004, "efficiency 0.50 ± 0.00. The cause: ranks slow each other down: "
-         "computing takes 1.60 times as long as on one rank (exposed communication is 20% of the step)."),
+         "compute takes 1.60 times as long as on one rank (exposed communication is 20% of the step)."),
         ("weak", 0.010, 0.0, "efficiency 1.00 ± 0.00. The loss is within the noise."),
         ("strong", 0.005, 0.003, "speed-up 1.25 of 2, efficiency 0.62 ± 0.00. The cause: exposed communication is 37% "
          "of the step."),
-        ("strong", 0.009, 0.001, "speed-up 1.00 of 2, efficiency 0.50 ± 0.00. The cause: a rank's share of the "
-         "batch takes 1.80 times its share of the time of one rank (exposed communication is 10% of the step)."),
+        ("strong", 0.009, 0.001, "speed-up 1.00 of 2, efficiency 0.50 ± 0.00. The cause: a rank's part of the "
+         "batch takes 1.80 times as long per sample as all of it on one rank "
+         "(exposed communication is 10% of the step)."),
     ],
 )  # fmt: skip
 def test_a_point_names_the_larger_cause(mode, compute_s, exposed_s, text):
@@ -584,7 +585,7 @@ def test_the_answer_of_ranks_says_whether_more_of_them_help(results):
     strong = max(point.speedup for point in most if point.record.mode == "strong")
     assert result.answer.startswith(f"4 ranks reach {weak:.0%} efficiency in weak scaling (paceline on ")
     assert f" and {strong:.2f} times the speed in strong scaling (" in result.answer
-    assert "? is a single repetition" in " ".join(result.text(300).split())
+    assert "? a single repetition" in " ".join(result.text(300).split())
 
 
 def test_the_same_updates_differ_in_epochs():
@@ -749,7 +750,7 @@ def test_one_rank_alone_makes_a_page(build_environment):
     record = make_scale(make_rng(), 1, 0.01)
     result = build_result(Run("scale ranks", {}, build_environment(), (record,)))
     assert result.findings == [] and [table.name for table in result.tables()] == ["scaling"]
-    assert "nothing to report" in result.files()["report.md"] and "Nothing was measured" in result.answer
+    assert "There is nothing to report" in result.files()["report.md"] and "not measured" in result.answer
 
 
 def test_times_that_no_model_fits_are_reported_and_the_rest_is_shown():

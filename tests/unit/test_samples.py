@@ -101,7 +101,7 @@ def test_without_a_common_clock_there_is_no_skew(build_samples):
         ({"seconds": ((-1e-9,),)}, "seconds is -1e-09"),
         ({"seconds": ((1.0,),), "warmup_seconds": ((float("nan"),),)}, "warmup_seconds is nan"),
         ({"seconds": ((float("inf"),),)}, "seconds is inf"),
-        ({"seconds": ((1.0,),), "reducer": "median"}, "reducer is 'median'; known are max"),
+        ({"seconds": ((1.0,),), "reducer": "median"}, "reducer is 'median'; it must be one of max"),
     ],
 )
 def test_impossible_samples_are_refused(fields, reason):

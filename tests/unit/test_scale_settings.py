@@ -72,7 +72,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
             {"job": dataclasses.replace(JOB, samples=7)},
             "--batch-size 8 of --samples 7: leave it out, or give more",
         ),
-        (LARGE, {"global_batch_sizes": (16, 8)}, "--global-batch-size 16,8: batches above the base of 8"),
+        (LARGE, {"global_batch_sizes": (16, 8)}, "--global-batch-size 16,8: must be above the base of 8"),
         (LARGE, {"recipes": ("none", "liner")}, "recipe 'liner': 'liner' is unknown"),
         (LARGE, {"recipes": ("sync",)}, "recipe 'sync': sync needs several ranks, and there is one; use ghost"),
         (LARGE, {"global_batch_sizes": (32, 36)}, "recipe 'grow': 36 is not a multiple of the base 8"),

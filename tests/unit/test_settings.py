@@ -77,7 +77,7 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
         ({"memories": BOTH, "backends": ("gloo", "nccl")}, "--memory shared: gloo and nccl"),
         ({"memories": ("shared",), "backends": ("gloo", "paceline")}, "on gloo: use --memory ordinary,shared"),
         ({**SHARED, "collective": "broadcast"}, "--memory shared is for all_reduce: broadcast copies"),
-        ({**SHARED, "device": "cuda"}, "--memory shared is memory of the host"),
+        ({**SHARED, "device": "cuda"}, "--memory shared is host memory"),
         ({**SHARED, "dtype": "uint8"}, "--dtype uint8 is not reduced in shared memory"),
         ({**SHARED, "op": "prod"}, "--op prod is not reduced in shared memory"),
         ({"limit": True, "collective": "all_gather"}, "--limit applies only to all_reduce"),

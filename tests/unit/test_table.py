@@ -170,7 +170,7 @@ def test_a_table_with_ratios_says_below_what_their_marks_mean():
     columns = (*COLUMNS, *ratio_columns("/ torch", "ratio", "ratio"))
     row = SimpleNamespace(**vars(Row()), ratio=Ratio(1.5, None))
     text = Table("table", "title", columns, [row]).terminal(None)
-    assert "1.500 ?" in text and "? is a single repetition" in text.splitlines()[-1]
+    assert "1.500 ?" in text and "? a single repetition" in text.splitlines()[-1]
     assert "repetition" not in build(Row()).terminal()
 
 

@@ -103,14 +103,14 @@ def test_drops_count_from_the_start_of_the_run():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"peak": -0.1}, "peak -0.1: a finite number from 0"),
+        ({"peak": -0.1}, "peak -0.1: must be finite and at least 0"),
         ({"peak": math.nan}, "peak nan"),
         ({"num_steps": 0}, "0 steps, 0 of warm-up"),
         ({"warmup_steps": -1}, "10 steps, -1 of warm-up"),
         ({"drops": ()}, "drops none with schedule piecewise"),
         ({"shape": "cosine"}, "drops 0.5 with schedule cosine"),
-        ({"drops": (0.5, 0.4)}, "drops 0.5,0.4: increasing fractions"),
-        ({"drops": (0.0,)}, "drops 0.0: increasing fractions"),
+        ({"drops": (0.5, 0.4)}, "drops 0.5,0.4: must be increasing fractions"),
+        ({"drops": (0.0,)}, "drops 0.0: must be increasing fractions"),
         ({"warmup_steps": 6}, "a drop at 0.5 of 10 steps, inside the warm-up of 6"),
     ],
 )

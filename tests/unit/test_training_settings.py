@@ -84,7 +84,7 @@ BAD = [
     ({"save_every": "soon"}, "--save-every 'soon'"),
     ({"mtbf": "3h"}, "--mtbf 3h with --save-every 60s"),
     ({"mtbf": "3", "save_every": "auto"}, "--mtbf '3' is not a time with a unit"),
-    ({"mtbf": "0h", "save_every": "auto"}, "--mtbf 0h: above 0"),
+    ({"mtbf": "0h", "save_every": "auto"}, "--mtbf 0h: must be above 0"),
     ({"ranks": 2, "global_batch_size": 5}, "--global-batch-size 5"),
     ({"wrapper": "none", "ranks": 2}, "--wrapper none trains in one process, but --ranks is 2"),
     ({"wrapper": "dp", "ranks": 2}, "--wrapper dp uses the GPUs of one process"),
@@ -98,9 +98,9 @@ BAD = [
     ({"optimizer": "lamb", "trust_coefficient": 0.1}, "--optimizer lamb: leave it out"),
     ({"schedule": "piecewise"}, "--lr-drops none with schedule piecewise"),
     ({"lr_drops": (0.5,)}, "--lr-drops 0.5 with schedule constant"),
-    ({"schedule": "piecewise", "lr_drops": (0.5, 0.5)}, "--lr-drops 0.5,0.5: increasing fractions"),
-    ({"schedule": "piecewise", "lr_drops": (0.5, 1.0)}, "--lr-drops 0.5,1.0: increasing fractions"),
-    ({"schedule": "piecewise", "lr_drops": (math.nan,)}, "--lr-drops nan: increasing fractions"),
+    ({"schedule": "piecewise", "lr_drops": (0.5, 0.5)}, "--lr-drops 0.5,0.5: must be increasing fractions"),
+    ({"schedule": "piecewise", "lr_drops": (0.5, 1.0)}, "--lr-drops 0.5,1.0: must be increasing fractions"),
+    ({"schedule": "piecewise", "lr_drops": (math.nan,)}, "--lr-drops nan: must be increasing fractions"),
     ({"ghost_batchnorm": 4, "sync_batchnorm": True}, "--ghost-batchnorm 4 with --sync-batchnorm"),
 ]
 
@@ -139,7 +139,7 @@ def test_what_can_be_is_not(changes):
         ({"dropout": 1.0}, "dropout 1.0"),
         ({"channels": (4, 0)}, "channels"),
         ({"data": "nothing"}, "nothing"),
-        ({"model": "mlp", "label_smoothing": 0.1}, "--label-smoothing 0.1: targets are numbers"),
+        ({"model": "mlp", "label_smoothing": 0.1}, "--label-smoothing 0.1: this is a regression"),
         ({"context": 8}, "--context 8: cnn is trained on images"),
     ],
 )

@@ -43,9 +43,9 @@ def test_no_batch_size_is_the_default_one(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"global_batch_size": 0}, "global_batch_size 0: at least"),
-        ({"seeds": -1}, "--seeds -1: at least 1"),
-        ({"base_batch_size": 0}, "--base-batch-size 0: at least 1"),
+        ({"global_batch_size": 0}, "global_batch_size 0: must be"),
+        ({"seeds": -1}, "--seeds -1: must be at least 1"),
+        ({"base_batch_size": 0}, "--base-batch-size 0: must be at least 1"),
     ],
 )
 def test_what_a_study_of_large_batches_refuses(arguments, words):
@@ -73,7 +73,7 @@ def test_several_numbers_of_ranks_have_the_same_global_batch(given, batches):
         ({"ranks": (1, 3)}, "a global batch of 32, the default for one rank.* a multiple of 3"),
         ({"ranks": (1, 3), "accumulate": 2}, "a global batch of 64, .* a multiple of 6"),
         ({"ranks": (1, 2), "resume": "run"}, "--ranks 1,2 with --resume"),
-        ({"ranks": ()}, "at least one number"),
+        ({"ranks": ()}, "one or more numbers"),
     ],
 )
 def test_what_several_numbers_of_ranks_cannot_be_trained_with(given, words):

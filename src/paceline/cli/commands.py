@@ -64,7 +64,7 @@ def check_typed(value: Any, flag: str) -> None:
 
 def _read_number(text: str, flag: str) -> int:
     if "," in text:
-        raise ConfigError(f"{flag} {text[:40]}: one number is needed here")
+        raise ConfigError(f"{flag} {text[:40]}: must be a single number here")
     if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
         raise ConfigError(f"{flag} {text[:40]!r} is not a whole number")
     return int(text)

@@ -222,7 +222,7 @@ def _predict(
     if profile is not None:
         return predict(profile, out=out, **given)
     ranks = given.pop("ranks", (None,))
-    what = f"--ranks {','.join(map(str, ranks))} with --csv: one number is needed, as in the all-reduce table"
+    what = f"--ranks {','.join(map(str, ranks))} with --csv: must be a single number, as in the all-reduce table"
     refuse((len(ranks) != 1, what))
     return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
@@ -262,7 +262,7 @@ def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **g
 
     given |= {} if steps is None else {"steps": steps}
     if not command:
-        refuse((steps is not None, "--steps is for a command after --, and there is none: leave it out"))
+        refuse((steps is not None, "--steps applies only to a command after --: leave it out"))
         return tune(**{"model": "cnn", **given})
     others = [name for name in given if name not in _FOR_COMMAND.split()]
     refuse_given(others, "with a command after --: your program decides this itself; leave it out")
@@ -345,7 +345,7 @@ Command(
     help={
         "ranks": "Numbers of ranks. Default: 1,2,4,... up to the number of cores or GPUs, or to the launched world.",
         "batch_size": "Samples per rank (weak scaling).",
-        "global_batch_size": "Samples per step over all ranks (strong scaling). Default: one that all can share.",
+        "global_batch_size": "Samples per step over all ranks (strong scaling). Default: divisible by all rank counts.",
         "wrapper": "paceline, torch or dp; several are interleaved",
         "backend": "auto, gloo, shm (shared memory) or nccl; several are interleaved: gloo,shm",
         "network": f"Predict scaling on these networks: {_NETWORKS}",

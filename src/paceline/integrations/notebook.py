@@ -96,7 +96,7 @@ class RankMagics(Magics):
         """%sync: wait until every rank has reached this point."""
         ranks = self._need()
         self._run("world.barrier()", None)
-        self._say(f"all {ranks.settings.num_ranks} ranks are here")
+        self._say(f"all {ranks.settings.num_ranks} ranks have reached this point")
 
     @line_magic
     def dist_mode(self, line: str) -> None:
@@ -216,7 +216,7 @@ def load(shell: Any) -> None:
     if getattr(shell, "paceline_magics", None) is not None:
         return
     if IPython.version_info < _OLDEST:
-        text = f"IPython {IPython.__version__} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed"
+        text = f"IPython {IPython.__version__} is installed, but {'.'.join(map(str, _OLDEST))} or later is required"
         raise _as_one_line(ConfigError(f"{text}: pip install 'paceline[notebook]'", code="missing-extra"))
     shell.paceline_magics = magics = RankMagics(shell)
     shell.register_magics(magics)

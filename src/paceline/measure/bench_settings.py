@@ -143,9 +143,9 @@ class CollectiveSettings(GroupSettings):
             (self.memories == ("shared",) and others,
              f"--memory shared leaves nothing to measure on {others}: use --memory ordinary,shared"),
             (what != "all_reduce",
-             f"--memory shared is for all_reduce: {what} copies its parts whatever their memory; leave it out"),
-            (self.device == "cuda", "--memory shared is memory of the host: leave out --device cuda"),
-            *((value not in known, f"--{name} {value} is not reduced in shared memory: known are {', '.join(known)}")
+             f"--memory shared is for all_reduce: {what} copies its parts in either kind of memory; leave it out"),
+            (self.device == "cuda", "--memory shared is host memory: leave out --device cuda"),
+            *((value not in known, f"--{name} {value} is not reduced in shared memory: use one of {', '.join(known)}")
               for name, value, known in limits),
         )  # fmt: skip
 

@@ -384,7 +384,7 @@ class EmbeddingRows(Lookups):
                 found.append(Rows(table.index, most, is_all))
         if len([part for part in found if part.is_all]) == num_params:
             last = found.pop().gradient
-            next(table for table in self.tables if table.index == last).why = "the control words travel in a bucket"
+            next(table for table in self.tables if table.index == last).why = "control words are sent in a bucket"
         return found
 
     def delay(self, ready_order: Sequence[int], rows: Sequence[Rows]) -> list[int]:

@@ -195,7 +195,7 @@ class Report:
             return f"{head}\nno step has been timed yet"
         table = Table("buckets", "", _COLUMNS, list(enumerate(times.buckets))).terminal(None)
         over, averaged, exposed = map(format_ms, (times.backward_s, times.over_s, times.exposed_s))
-        ends = f"backward over at {over} ms, all gradients averaged at {averaged} ms: {exposed} ms exposed"
+        ends = f"backward ends at {over} ms, all gradients averaged at {averaged} ms: {exposed} ms exposed"
         if times.rows_s is not None:
             sent, added = map(format_ms, times.rows_s)
             ends = f"embedding rows sent at {sent} ms, added at {added} ms\n{ends}"

@@ -74,7 +74,7 @@ def _pick_first(overviews: Sequence[Overview]) -> Overview:
 def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness | None = None) -> list[Finding]:
     """Recommendations, largest gain first; if nothing is worth doing, the bottleneck."""
     if not overviews:
-        raise RecordError("no overview to advise on: record at least one rank")
+        raise RecordError("no rank was recorded, so there is nothing to advise on: record at least one")
     first = _pick_first(overviews)
     found = [*_on_messages(first, facts), *_on_waiting(first)]
     if lateness is not None:
@@ -122,7 +122,7 @@ def blame_rank(lateness: Lateness, gain_s: float) -> Finding:
     """The rank that the others wait for."""
     return Finding(
         "late rank",
-        f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}, last in "
+        f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}, which is last in "
         f"{lateness.share:.0%} of steps",
         "check its cores, its GPU's clock, its data and its batch sizes",
         gain_s,
@@ -193,7 +193,7 @@ def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Findi
             "host",
             f"the GPU is {gpu.busy:.0%} busy and waits for the host for {format_duration(idle_s)} of the step",
             f"use a batch of {2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size} if memory allows"
-            f"{'' if facts.is_compiled else ', or --compile'}, until only the GPU bounds the step",
+            f"{'' if facts.is_compiled else ', or --compile'}, until the step is GPU-bound",
             idle_s,
             "at most",
         )
@@ -319,5 +319,5 @@ def list_bottlenecks(
             cure = "use a larger batch, or accumulate gradients" if is_small else "use a faster network, or send bf16"
             found.append(Finding("batch" if is_small else "network", f"{takes}buckets", cure, gain_s, "at most"))
     worth = [replace(one, step_s=step_s) for one in found if one.gain_s >= WORTH * step_s]
-    rest = Finding("computing", "there is no other bottleneck: compute bounds the step", step_s=step_s)
+    rest = Finding("computing", "there is no other bottleneck: the step is compute-bound", step_s=step_s)
     return [*sorted(worth, key=lambda one: -one.gain_s), rest]

@@ -217,7 +217,7 @@ FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
 def check_algorithm(name: str) -> None:
     """Raise ConfigError with the nearest known name if the algorithm is unknown."""
     if name not in ALGORITHMS:
-        raise ConfigError(f"unknown algorithm {name!r}: {suggest(name, ALGORITHMS)}known are {', '.join(ALGORITHMS)}")
+        raise ConfigError(f"unknown algorithm {name!r}: {suggest(name, ALGORITHMS)}use one of {', '.join(ALGORITHMS)}")
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def find_links(text: str) -> list[Network]:
     for network in found:
         if network.ranks_per_node > 1:
             whole = f"--network {network.name} was measured with {network.ranks_per_node} ranks per node"
-            raise ConfigError(f"{whole}, but a link between hosts is needed: use one such as hdr or 10gbe")
+            raise ConfigError(f"{whole}, but this needs a link between hosts: use one such as hdr or 10gbe")
     return found
 
 

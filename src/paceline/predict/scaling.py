@@ -43,7 +43,7 @@ def estimate_wait(spread: float, count: int) -> float:
     """How much longer than an average rank the slowest of `count` takes, as a share of the median, for lognormal times.
     `spread` is the standard deviation of a rank's time relative to the median."""
     if not 0 <= spread < 1 or count < 1:
-        raise ConfigError(f"a spread needs to be from 0 to below 100 % on at least 1 rank, not {spread:.0%} on {count}")
+        raise ConfigError(f"a spread must be 0 to below 100 %, on at least 1 rank, not {spread:.0%} on {count}")
     if spread == 0 or count == 1:
         return 0.0
     # For a lognormal time of median 1: sd^2 = (e^(s^2) - 1) e^(s^2), solved for s.

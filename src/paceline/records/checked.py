@@ -32,7 +32,7 @@ def at_least(least: float) -> Rule:
 
 
 def one_of(known: Collection[str]) -> Rule:
-    return Rule(lambda value: value in known, f"known are {', '.join(known)}")
+    return Rule(lambda value: value in known, f"it must be one of {', '.join(known)}")
 
 
 Count = Annotated[int, at_least(0)]

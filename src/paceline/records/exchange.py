@@ -49,7 +49,7 @@ def _read_csv(path: Path) -> list[tuple[int, list[str]]]:
     except csv.Error as error:
         raise RecordError(f"{path}, line {reader.line_num}: {error}") from None
     if not lines:
-        raise RecordError(f"{path} is empty: a header and rows are needed")
+        raise RecordError(f"{path} is empty: expected a header and rows")
     return [(lines[0][0], [name.strip() for name in lines[0][1]]), *lines[1:]]
 
 
@@ -64,7 +64,7 @@ def _parse(path: Path, lines: Sequence[tuple[int, list[str]]], parse: Callable[[
         except (ValueError, RecordError, ConfigError) as error:
             raise RecordError(f"{path}, line {number}: {error}") from None
     if not records:
-        raise RecordError(f"{path} has a header but no row: at least one is needed")
+        raise RecordError(f"{path} has a header but no rows: expected at least one")
     return records
 
 
@@ -178,7 +178,7 @@ def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:
             values = [(n, cells) for n, cells in below if not all(re.fullmatch(r":?-+:?", cell) for cell in cells)]
             return [(number, header), *values]
     raise RecordError(
-        f"{path} has no table with the columns Backend, Processes, Size and Time (ms), nor one of nccl-tests"
+        f"{path} has no table with the columns Backend, Processes, Size and Time (ms), and no nccl-tests output"
     )
 
 

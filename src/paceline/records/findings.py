@@ -30,7 +30,7 @@ _TEXTS = {
     "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
     "parameters": ("WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper", ""),
     "above": (
-        "faster than one core per rank passes over memory at {}: several cores took part, or it was disturbed",
+        "above the memory bandwidth of one core per rank at {}: several cores took part, or it was disturbed",
         "",
     ),
     "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or with more --iters"),

@@ -63,7 +63,7 @@ class Record(Checked):
         for name in names:
             found = getattr(self, name)
             if found is not None and found.shape != self.timing.shape:  # type: ignore[attr-defined]
-                yield f"{name} has other repetitions or ranks than the steps"
+                yield f"{name} differs from the steps in repetitions or ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +262,7 @@ class CostRecord(Record):
 
     def find_faults(self) -> Iterator[str]:
         if not self.seconds:
-            yield "no time: at least one is needed"
+            yield "no times: expected at least one"
 
 
 def record_to_json(record: Record) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def record_from_json(document: dict[str, Any]) -> Record:
     values = dict(document)
     kind = str(values.pop("kind", None))
     if kind not in KINDS:
-        raise RecordError(f"unknown kind of record {kind!r}: known are {', '.join(KINDS)}")
+        raise RecordError(f"unknown kind of record {kind!r}: use one of {', '.join(KINDS)}")
     for name, cls in (("summary", Summary), ("samples", Samples)):
         if (timing := values.pop(name, None)) is not None:
             values["timing"] = decode(cls, timing, name)

@@ -104,7 +104,7 @@ class BlockTimes(Checked):
 
 def _find_late(name: str, times_s: Sequence[float | None], whole: Samples) -> Iterator[str]:
     if len(times_s) != whole.count:
-        yield f"{name} has other repetitions than the steps"
+        yield f"{name} differs from the steps in repetitions"
         return
     for time_s, (limit_s, *_) in zip(times_s, whole.seconds, strict=True):
         if time_s is not None and time_s > limit_s * (1 + 1e-6) + 1e-9:
@@ -143,11 +143,11 @@ class LayerProfileRecord(Record):
         names = [block.name for block in self.blocks]
         if self.timing.num_ranks != 1 or len(set(names)) < len(names) or OUTSIDE in names:
             found = f"{self.timing.num_ranks} ranks, and blocks {', '.join(names)}"
-            yield f"{found}: one rank and distinct blocks are needed"
+            yield f"{found}: expected one rank and distinct blocks"
         for phase in ("forward", "backward"):
             rows = [getattr(block, f"{phase}_s") for block in self.blocks]
             if any(len(row) != self.timing.count for row in rows):
-                yield "a block has other repetitions than the steps"
+                yield "a block differs from the steps in repetitions"
             sums = [math.fsum(times_s) for times_s in zip(*rows, strict=True)] or [0.0] * self.timing.count
             yield from _find_late(f"the sum of all blocks' {phase}", sums, getattr(self, f"profiled_{phase}"))
         for one in self.parameters:

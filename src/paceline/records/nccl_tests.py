@@ -81,7 +81,7 @@ def read_nccl_text(path: Path, text: str) -> list[CollectiveRecord]:
         elif header:
             columns = _read_header(place, header)
         elif cells and not columns:
-            raise RecordError(f"{place}: results of nccl-tests without its line `# size count ...` above")
+            raise RecordError(f"{place}: nccl-tests results without the header `# size count ...` above")
         elif cells and len(cells) < len(columns):
             raise RecordError(f"{place}: {len(cells)} cells where the header has {len(columns)} out of place")
         elif cells:
@@ -184,8 +184,8 @@ def _count_ranks(path: Path, run: _Run) -> tuple[int, int]:
     """The number of ranks and nodes of a run; 0 nodes if no line names a host."""
     numbers = [rank for rank, _, _ in run.ranks]
     if len(set(numbers)) < len(numbers):
-        found = f"{path}: rank {max(set(numbers), key=numbers.count)} is named twice in one run"
-        raise RecordError(f"{found}: build nccl-tests with MPI=1, or give each output a file")
+        found = f"{path}: rank {max(set(numbers), key=numbers.count)} is listed twice in one run"
+        raise RecordError(f"{found}: build nccl-tests with MPI=1, or write each output to its own file")
     if not numbers:
         return _find_ranks(path, run.rows), 0
     own = [host for _, group, host in run.ranks if group == run.ranks[0][1]]
@@ -193,8 +193,8 @@ def _count_ranks(path: Path, run: _Run) -> tuple[int, int]:
     for row in run.rows:
         if not row.least_ratio <= wanted <= row.most_ratio:
             allowed = f"{row.least_ratio:.2f} to {row.most_ratio:.2f}"
-            has = f"busbw is {allowed} of algbw, and {wanted:.2f} on the {len(own)} ranks that are named"
-            raise RecordError(f"{row.place}: {has}: another collective, or other ranks than those")
+            has = f"busbw / algbw is {allowed}, but should be {wanted:.2f} on the {len(own)} listed ranks"
+            raise RecordError(f"{row.place}: {has}: this is another collective, or the list of ranks is wrong")
     if len(own) == 1:
         raise RecordError(f"{path}: each process measured one rank alone: build nccl-tests with MPI=1")
     return len(own), len(set(own))
@@ -204,12 +204,12 @@ def _find_ranks(path: Path, rows: Sequence[_Row]) -> int:
     """The number of ranks from the ratio of the bandwidths, 2 - 2/n, which must fit every row."""
     low, high = max(row.least_ratio for row in rows), min(row.most_ratio for row in rows)
     if low > high:
-        raise RecordError(f"{path}: busbw / algbw differs between rows: they are of different numbers of ranks")
+        raise RecordError(f"{path}: busbw / algbw differs between rows: they are from different numbers of ranks")
     if high < 0.99:
         raise RecordError(f"{path}: busbw is at most {high:.2f} of algbw: not an all-reduce on two or more ranks")
     least, most = (2 / (2 - ratio) if ratio < 2 else float(_MOST_RANKS) for ratio in (max(low, 0.99), high))
     first, last = max(2, math.ceil(least - 1e-9)), math.floor(most + 1e-9)
     if first != last:
-        what = f"{path} does not say its ranks (busbw / algbw allows {first} to {last})"
+        what = f"{path} does not state its number of ranks (busbw / algbw allows {first} to {last})"
         raise RecordError(f"{what}: keep the lines `# Rank` of nccl-tests")
     return first

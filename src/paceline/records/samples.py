@@ -61,7 +61,7 @@ class Samples(Checked):
         rows = (*self.seconds, *self.warmup_seconds, *self.arrivals_s)
         widths = {len(row) for row in rows}
         if not self.seconds or len(widths) != 1 or 0 in widths:
-            yield "at least one repetition is needed, and the same number of ranks in each"
+            yield "expected at least one repetition, and the same number of ranks in each"
         if self.arrivals_s and len(self.arrivals_s) != len(self.seconds):
             yield f"{len(self.arrivals_s)} arrivals for {len(self.seconds)} repetitions"
 
@@ -160,7 +160,7 @@ class Summary(Checked):
 
     def find_faults(self) -> Iterator[str]:
         if self.mean_s is None and self.median_s is None:
-            yield "a mean or a median is needed"
+            yield "expected a mean or a median"
 
     @property
     def center_s(self) -> float:

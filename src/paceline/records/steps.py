@@ -99,7 +99,7 @@ class StepRecord(Record):
 
     def find_faults(self) -> Iterator[str]:
         if self.mode and self.threads < 1:
-            yield f"{self.threads} threads per rank in a scaling study: at least 1 is needed"
+            yield f"{self.threads} threads per rank in a scaling study: must be at least 1"
         samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
         if self.mode and samples != self.cell_size:
             yield f"{samples} samples in a cell of {self.cell_size} ({self.mode})"

@@ -54,7 +54,7 @@ class BatchRecord(Record):
 
     def find_faults(self) -> Iterator[str]:
         if (self.timing is None) != bool(self.failure):
-            yield "either times or a failure is needed"
+            yield "expected either times or a failure"
 
     @property
     def epoch_s(self) -> float | None:
@@ -161,7 +161,7 @@ class NoiseProbe(Checked):
 
     def find_faults(self) -> Iterator[str]:
         if len(self.small_squares) < 2:
-            yield f"small gradients {self.small_squares}; at least 2 are needed"
+            yield f"small gradients {self.small_squares}; expected at least 2"
         elif self.big_square > statistics.fmean(self.small_squares) * (1 + _ROUNDING):
             yield f"the square of the mean gradient, {self.big_square:g}, is above the mean of {self.small_squares}"
 
@@ -250,7 +250,7 @@ class NoiseRecord(Record):
         sizes = sorted({len(probe.small_squares) for probe in self.probes})
         if len(sizes) != 1:
             found = f"{len(self.probes)} probes of {sizes} small gradients"
-            yield f"{found}: at least one probe is needed, and equally many gradients in each"
+            yield f"{found}: expected at least one probe, with the same number of gradients in each"
 
     @property
     def big_batch_size(self) -> int:

@@ -98,7 +98,7 @@ class GoodputResult(Result):
         """Describe whether the first policy is shown to be better than each of the others; the table has their
         costs."""
         best, name = self.best, self.best.policy.name
-        sure = "{} is better than {}: more of the time of all ranks is useful"
+        sure = "{} is better than {}: a larger share of rank time is useful"
         unsure = "{} may be better than {}: the measured costs are not conclusive"
         return [(sure if is_ahead(best, one) else unsure).format(name, one.policy.name) for one in self.rows[1:]]
 
@@ -157,8 +157,8 @@ class GoodputResult(Result):
             ),
             (
                 shrinks and usable is not None,
-                f"with shrink {usable or 0:,} of {ranks:,} ranks continue while one is missing: more of them cannot "
-                "share the global batch equally",
+                f"with shrink {usable or 0:,} of {ranks:,} ranks continue while one is missing, because more cannot "
+                "divide the global batch evenly",
             ),
         )
         return [line for holds, line in lines if holds]

@@ -198,7 +198,7 @@ class TracedResult(Result):
         if any(row.doubt for row in self.rows):
             sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
             lines.append(
-                f"beyond the trace: its messages range from {sizes[0]} to {sizes[1]}; trace another bucket size as well"
+                f"extrapolated: traced messages range from {sizes[0]} to {sizes[1]}; trace another bucket size as well"
             )
         if self.elsewhere:
             assumed = [line for fabric in self.fabrics for line in fabric.assumptions]

@@ -500,7 +500,7 @@ def plot_caps(result: CapsResult) -> Figure:
 def plot_sensitivity(result: CapsResult) -> Figure:
     """The best bucket sizes with one input scaled: model bytes B, latency alpha, or bandwidth beta."""
     named = {"B": "model bytes (B)", "alpha": "latency (alpha)", "beta": "bandwidth (beta)"}
-    figure, grid = build_panels(list(named.values()), "What moves the best bucket size", "simulated")
+    figure, grid = build_panels(list(named.values()), "Sensitivity of the best bucket size", "simulated")
     for axes, what in zip(grid, named, strict=True):
         curves = sorted((c for c in result.changes if c.what in ("", what)), key=lambda curve: curve.factor)
         for curve in curves:
@@ -517,7 +517,7 @@ def plot_sensitivity(result: CapsResult) -> Figure:
     grid[0].set_ylabel("bucket size (MiB)")
     grid[0].plot([], [], "o-", color=COLORS[0], label="widest range within 1 % of the best")
     if any(curve.is_beyond for curve in result.changes):
-        grid[0].plot([], [], "o-", color=COLORS[0], mfc="white", label="the same, beyond the table")
+        grid[0].plot([], [], "o-", color=COLORS[0], mfc="white", label="the same, extrapolated beyond the table")
     grid[0].plot([], [], color=COLORS[2], alpha=0.35, lw=4, label="other ranges within 1 %")
     grid[0].plot([], [], "--", color=COLORS[3], lw=1, label="closed form b*")
     place_legend(figure, grid[0])

@@ -31,7 +31,9 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "yes": lambda value: "yes" if value else "no",
 }
 # Printed under tables with ratios.
-_RATIO_NOTE = "Ratios are medians over interleaved repetitions, ± 95 %; = is 1 within that, ? is a single repetition."
+_RATIO_NOTE = (
+    "Ratios are medians over interleaved repetitions, ± 95 %; = means 1 within that interval, ? a single repetition."
+)
 _HEADED = ("ms", "s", "GB/s")
 _GAP = 2
 _MIN_WORDS = 24  # minimum width of a wrapped column of words

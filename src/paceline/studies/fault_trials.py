@@ -305,7 +305,7 @@ def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[
     """The named faults, or all that can be injected here; and the others, each with the reason."""
     chosen = list(FAULTS) if names == "all" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in chosen if name not in FAULTS]:
-        raise ConfigError(f"unknown faults: {', '.join(unknown)}; known are {', '.join(FAULTS)}")
+        raise ConfigError(f"unknown faults: {', '.join(unknown)}; use {', '.join(FAULTS)}")
     skipped = {name: why for name in chosen if (why := why_not(name, device, ranks))}
     if names != "all":
         refuse(*((True, f"--faults {name}: {why}") for name, why in skipped.items()))

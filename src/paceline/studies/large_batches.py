@@ -84,7 +84,7 @@ class LargeBatchSettings(grid.GridSettings):
         refuse_unused(job, ("steps",), "batches are compared after equal epochs, and after equal --updates")
         check_counts(base_batch_size=base_batch_size, seeds=seeds)
         job = grid.choose_small_job(model, job)
-        whole = f"model {model}: its step would decide learning rates and batches; return a module, and name the data"
+        whole = f"model {model}: its step would set learning rates and batches; return a module, and name the data"
         refuse((brings_data(model or "", job.get("data")) and not job.get("data"), whole), code="own-type")
         if job.get("data", "synthetic") == "synthetic":
             job.setdefault("samples", 1024)
@@ -107,7 +107,7 @@ class LargeBatchSettings(grid.GridSettings):
     def check(self) -> None:
         base, sizes, shown = self.base_batch_size, self.global_batch_sizes, ",".join(map(str, self.global_batch_sizes))
         super().check()
-        refuse((min(sizes) <= base, f"--global-batch-size {shown}: batches above the base of {base} are needed"))
+        refuse((min(sizes) <= base, f"--global-batch-size {shown}: must be above the base of {base}"))
         odd = next((size for size in sizes if size % base), 0)
         for text in self.recipes:
             recipe, alone = Recipe.parse(text), "sync needs several ranks, and there is one; use ghost, or --ranks"
@@ -220,9 +220,9 @@ class Recipe:
             raise ConfigError(f"recipe {text!r}: {number!r} after {name} is not a number") from None
         typed = f"recipe {text!r}: {number} after {name}"
         refuse(
-            (not 0 < value < math.inf, f"{typed}: a number above 0 is needed"),
-            (SWITCHES[name].is_share and value >= 1, f"{typed} is a fraction: below 1 is needed"),
-            (name == "ghost" and (value < 2 or value % 1), f"{typed}: an integer of at least 2 is needed"),
+            (not 0 < value < math.inf, f"{typed}: must be a number above 0"),
+            (SWITCHES[name].is_share and value >= 1, f"{typed} is a fraction: must be below 1"),
+            (name == "ghost" and (value < 2 or value % 1), f"{typed}: must be an integer of at least 2"),
             (name == "sync", f"{typed}, which does not take a number"),
         )
         return value
@@ -389,7 +389,7 @@ def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
         found = []
         for record in (record for record in series if record in (series[0], last, series[-1])):
             sure = f" (90 %: {_say_interval(record)})" if record.estimate.interval else ""
-            lost = "" if record.noise_scale is not None else ", where noise hides the gradient"
+            lost = "" if record.noise_scale is not None else ", where noise dominates the gradient"
             found.append(f"{_say_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
         text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
         scale, interval = last.noise_scale, last.estimate.interval

@@ -113,7 +113,7 @@ class ScaleSettings(StudySettings):
     setups: tuple[Setup, ...]
     batch_sizes: tuple[int, ...]
     global_batch_sizes: tuple[int, ...] = ()
-    iters: int | None = option(None, least=2, each_s=1e-6, advice=" to know the noise")
+    iters: int | None = option(None, least=2, each_s=1e-6, advice=" to estimate the noise")
     network: str = "10gbe,100gbe"
     predict_ranks: str = "64,1024"
 
@@ -374,9 +374,9 @@ def _say_cause(point: ScalePoint) -> str:
     if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
         return f" The cause: {exposed}." if record.exposed_s > 0 else ""
     if record.mode == "weak":
-        why = f"ranks slow each other down: computing takes {point.slowdown:.2f} times as long as on one rank"
+        why = f"ranks slow each other down: compute takes {point.slowdown:.2f} times as long as on one rank"
     else:
-        why = f"a rank's share of the batch takes {point.slowdown:.2f} times its share of the time of one rank"
+        why = f"a rank's part of the batch takes {point.slowdown:.2f} times as long per sample as all of it on one rank"
     return f" The cause: {why} ({exposed})."
 
 

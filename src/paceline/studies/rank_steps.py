@@ -55,7 +55,7 @@ def measure_scaling(settings: ScaleSettings, cell: ScalingCell) -> list[Record]:
 
 def _build_job(settings: ScaleSettings, cell: ScalingCell, world: World) -> TrainingJob:
     if max(settings.ranks) > world.world_size:
-        raise ConfigError(f"{max(settings.ranks)} ranks are needed, but the world has only {world.world_size}")
+        raise ConfigError(f"{max(settings.ranks)} ranks requested, but the world has only {world.world_size}")
     size = cell.batch_size(1, settings.job.accumulate or 1)
     alone = dataclasses.replace(settings.job, ranks=1, wrapper="none", batch_size=size, global_batch_size=None)
     job = build_job(alone, world)

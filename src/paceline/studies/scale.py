@@ -55,7 +55,7 @@ def report(
     parts: list[Result] = [load_result(path) for path in runs]
     for part in parts:
         found, taken = f"{part.folder} is a run of `{part.run.verb}`", [f"scale {name}" for name in STUDIES]
-        refuse((part.run.verb not in taken, f"{found}: a report takes those of {', '.join(taken)}"), code="other-verb")
+        refuse((part.run.verb not in taken, f"{found}: use runs of {', '.join(taken)}"), code="other-verb")
     usual = [] if runs else [kind for name, kind in STUDIES.items() if name != "strategies"]
     settings = [build_settings(kind, **kind.get_defaults()) for kind in usual]
     most = max((each.num_ranks for each in settings), default=1)

@@ -145,7 +145,7 @@ class StudyResult(Result):
 
     @property
     def answer(self) -> str:
-        return self.sentences[0] if self.sentences else "Nothing was measured that says how the job scales."
+        return self.sentences[0] if self.sentences else "Scaling was not measured."
 
     @property
     def findings(self) -> list[str]:
@@ -174,10 +174,10 @@ _DEFINITIONS = (
     ("bandwidth", "busbw = 2(n-1)/n * bytes / t, with the bytes that a rank hands to all-reduce and t = busy"),
     ("peak", "the largest busbw of an all-reduce alone, on the same backend and number of ranks"),
     ("disturbed", "one rank was slower than the others even without communication; do not use the cell"),
-    ("knee", "the smallest batch size with nine tenths of the best samples/s; none where only the largest has that"),
+    ("knee", "the smallest batch size with nine tenths of the best samples/s; none if only the largest reaches it"),
     ("gap", "the mean test accuracy of the baseline (the smallest batch without a recipe) minus this one's, in points; "
-     "of numbers, this one's mean test loss minus the baseline's"),
-    ("±", "of times: half the 95 % interval of the median over paired repetitions; of accuracies: the standard "
+     "for regression, this one's mean test loss minus the baseline's"),
+    ("±", "for times: half the 95 % interval of the median over paired repetitions; for accuracies: the standard "
      "deviation over seeds"),
     ("measured, emulated, simulated", "timed here; timed here on an emulated slower network; computed by the model"),
 )  # fmt: skip
@@ -195,7 +195,7 @@ def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, w
     """Findings first, then figures and tables, the machine and definitions; `folder` is where the page will be."""
     blocks, details = [f"# {title}", "## Findings"], []
     for part in parts:
-        lines = part.sentences or ["These records show nothing to report."]
+        lines = part.sentences or ["There is nothing to report."]
         sources = dict.fromkeys(row["source"] for table in part.tables() for row in table.rows_json())
         blocks += [f"**{part.title}.** Source: {', '.join(sources)}.", "\n".join(f"- {line}" for line in lines)]
         place = os.path.relpath(part.folder, folder) + "/" if part.folder and folder and part.folder != folder else ""

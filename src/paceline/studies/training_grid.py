@@ -265,7 +265,7 @@ class GridResult(StudyResult):
         """Test accuracy, or loss, during training, against epochs and against updates: the mean over seeds of each
         cell, with a band from the worst to the best seed. Runs that failed are left out."""
         cells = group_by((record for record in records if not record.failure), lambda record: record.cell)
-        title = f"{self.topic.lower()}: {self.score_name} on the way"
+        title = f"{self.topic.lower()}: {self.score_name} during training"
         figure, panels = build_panels(["against epochs", "against updates"], title, self.machine)
         for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
             seeds_of = format_number_of(len(runs), "seed")

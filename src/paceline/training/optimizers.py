@@ -49,8 +49,8 @@ class _LayerwiseOptimizer(Optimizer):
         is_pair = isinstance(betas, tuple | list) and len(betas) == 2
         is_still = group.get("nesterov") and group.get("momentum") == 0
         refuse(
-            (not isinstance(group["adapt"], bool), f"{owner}: adapt {group['adapt']!r}: True or False is needed"),
-            (not is_pair, f"{owner}: betas {betas!r}: two numbers are needed"),
+            (not isinstance(group["adapt"], bool), f"{owner}: adapt {group['adapt']!r}: must be True or False"),
+            (not is_pair, f"{owner}: betas {betas!r}: must be two numbers"),
             (is_still, f"{owner}: nesterov with momentum 0: give a momentum, or leave out nesterov"),
         )
         numbers = [(name, group[name], below) for name, below in _LIMITS.items() if name in group]
@@ -58,8 +58,8 @@ class _LayerwiseOptimizer(Optimizer):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_open = name == "trust_coefficient"
             if not is_number or not 0 <= value < below or (is_open and value == 0):
-                kind = f"a finite number {'above' if is_open else 'from'} 0{'' if below == math.inf else ', below 1'}"
-                raise ConfigError(f"{owner}: {name} {value!r}: {kind} is needed")
+                kind = f"finite, {'above' if is_open else 'at least'} 0{'' if below == math.inf else ', below 1'}"
+                raise ConfigError(f"{owner}: {name} {value!r}: must be {kind}")
         super().add_param_group(param_group)
 
     def _find_buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
@@ -92,7 +92,7 @@ class _LayerwiseOptimizer(Optimizer):
                 if param.grad.layout is not torch.strided:
                     raise ConfigError(
                         f"{type(self).__name__}: the gradient of a parameter of shape {tuple(param.shape)} is "
-                        f"{param.grad.layout}: a dense one is needed (use sparse=False for an embedding)"
+                        f"{param.grad.layout}: must be dense (use sparse=False for an embedding)"
                     )
                 params, grads = alike.setdefault((param.device, param.dtype), ([], []))
                 params.append(param)

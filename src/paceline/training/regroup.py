@@ -54,7 +54,7 @@ def check_policy(job: Job) -> None:
         (job.learner.own_step is not None,
          f"{asked}: {job.learner.name} has its own step, which may be half done when a rank is lost; use restart"),
         (stream is not None and job.settings.on_fault == "shrink",
-         f"{asked}: {job.train.describe()}, which cannot be divided anew within an epoch; use spare"),
+         f"{asked}: {job.train.describe()}, which cannot be re-sharded within an epoch; use spare"),
         ("nccl" in job.world.backend and not pulse.is_open(),
          f"{asked} on nccl, whose ranks cannot detect a lost peer, and there is no monitor here to tell them: use "
          "restart, or the backend gloo"),

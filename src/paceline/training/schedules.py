@@ -24,7 +24,7 @@ def check_drops(drops: tuple[float, ...], shape: str, name: str = "--lr-drops") 
     if bool(drops) != (shape == "piecewise"):
         raise ConfigError(f"{found} with schedule {shape}: only piecewise has drops, and it needs them: 0.5,0.75")
     if not all(a < b for a, b in itertools.pairwise((0.0, *drops, 1.0))):
-        raise ConfigError(f"{found}: increasing fractions of the run between 0 and 1 are needed")
+        raise ConfigError(f"{found}: must be increasing fractions of the run between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class Schedule:
         steps, warmup, first = self.num_steps, self.warmup_steps, (*self.drops, math.inf)[0]
         refuse(
             (self.shape not in SCHEDULES, f"unknown schedule {self.shape!r}: use one of {', '.join(SCHEDULES)}"),
-            (not 0 <= self.peak < math.inf, f"peak {self.peak}: a finite number from 0 is needed"),
-            (steps < 1 or warmup < 0, f"{steps} steps, {warmup} of warm-up: at least 1 and 0 are needed"),
+            (not 0 <= self.peak < math.inf, f"peak {self.peak}: must be finite and at least 0"),
+            (steps < 1 or warmup < 0, f"{steps} steps, {warmup} of warm-up: must be at least 1 and 0"),
         )
         check_drops(self.drops, self.shape, "drops")
         refuse((first * steps < warmup, f"a drop at {first} of {steps} steps, inside the warm-up of {warmup}: move it"))
@@ -105,7 +105,7 @@ def check_growths(growths: Growths) -> None:
     for (before, least), (share, factor) in itertools.pairwise(((0.0, 1), *growths)):
         is_factor = type(factor) is int
         refuse(
-            (not 0 < share < 1, f"{flag} {share} is not a fraction of the run; above 0 and below 1 is needed"),
+            (not 0 < share < 1, f"{flag} {share} is not a fraction of the run; it must be above 0 and below 1"),
             (not is_factor, f"{flag} factor {factor!r} must be an integer, so that ranks can divide the batch"),
             (share <= before, f"{flag} {share} comes after {before}; fractions must increase"),
             (is_factor and factor <= least, f"{flag} factor {factor} comes after {least}; factors must increase"),
@@ -129,7 +129,7 @@ class BatchSchedule:
     def __post_init__(self) -> None:
         numbers = (self.global_batch_size, self.num_samples, self.epochs)
         if min(numbers) < 1:
-            raise ConfigError("batch size {}, {} samples, {} epochs: at least 1 of each is needed".format(*numbers))
+            raise ConfigError("batch size {}, {} samples, {} epochs: each must be at least 1".format(*numbers))
         check_growths(self.growths)
 
     @cached_property

@@ -94,7 +94,7 @@ class TrainSettings:
     threads: int | None = option(None, "CPU threads per rank for torch.", least=1)
     compile: bool = option(False, "Compile the model, block by block.")
     sync_batchnorm: bool = option(False, "Compute BatchNorm statistics over the whole global batch.")
-    plan: str | None = option(None, "Bucket plan, a file that `tune` writes.")
+    plan: str | None = option(None, "Bucket plan file, written by `tune`.")
     strategy: str = option("dense", "bf16, int8, int4, topk:0.01, powersgd:4, diloco:100+int8, zero1, ...")
     workers: int = option(1, "Replicas in one process that exchange data as ranks would, to study accuracy.", least=1)
     on_fault: str = option(
@@ -110,9 +110,9 @@ class TrainSettings:
     samples: int | None = option(None, "Use the first N samples; for synthetic data, generate N.", DATA, least=1)
     context: int | None = option(None, "Tokens per sequence.", DATA, least=2)
     tokenizer: str = option("auto", "auto (the model's own, or bytes), bytes, or a folder", DATA)
-    tail: str = option("keep", "A smaller last batch of an epoch: keep, drop, or pad it.", DATA, choices=TAILS)
+    tail: str = option("keep", "What to do with a smaller last batch: keep, drop or pad.", DATA, choices=TAILS)
     augment: bool | None = option(None, "Crop and flip images. Default: CIFAR-10 only.", DATA)
-    cutout: int = option(0, "Side length in pixels of the square hidden in augmented images.", DATA, least=0)
+    cutout: int = option(0, "Side length in pixels of the square masked in augmented images.", DATA, least=0)
     test_samples: int | None = option(None, "Evaluate on the first N samples. Default: all.", DATA, least=1)
     channels: tuple[int, ...] | None = option(None, "Channels of the cnn's convolutions: 32 64 128", MODEL, least=1)
     hidden: int | None = option(None, "Width of the hidden layer.", MODEL, least=1)
@@ -124,20 +124,20 @@ class TrainSettings:
     batch_growth: Growths = option(
         (), "SHARE:FACTOR,...: multiply the batch by FACTOR from this fraction of the run on.", LEARNING
     )
-    grow: str = option("accumulate", "What grows on a rank: accumulate or batch-size.", LEARNING, choices=GROWS)
+    grow: str = option("accumulate", "What to grow on each rank: accumulate or batch-size.", LEARNING, choices=GROWS)
     clip: float | None = option(None, "Clip gradients to this norm.", LEARNING, above=0)
     lr: float = option(0.05, "Peak learning rate.", LEARNING, least=0)
     momentum: float = option(
         0.9, "Momentum of sgd (Nesterov) or lars.", LEARNING, least=0, below=1, advice=", or updates grow without bound"
     )
-    trust_coefficient: float | None = option(None, "lars: a layer's step relative to its weights.", LEARNING, above=0)
-    weight_decay: float = option(0.0, "Weight decay, except of biases and norms.", LEARNING, least=0)
+    trust_coefficient: float | None = option(None, "lars: step size relative to a layer's weights.", LEARNING, above=0)
+    weight_decay: float = option(0.0, "Weight decay; biases and norms are exempt.", LEARNING, least=0)
     schedule: str = option("constant", "constant, cosine or linear (to 0), piecewise", LEARNING, choices=SCHEDULES)
     lr_warmup: int = option(0, "Number of steps to warm up the learning rate.", LEARNING, least=0)
-    lr_drops: tuple[float, ...] = option((), "Where piecewise divides by 10: 0.5,0.75 of the run", LEARNING)
+    lr_drops: tuple[float, ...] = option((), "Fractions of the run where piecewise divides by 10: 0.5,0.75", LEARNING)
     label_smoothing: float = option(
         0.0,
-        "Fraction of a target spread over all classes.",
+        "Fraction of each target spread over all classes.",
         LEARNING,
         least=0,
         below=1,
@@ -145,7 +145,7 @@ class TrainSettings:
     )
     profile: bool = option(False, "Time the forward, backward and optimizer of each step.", MEASUREMENT)
     save_every: str = option(
-        "60s", "When a checkpoint is due: epoch, 10s, 5min, 2h, 100steps or auto (see --mtbf)", OUTPUT
+        "60s", "When to save a checkpoint: epoch, 10s, 5min, 2h, 100steps or auto (see --mtbf)", OUTPUT
     )
     mtbf: str | None = option(
         None, "With --save-every auto: mean time between faults of the job: 3h, 2d. Default: 1d for each host.", OUTPUT
@@ -266,10 +266,10 @@ class TrainSettings:
         self._check_ranks()
         # An option for another optimizer, norm or policy would silently do nothing.
         if self.mtbf is not None and parse_duration(self.mtbf, "--mtbf") == 0:
-            raise ConfigError(f"--mtbf {self.mtbf}: above 0 is needed")
+            raise ConfigError(f"--mtbf {self.mtbf}: must be above 0")
         if self.mtbf is not None and self.save_every != AUTO:
             found = f"--mtbf {self.mtbf} with --save-every {self.save_every}"
-            raise ConfigError(f"{found}: it is for auto only; leave it out, or use that")
+            raise ConfigError(f"{found}: it applies only to auto; leave it out, or use auto")
         if self.trust_coefficient is not None and self.optimizer != "lars":
             found = f"--trust-coefficient {self.trust_coefficient} with --optimizer {self.optimizer}"
             raise ConfigError(f"{found}: leave it out, or use lars")
@@ -291,7 +291,7 @@ class TrainSettings:
             raise ConfigError(f"{found}: a run has only one length; leave one out")
         if self.steps is not None and self.batch_growth:
             found = f"--batch-growth {schedules.format_growths(self.batch_growth)} with --steps {self.steps}"
-            raise ConfigError(f"{found}: it counts in fractions of all samples of the run; use --epochs")
+            raise ConfigError(f"{found}: growth points are fractions of all samples of the run; use --epochs")
         if self.grow != GROWS[0] and not self.batch_growth:
             raise ConfigError(f"--grow {self.grow} has no effect without --batch-growth: leave it out, or give both")
 
@@ -366,7 +366,8 @@ class TrainSettings:
             found: TrainSettings = decode(cls, values | {"batch_growth": ()})
             growths = tuple((decode(float, a, "batch_growth"), decode(int, b, "batch_growth")) for a, b in marks)
         except (TypeError, ValueError, RecursionError, OverflowError) as error:
-            text = str(error) if isinstance(error, RecordError) else f"batch_growth {marks!r:.40} is not pairs"
+            text = f"batch_growth {marks!r:.40} is not a list of pairs"
+            text = str(error) if isinstance(error, RecordError) else text
             raise ConfigError(f"{where} is damaged: {text[:200]}", code="damaged") from None
         return dataclasses.replace(found, batch_growth=growths)
 
@@ -430,7 +431,7 @@ def check_job(settings: TrainSettings) -> None:
     if is_own_data(settings.data):
         check_own(settings.data, "data")
     smoothing = f"--label-smoothing {settings.label_smoothing}"
-    refuse((settings.label_smoothing and settings.predicts_numbers, f"{smoothing}: targets are numbers; leave it out"))
+    refuse((settings.label_smoothing and settings.predicts_numbers, f"{smoothing}: this is a regression; leave it out"))
     if settings.plan is not None:
         load_plan(Path(settings.plan))
     if settings.context is not None and settings.data == "synthetic":

@@ -29,7 +29,7 @@ def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
     """One number or several, without repeats."""
     found = (counts,) if isinstance(counts, int) else tuple(dict.fromkeys(counts))
     if not found or min(found) < 1:
-        raise ConfigError(f"{name} {counts}: at least one number of at least 1 is needed")
+        raise ConfigError(f"{name} {counts}: must be one or more numbers of at least 1")
     return found
 
 
@@ -63,7 +63,7 @@ def choose_worlds(ranks: Counts | None, default: int) -> tuple[int, ...]:
 def choose_world(ranks: Counts | None, default: int) -> int:
     """Like `choose_worlds`, but a single number."""
     counts = choose_worlds(ranks, default)
-    refuse((len(counts) != 1, f"--ranks {','.join(map(str, counts))}: one number is needed here"))
+    refuse((len(counts) != 1, f"--ranks {','.join(map(str, counts))}: must be a single number here"))
     return counts[0]
 
 
@@ -154,7 +154,7 @@ def open_job(
     advice = "in a process that is not a rank, pass a factory that returns (model, step)"
     refuse(
         (job, f"{', '.join(job)}: only for built-in models; your own job decides this itself"),
-        (len(counts) != 1, f"ranks={ranks}: one number of ranks is needed"),
+        (len(counts) != 1, f"ranks={ranks}: must be a single number"),
         (here and counts != (world_size,), f"ranks={ranks}: {what}; {advice}"),
     )
     where["backend"] = canonical_backend(where["backend"])

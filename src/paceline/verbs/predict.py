@@ -119,8 +119,8 @@ def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int 
     refuse(
         (inside and network and is_flat, f"--inside {inside} connects the ranks of a node: give --ranks-per-node"),
         (inside and not network, f"--inside {inside} needs a --network, but none is given"),
-        (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: at least 1 is needed"),
-        (min(ranks, default=0) < 1, f"ranks {list(ranks)}: at least one number of at least 1 is needed"),
+        (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: must be at least 1"),
+        (min(ranks, default=0) < 1, f"ranks {list(ranks)}: must be one or more numbers of at least 1"),
     )
 
 
@@ -254,12 +254,12 @@ def predict_goodput(
     count = ranks if ranks is not None else trained[-1] if trained else 0
     refuse(
         (ranks is None and not trained, "how many ranks does the job have? Give --ranks, or a training run"),
-        (count < 1, f"--ranks {count}: at least 1 is needed"),
+        (count < 1, f"--ranks {count}: must be at least 1"),
     )
     typed = {"step": step_seconds, "save": save_seconds, "detect": detect_seconds}
     typed |= {"restart": restart_seconds, "spare": spare_seconds, "shrink": shrink_seconds}
     for name, seconds in typed.items():
-        asked = f"--{name}-seconds {seconds}: a finite number {'above' if name == 'step' else 'from'} 0 is needed"
+        asked = f"--{name}-seconds {seconds}: must be finite and {'above' if name == 'step' else 'at least'} 0"
         is_good = seconds is None or 0 < seconds <= _MOST_SECONDS or (seconds == 0 and name != "step")
         refuse((not is_good, asked))
     mtbf_s = parse_duration(rates[0], "--mtbf-per-rank" if mtbf is None else "--mtbf") / (count if mtbf is None else 1)
@@ -269,8 +269,8 @@ def predict_goodput(
     horizon_s = parse_duration(horizon, "--horizon")
     interval_s = None if save_every is None else parse_duration(save_every, "--save-every")
     refuse(
-        (horizon_s <= 0, f"--horizon {horizon}: above 0 is needed"),
-        (interval_s == 0, f"--save-every {save_every}: above 0 is needed"),
+        (horizon_s <= 0, f"--horizon {horizon}: must be above 0"),
+        (interval_s == 0, f"--save-every {save_every}: must be above 0"),
     )
     records = []
     gave = f"{', '.join(map(_name_source, sources))} did not measure it" if sources else "no run is given"
@@ -432,7 +432,7 @@ def find_profile(run: Run) -> LayerProfileRecord:
     """The one layer profile of a run."""
     found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
     if len(found) != 1:
-        what = f"this run of `{run.verb}` has {len(found)} layer profiles; one is needed"
+        what = f"this run of `{run.verb}` has {len(found)} layer profiles; expected one"
         raise RecordError(f"{what}: make one with `paceline profile layers` or `paceline.profile`", code="no-profile")
     return found[0]
 
@@ -488,6 +488,6 @@ def _find_file(folder: Path, stem: str) -> Path:
     what = "no file" if not found else f"{len(found)} files"
     refuse(
         (not folder.is_dir(), f"--csv {folder}: no such folder"),
-        (len(found) != 1, f"--csv {folder}: {what} named {stem}*.csv; one is needed"),
+        (len(found) != 1, f"--csv {folder}: {what} named {stem}*.csv; expected one"),
     )
     return found[0]

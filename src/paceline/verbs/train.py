@@ -337,7 +337,7 @@ def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSetting
              f"{asked}: the run ends after --{ends} {getattr(saved, ends)}; give more --{ends}, or start a new one"),
             (name == "epochs" and saved.batch_growth and value != saved.epochs,
              f"{asked}: the batch grows at fractions ({growth}) of the run's {saved.epochs} epochs, and would have "
-             "grown elsewhere; leave it out, or start a new one"),
+             "grown at other steps; leave it out, or start a new one"),
             code="other-run",
         )  # fmt: skip
     if given.get("save_every", AUTO) != AUTO:

@@ -123,7 +123,7 @@ class Follower:
             loss = f", loss {last['loss']:.4f}" if isinstance(last["loss"], float) else ""
             found += f" in epoch {last['epoch'] + 1}{loss}, {speed} samples/s"
         else:
-            found += f", {format_ms(statistics.median(row['step_s'] for row in rows))} ms a step"
+            found += f", {format_ms(statistics.median(row['step_s'] for row in rows))} ms per step"
         for words, name in (("data wait", "data_wait_s"), ("exposed communication", "exposed_comm_s")):
             parts = [(row[name], row["step_s"]) for row in rows if row.get(name) is not None]
             if parts and seconds:

@@ -239,10 +239,10 @@ def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, 
     parts = OwnParts(**found)
     state = {} if parts.state is None else parts.state
     is_a = {
-        "model": (isinstance(parts.model, nn.Module), "a torch.nn.Module is needed, or several in an nn.ModuleDict"),
-        "step": (callable(parts.step), "a function (model, batch) is needed"),
-        "state": (isinstance(state, Mapping), "a dict of optimizers and the like is needed"),
-        "evaluate": (parts.evaluate is None or callable(parts.evaluate), "a function (model, batch) is needed"),
+        "model": (isinstance(parts.model, nn.Module), "must be a torch.nn.Module, or several in an nn.ModuleDict"),
+        "step": (callable(parts.step), "must be a function (model, batch)"),
+        "state": (isinstance(state, Mapping), "must be a dict of optimizers and similar objects"),
+        "evaluate": (parts.evaluate is None or callable(parts.evaluate), "must be a function (model, batch)"),
     }
     for key, (fits, needed) in is_a.items():
         refuse((not fits, f"{said} {type(getattr(parts, key)).__name__} as {key}: {needed}"), code="own-type")
@@ -256,7 +256,7 @@ def build_own(name: str, form: DataForm) -> nn.Module:
     """The module that the user's function returns, which may take the form of the data."""
     parts, _ = open_own(name, form)
     if parts.step is not None:
-        raise ConfigError(f"model {name} returned a step, too: here a torch.nn.Module alone is needed", code="own-type")
+        raise ConfigError(f"model {name} also returned a step: return only a torch.nn.Module here", code="own-type")
     return parts.model
 
 

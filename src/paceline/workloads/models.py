@@ -202,13 +202,13 @@ def compute_outcome(
     returned = f"the model returned the shape {tuple(predicted.shape)}"
     if form.num_classes == 0:
         if predicted.numel() != targets.numel():
-            raise ConfigError(f"{returned} for {len(batch)} numbers: ({len(batch)}, 1) is needed")
+            raise ConfigError(f"{returned} for {len(batch)} numbers: ({len(batch)}, 1) is required")
         errors = predicted.float().reshape(-1) - targets
         return Outcome((errors * errors).sum(), None)
     classes = predicted.shape[-1] if predicted.dim() else 0
     if classes == 0 or predicted.numel() != targets.numel() * classes or classes < form.num_classes:
         what = f"targets of shape {tuple(shape)} and {form.num_classes} classes"
-        raise ConfigError(f"{returned} for {what}: {(*shape, form.num_classes)} is needed")
+        raise ConfigError(f"{returned} for {what}: {(*shape, form.num_classes)} is required")
     logits = predicted.reshape(-1, classes)
     loss = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing)
     found = logits.detach().argmax(dim=-1)

@@ -76,7 +76,7 @@ def check_model(name: str, options: ModelOptions) -> None:
     elif name in NAMES:
         taken = MODELS[name].options
     else:
-        known = f"known are {', '.join((*NAMES, *_OTHERS))}"
+        known = f"use one of {', '.join((*NAMES, *_OTHERS))}"
         raise ConfigError(f"model {name!r} is unknown: {suggest(name, NAMES)}{known}")
     shown = " ".join(map(str, options.channels or ()))
     for option, value in asdict(options).items():
@@ -90,7 +90,7 @@ def default_form(name: str) -> DataForm:
     Does not import torch."""
     if is_own(name):
         advice = "name it, such as synthetic:images, or return it: (model, data, step)"
-        raise ConfigError(f"model {name} does not say what data it takes: {advice}", code="no-data")
+        raise ConfigError(f"model {name} does not declare what data it takes: {advice}", code="no-data")
     if name.startswith(HF_PREFIX):
         vocabulary, context = external.read_limits(name.removeprefix(HF_PREFIX))
         return DataForm("tokens", (min(128, context),), vocabulary, vocabulary)
@@ -117,7 +117,7 @@ def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
         raise ConfigError(f"{what}: models for {form.kind} are {', '.join(fit)}")
     if form.num_classes < 0:
         advice = "give the data set num_classes, or classes, or use a model of your own"
-        raise ConfigError(f"model {name} needs the number of classes, which the data does not say: {advice}")
+        raise ConfigError(f"model {name} needs the number of classes, which the data does not provide: {advice}")
     if is_hf:
         return external.build_hf(name.removeprefix(HF_PREFIX), form)
     return _build(name, form, options)

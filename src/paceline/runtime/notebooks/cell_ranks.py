@@ -369,7 +369,7 @@ class _CellRun:
             self._ranks._notice(self._describe_deadlock())
 
     def _describe_deadlock(self) -> str:
-        lines = [f"no rank has moved for {_NOTICE_S:g} s; interrupt the kernel if this is a deadlock"]
+        lines = [f"no rank has made progress for {_NOTICE_S:g} s; interrupt the kernel if this is a deadlock"]
         for rank in range(self._ranks.settings.num_ranks):
             if rank in self._pending:
                 lines.append(f"  rank {rank} waits at {self._places[rank][0].place}")

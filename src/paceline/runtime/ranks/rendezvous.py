@@ -504,7 +504,7 @@ def _check_owner(path: Path) -> None:
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:
         found = f"{path} belongs to uid {about.st_uid} with mode {about.st_mode & 0o777:o}"
         hint = "use a path in a folder of your own"
-        raise LaunchError(f"{found}, but only this user may write to it; {hint}", code="stranger")
+        raise LaunchError(f"{found}, but must be writable only by this user; {hint}", code="stranger")
 
 
 def _leave_file(store: dist.Store, file: Path, world_size: int) -> None:

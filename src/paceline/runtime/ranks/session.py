@@ -321,9 +321,9 @@ class Session:
             return []
         if len(counts) == 1:
             (name,) = counts
-            return [f"measured on {name}; the environment in this run is {here}, where nothing was measured"]
+            return [f"measured on {name}, but the environment saved with this run is {here}"]
         made = "; ".join(f"{format_number_of(count, 'cell')} on {name}" for name, count in counts.items())
-        return [f"measured on more than one machine: {made}; means may mix them, and the run names only the last"]
+        return [f"measured on more than one machine: {made}; means may mix them, and the run describes only the last"]
 
     @contextlib.contextmanager
     def open_part(self, name: str, verb: str, config: dict[str, Any], same_machine: bool = False) -> Iterator[Session]:

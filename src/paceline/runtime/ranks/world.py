@@ -564,7 +564,7 @@ class _Get:
         if (rank := dist.get_rank()) not in mesh.mesh.flatten().tolist():
             raise ConfigError(f"rank {rank} is not part of the mesh {mesh.mesh.tolist()}: it has no group there")
         if (group := _find_group(mesh)) is None:
-            text = f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole"
+            text = f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension but none for the whole mesh"
             raise ConfigError(f"{text}: use one dimension, such as mesh[{(mesh.mesh_dim_names or (0,))[0]!r}]")
         return group
 

@@ -352,7 +352,7 @@ def parse_data(text: str) -> tuple[str, str | None]:
     if name == "synthetic":
         name, rest = text.rstrip(":"), ""
     if name not in DATA_NAMES:
-        known = f"known are {', '.join(DATA_NAMES)} and FILE.py:FUNCTION; files are NAME:PATH"
+        known = f"use one of {', '.join(DATA_NAMES)}, FILE.py:FUNCTION, or NAME:PATH for files"
         raise ConfigError(f"data {name!r} is unknown: {suggest(name, DATA_NAMES)}{known}", code="unknown")
     return name, rest or None
 

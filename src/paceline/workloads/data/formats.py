@@ -106,7 +106,7 @@ def _parse_archive(split: str, content: bytes) -> list[Images]:
         files = {Path(member.name).name: archive.extractfile(member) for member in archive if member.isfile()}
         found = [file.read() for name in BATCHES[split] if (file := files.get(name))]
     if len(found) < len(BATCHES[split]):
-        raise ConfigError(f"holds {', '.join(files)}, but needed are {', '.join(BATCHES[split])}")
+        raise ConfigError(f"holds {', '.join(files)}, but must hold {', '.join(BATCHES[split])}")
     return [_parse_batch(batch) for batch in found]
 
 

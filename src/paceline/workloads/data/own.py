@@ -90,7 +90,7 @@ class OwnData:
             return self
         dataset: Any = getattr(self.items, "dataset", None)
         can_change = type(self.items) is DataLoader and isinstance(dataset, IterableDataset) and self.batch_size
-        what = f"data {self.name} has batches of {self.batch_size} samples, but {batch_size} are needed"
+        what = f"data {self.name} has batches of {self.batch_size} samples, but the job needs {batch_size}"
         advice = "return the data set itself, or let the function take batch_size as an argument"
         refuse((not can_change, f"{what}: {advice}"), code="batch-size")
         loader = DataLoader(dataset, batch_size=batch_size, drop_last=self.drops_last, **self.options)

@@ -235,7 +235,7 @@ def build_synthetic(
     if kind == "pairs":
         context = form.shape[0]
         what = f"synthetic pairs of {context} tokens with a vocabulary of {form.vocabulary}"
-        refuse((form.vocabulary < 4 or context < 3, f"{what}: at least 3 tokens and a vocabulary of 4 are needed"))
+        refuse((form.vocabulary < 4 or context < 3, f"{what}: must be at least 3 tokens and a vocabulary of 4"))
         # Lengths are drawn on the host, where `take` reads them.
         host = torch.Generator().manual_seed(derive_seed(f"lengths of {split}", request.seed))
         labels["lengths"] = torch.randint(max(3, context // 2), context + 1, (count,), generator=host)

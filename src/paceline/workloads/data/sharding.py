@@ -35,12 +35,12 @@ class EpochOrder:
         refuse((self.tail not in TAILS, f"tail {self.tail!r} is unknown: use {', '.join(TAILS)}"))
         if self.num_samples < 1 or min(size if isinstance(size, tuple) else (size,), default=0) < 1 or self.epoch < 0:
             what = f"{self.num_samples} samples in global batches of {size}, epoch {self.epoch}"
-            raise ConfigError(f"{what}: at least 1, 1 and 0 are needed")
+            raise ConfigError(f"{what}: must be at least 1, 1 and 0")
         if isinstance(size, tuple) and not sum(size[:-1]) < self.num_samples <= sum(size):
             what = (
                 f"global batches of {sum(size)} samples in all, the last of {size[-1]}, for {self.num_samples} samples"
             )
-            raise ConfigError(f"{what}: the last one must take exactly what the others leave")
+            raise ConfigError(f"{what}: the last batch must hold exactly the remaining samples")
         what = f"{self.num_samples} samples do not fill one global batch of {self._ends[1]}"
         refuse((self.num_windows == 0, f"{what}: use a smaller batch or --tail keep"))
 
