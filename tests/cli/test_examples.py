@@ -115,6 +115,7 @@ def test_large_batch(start):
     assert found and int(found[1]) == 4 * 32 + 2 * 8 + 2 * 2 and int(found[2]) > 80
 
 
+@pytest.mark.slow
 def test_paraphrase(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_mrpc(tmp_path / "mrpc")

@@ -69,6 +69,7 @@ def save_cifar_parquet(folder: Path) -> None:
         parquet.write_table(table, folder / f"{name}.parquet")
 
 
+@pytest.mark.slow
 def test_cifar10_from_its_batches_on_two_ranks(tmp_path):
     save_cifar_batches(tmp_path / "cifar")
     document = train(type_command, *TINY, "--data", "cifar10:cifar", "--ranks", "2", "--batch-size", "10")

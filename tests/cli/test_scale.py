@@ -282,6 +282,7 @@ def change_records(run: str, folder: Path, change) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_bandwidth_above_the_peak_is_refused(studies, tmp_path):
     def slow_down(record: dict) -> None:
         if record["kind"] == "collective":

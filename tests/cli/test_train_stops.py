@@ -269,6 +269,7 @@ def test_a_finished_run_is_shown_and_more_epochs_are_remembered(command, whole, 
     assert_nothing_temporary(folder)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_started_again_resumes_its_run(command, tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RUN", "job-7")
     for epochs in ("1", "2"):

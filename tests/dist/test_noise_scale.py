@@ -254,6 +254,7 @@ def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
         return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "wrapper", "precision"),
     [(1, "none", "fp32"), (2, "paceline", "fp32"), (2, "torch", "fp32"), (2, "paceline", "fp16"), (1, "torch", "bf16")],

@@ -238,6 +238,7 @@ def look_after_a_step(rank: int) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gathered_parameters_are_those_of_the_unsharded_optimizer(on_ranks, num_ranks):
     results = on_ranks(num_ranks, compare_on_gloo)

@@ -293,6 +293,7 @@ def claim_another_place(rank: str, world_size: str) -> str:
     return "met"
 
 
+@pytest.mark.slow
 def test_duplicate_ranks_and_different_world_sizes_are_refused(on_ranks):
     assert "two processes have rank 0 of 2" in on_ranks(2, claim_another_place, "0", "2")[1]
     assert "rank 1 has WORLD_SIZE 3 but rank 0 has 2" in on_ranks(2, claim_another_place, "1", "3")[1]

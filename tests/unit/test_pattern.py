@@ -35,7 +35,7 @@ def case(request):
     return Pattern(3, dtype, op, "cpu"), dtype, op
 
 
-@pytest.mark.parametrize("count", [1, 4093, 10_000, BLOCK + 77])
+@pytest.mark.parametrize("count", [1, BLOCK + 77])
 def test_the_right_answer_has_no_wrong_element(case, count):
     pattern, dtype, op = case
     for repetition in (0, 1, 4092, 4093, 10**6):
@@ -74,7 +74,7 @@ def test_a_rank_counted_twice_is_found(case):
     assert pattern.count_wrong(_reduce([vectors[0], vectors[1], vectors[1]], op), REPETITION) > 500
 
 
-@pytest.mark.parametrize("shift", [1, -1, 1024, 4096, 65536])
+@pytest.mark.parametrize("shift", [1, -1, 4096])
 def test_a_shifted_vector_is_found(case, shift):
     pattern, dtype, op = case
     answer = _reduce(_fill(pattern, range(3), dtype, 2 * 65536), op)
