@@ -426,14 +426,16 @@ class GradientSync:
         return self.control.read_reports(slots.tolist()), missing
 
     def _send_empty(self) -> None:
-        """Take part in one more step with zeros, like the ranks that read this step's control words one step later."""
+        """Take part in one more step with zeros. Ranks that read control words one step late react to an error only after
+        they have sent the next step's messages, and every rank must send the same ones."""
         words, _, _ = self.reducer.collect(self._factor, take_part=False)
         with torch.no_grad():
             self.control.write_report(words, RankReport(Status.FAILED))
         self.reducer.exchange()
 
     def check_last_step(self) -> None:
-        """Act on the last step's reports now, if they are still unread. Collective if a rank has failed."""
+        """Act on the last step's reports now, if they are still unread: call it before collectives of your own, which a
+        failed rank would not join. Collective if a rank has failed."""
         if (late := self._await_deferred()) is not None:
             if any(report.status & ERRORS for report in late[0]):
                 self._send_empty()
