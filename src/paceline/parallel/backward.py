@@ -426,8 +426,8 @@ class GradientSync:
         return self.control.read_reports(slots.tolist()), missing
 
     def _send_empty(self) -> None:
-        """Take part in one more step with zeros. Ranks that read control words one step late react to an error only after
-        they have sent the next step's messages, and every rank must send the same ones."""
+        """Take part in one more step with zeros. Ranks that read control words one step late react to an error only
+        after they have sent the next step's messages, and every rank must send the same ones."""
         words, _, _ = self.reducer.collect(self._factor, take_part=False)
         with torch.no_grad():
             self.control.write_report(words, RankReport(Status.FAILED))
