@@ -22,5 +22,5 @@ for pair in a b c; do
   done
 done
 for pair in a b c; do
-  "$python" -m paceline profile --compare "$out/$name-1-$pair" "$out/$name-2-$pair" | grep 'messages are'
+  "$python" -m paceline profile --compare "$out/$name-1-$pair" "$out/$name-2-$pair" | grep 'communication is s'
 done
