@@ -144,9 +144,11 @@ def attach() -> None:
     import torch
     import torch.distributed as dist
 
+    from paceline.runtime.ranks.world import shorten_nccl_dump
     from paceline.torch_internals import engine
     from paceline.transport.works import keep_from_compiler
 
+    shorten_nccl_dump()
     keep_from_compiler(pulse.enter)
     open_group, backward, wrapper = dist.init_process_group, torch.autograd.backward, torch.nn.parallel
     make = wrapper.DistributedDataParallel.__init__

@@ -159,6 +159,7 @@ def init(
         if torch_device.type == "cuda":
             # Before any collective: NCCL and object collectives use the current device, and hang on the wrong one.
             torch.cuda.set_device(torch_device)
+            shorten_nccl_dump()
             if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # for this group or a later one
                 separate_hosts()
         torch.set_num_threads(num_threads)
@@ -440,6 +441,12 @@ def separate_hosts() -> None:
     os.environ["NCCL_HOSTID"] = f"{os.uname().nodename}-{os.getpid()}"
     os.environ["NCCL_SHM_DISABLE"] = "1"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def shorten_nccl_dump() -> None:
+    """After an NCCL error, such as collectives of different sizes, torch's watchdog waits four times this long for its
+    flight recorder before it ends the process. By default that is a minute, in which the other ranks wait."""
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
 
 
 def _choose_backend(device: torch.device, local_size: int, hosts: list[str]) -> str:
