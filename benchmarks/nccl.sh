@@ -28,10 +28,10 @@ fi
 for part in "$@"; do
   case $part in
     allreduce) # document 000: a table and charts over sizes and ranks
-      if [ ! -e "$out/allreduce-$backend" ]; then
+      if [ ! -e "$out/allreduce-$backend-shared-gpu" ]; then
         "$python" -m paceline bench allreduce "${job[@]}" --ranks "$ranks" --sizes 4KiB,64KiB,1MiB,4MiB,10MiB,25MiB,100MiB \
           --out "$out"
-        mv "$out"/2*-bench-allreduce "$out/allreduce-$backend"
+        mv "$out"/2*-bench-allreduce "$out/allreduce-$backend-shared-gpu"
       fi ;;
     accumulation) # document 001: the share of messages in kernel time, before and after accumulation
       BACKEND=$backend DEVICE=${job[3]} PYTHON=$python "$(dirname "$0")/accumulation.sh" "$out" ;;
