@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from paceline.records.training import load_metrics
+from paceline.studies.rank_scaling import ScaleSettings, ScalingCell, Setup
 from paceline.training import loop
 from paceline.training.train_settings import TrainSettings
 from tests.dist import test_outer_ranks, test_sharded, test_strategies, test_wrapper_errors
@@ -154,3 +156,22 @@ def test_a_training_run_resumes_in_mid_round(on_nccl, tmp_path, strategy):
     assert on_nccl(4, train_run, strategy, folder, True) == [STEPS] * 4
     rows, others = ([row["loss"] for row in load_metrics(path / "metrics.jsonl")] for path in (whole, folder))
     assert len(rows) == STEPS and rows == pytest.approx(others, rel=1e-3)  # sums of a GPU have no fixed order
+
+
+# -- several numbers of ranks in one world ----------------------------------------------------------------------------
+
+
+def measure_turns(batch_size: int) -> list[tuple[Any, ...]]:
+    from paceline.studies.rank_steps import measure_scaling
+
+    job = TrainSettings(channels=(16, 32), hidden=32, samples=512, batch_size=batch_size, wrapper="none", device=DEVICE)
+    setups = (Setup("torch", BACKEND), Setup("paceline", BACKEND))
+    settings = ScaleSettings(job=job, ranks=(1, 2, 4), setups=setups, batch_sizes=(batch_size,), iters=2)
+    records = measure_scaling(settings, ScalingCell("weak", batch_size))
+    return [(record.role, record.wrapper, record.world_size, record.timing.count) for record in records]
+
+
+def test_one_two_and_four_ranks_take_turns(on_nccl):
+    found, *_ = on_nccl(4, measure_turns, 4, timeout_s=120)
+    jobs = [("job", "torch", ranks, 2) for ranks in (2, 4)] + [("job", "paceline", ranks, 2) for ranks in (2, 4)]
+    assert set(jobs) < set(found)
