@@ -247,6 +247,16 @@ Command(
     "How much of a job's time is productive under faults, how often should it save, and which policy is best?\n\n"
     "Uses measured costs: steps and saves of a training run, and restarts from `paceline faults --restart`.",
 )
+Command(
+    "verbs.predict:predict_scale",
+    help={"profile": "Folder of a run of `profile layers`."},
+    flags={"profile": "--model-profile"},
+).add(
+    predict,
+    "scale",
+    "How long does training take on 8 to 16,384 ranks, with faults, and which strategy is fastest and fits?\n\n"
+    "Everything is simulated from a profile: no other machine is needed.",
+)
 _FOR_COMMAND = "steps caps budget out progress"
 
 

@@ -271,7 +271,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     if sending is not None and sending.strategy.outer:
         return _simulate_period(job, costs, sending)
     layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets, sending)
-    run = _Run(costs)
+    run = Timeline(costs)
     done = [BucketSpan(size) for size in layout.num_bytes]
     if sending is None and costs.servers == 1 and costs.contention.is_nothing:
         backward_s = _queue(job, layout, costs, done)
@@ -312,7 +312,7 @@ def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> Simulat
     """Local steps, and one exchange of every fragment per period. An exchange blocks unless it has a delay."""
     strategy, spans, exposed_s = sending.strategy, list[BucketSpan](), 0.0
     for group in sending.list_fragments(job):
-        run, span = _Run(costs), BucketSpan(sum(gradient.num_bytes for gradient in group))
+        run, span = Timeline(costs), BucketSpan(sum(gradient.num_bytes for gradient in group))
         run.hand_over(span, sending.list_messages(group), costs.launch_s)
         run.drain()
         spans.append(span)
@@ -374,7 +374,7 @@ class _Task:
 
 
 @dataclass
-class _Run:
+class Timeline:
     """The state of the simulation between two events: the clock, the waiting messages and codec tasks, and those in
     progress."""
 
@@ -422,6 +422,11 @@ class _Run:
 
     def drain(self) -> None:
         while self.moving:
+            self._move(math.inf, is_computing=False)
+
+    def wait_for(self, bucket: BucketSpan) -> None:
+        """Wait for this bucket's messages without computing."""
+        while self.moving and not bucket.done_s:
             self._move(math.inf, is_computing=False)
 
     def _follow(self, bucket: BucketSpan, tasks: deque[Load | float]) -> None:

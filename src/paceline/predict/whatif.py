@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.plan import plan_like_torch
-from paceline.predict.curves import DRAWS, Resample, draw
+from paceline.predict.curves import DRAWS, Resample, draw, find_interval
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
@@ -29,6 +29,8 @@ from paceline.units import format_bytes
 # How ranks send: a function of their number, their compute time relative to one rank alone, and a resample of the
 # measurements.
 Send = Callable[[int, float, Resample], Sending | None]
+# The step of something other than the wrapper, on a number of ranks.
+Own = Callable[[Job, MachineCosts, int], SimulatedStep]
 # Below this share of a time, differences between plans and waits are negligible.
 _NOTHING = 1e-3
 
@@ -86,12 +88,13 @@ def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: 
 def simulate_what_if(
     job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
     evidence: Evidence | None = None, known: RankCosts | None = None, send: Send = lambda *_: None, most_caps: int = 0,
+    own: Own | None = None,
 ) -> list[Prediction]:  # fmt: skip
     """One row per number of ranks, with the best bucket size. `draws` are draws of the measured job. A step has
     `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`.
     `evidence` holds the profile's measurements of copies, contention and neighbours; without it they are `known`, or
-    assumed. At most `most_caps` bucket sizes are tried (0 means all). Calls that differ only in `send` use the same
-    draws."""
+    assumed. At most `most_caps` bucket sizes are tried (0 means all). `own` simulates a step without buckets instead.
+    Calls that differ only in `send` or `own` use the same draws."""
     jobs = enumerate([job, *draws])
 
     def build(resample: Resample) -> Callable[[int], Draw]:
@@ -107,7 +110,7 @@ def simulate_what_if(
             codecs = Resample(random.Random(number) if number else None)
             sending = send(world_size, mine.backward_s / alone.backward_s, codecs)
             # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
-            is_ours = rank.wrapper == "paceline" and mine.device != "cuda"
+            is_ours = rank.wrapper == "paceline" and mine.device != "cuda" and own is None
             if is_ours and not is_shared(there) and (sending is None or sending.is_plain):
                 mine = mine.split(world_size)
             costs = _build_costs(mine, there, world_size, rank, sending)
@@ -120,9 +123,42 @@ def simulate_what_if(
     alone = job.accumulate(accumulate)
     rows = []
     for world_size in ranks:
-        model = Predictor(best(world_size), [one(world_size) for one in drawn])
-        rows.append(_choose_caps(model, fabric, world_size, alone, most_caps))
+        there = best(world_size), [one(world_size) for one in drawn]
+        if own is None:
+            rows.append(_choose_caps(Predictor(*there), fabric, world_size, alone, most_caps))
+        else:
+            rows.append(_predict_own(own, *there, fabric, world_size))
     return rows
+
+
+def _predict_own(own: Own, best: Draw, drawn: Sequence[Draw], fabric: Fabric, world_size: int) -> Prediction:
+    """The row of a step without buckets."""
+
+    def find_exposed_s(one: Draw, step: SimulatedStep) -> float:
+        return step.step_s - one.job.computing_s - step.after_s
+
+    def estimate_s(one: Draw) -> float:
+        step = own(one.job, one.costs, world_size)
+        return step.step_s + one.error * max(0.0, find_exposed_s(one, step)) + one.wait_s
+
+    step = own(best.job, best.costs, world_size)
+    step_s, drawn_s = step.step_s + best.wait_s, tuple(map(estimate_s, drawn))
+    low_s, high_s = find_interval(step_s, drawn_s)
+    largest = max(bucket.num_bytes for bucket in step.buckets)
+    return Prediction(
+        step_s=step_s,
+        low_s=low_s,
+        high_s=high_s,
+        exposed_s=find_exposed_s(best, step),
+        local_s=best.local_s,
+        step=step,
+        drawn_s=drawn_s,
+        drawn_local_s=tuple(one.local_s for one in drawn),
+        network=fabric.name,
+        world_size=world_size,
+        doubt=best.costs.curve.explain(largest)[1],
+        straggler_s=best.wait_s,
+    )
 
 
 def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, most_caps: int) -> Prediction:

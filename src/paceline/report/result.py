@@ -31,6 +31,7 @@ _CLASSES = {
     "predict": "report.predictions.PredictResult",
     "predict csv": "report.predictions.CapsResult",
     "predict goodput": "report.fault_policies.GoodputResult",
+    "predict scale": "report.outlook.OutlookResult",
     "predict strategies": "report.strategy_steps.StrategyStepsResult",
     "predict trace": "report.observed.TracedResult",
     "profile": "report.profiles.ProfileResult",

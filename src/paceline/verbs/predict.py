@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import statistics
 import zlib
@@ -27,11 +28,13 @@ from paceline.records.findings import find_doubts, is_busy
 from paceline.records.kinds import COSTS, CostRecord, FaultRecord
 from paceline.records.store import Run, create_folder, is_run_path, load_run, naming_damage, pause_collection
 from paceline.records.training import count_usable_ranks, pick_like_last
-from paceline.units import parse_duration
+from paceline.strategy import parse_strategies
+from paceline.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
     from paceline.report.fault_policies import GoodputResult
     from paceline.report.observed import TracedResult
+    from paceline.report.outlook import OutlookResult
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
     from paceline.report.strategy_steps import StrategyStepsResult
@@ -294,6 +297,72 @@ def predict_goodput(
         "job": next((describe_job(one.config) for one, _ in reversed(loaded) if one.run.verb == "train"), ""),
     }  # fmt: skip
     return _finish(GoodputResult, "predict goodput", config, records, doubts, out)
+
+
+@naming_damage()
+def predict_scale(
+    profile: Result | str | Path, *, network: str = "nvlink,100gbe,10gbe,1Gb/s,100ms",
+    ranks: int | Sequence[int] = (8, 64, 1024, 16384), ranks_per_node: int = 8, inside: str = "nvlink",
+    strategy: str | Sequence[str] = "zero1,fsdp,powersgd:4+hosts,diloco:100,diloco:100+int8",
+    total_samples: str = "1e9", gpu_memory: str | None = None, mtbf_per_rank: str = "2100d",
+    detect_seconds: float = 10.0, restart_seconds: float = 300.0, save_rate: str = "1GB", out: Place = None,
+) -> OutlookResult:  # fmt: skip
+    """How long does training take on other machines? Predicts steps, faults and memory, and the fastest strategy.
+
+    Args:
+        profile: A result of `paceline.profile`, or the folder of a run of `profile layers`.
+        network: The networks between nodes, as in `predict`.
+        ranks: One or more numbers of ranks.
+        ranks_per_node: Number of ranks that share a node and its link.
+        inside: The network inside a node.
+        strategy: Strategies to compare with dense gradients and bf16; fsdp is fully sharded data parallel.
+        total_samples: Number of samples to train on: 1e9.
+        gpu_memory: Memory of a rank: 80GB. Strategies that need more are not chosen.
+        mtbf_per_rank: The mean time between faults of one rank. Default: 2100d, as published for 16,384 GPUs.
+        detect_seconds: Seconds until a fault is detected.
+        restart_seconds: Seconds from detection until the restarted job takes steps again.
+        save_rate: Bytes per second that a rank writes to a checkpoint.
+        out: Save the run in a new subfolder of this folder.
+    """
+    from paceline.predict.fully_sharded import FULLY_SHARDED
+    from paceline.report.outlook import OutlookResult
+
+    counts = [ranks] if isinstance(ranks, int) else list(ranks)
+    _check_place(network, counts, ranks_per_node, inside)
+    run = _get_run(profile)
+    layers = find_profile(run)
+    named = [one.strip() for one in strategy.split(",")] if isinstance(strategy, str) else list(strategy)
+    others = ",".join(name for name in named if name != FULLY_SHARDED)
+    texts = [one.text for one in parse_strategies(others)] + [FULLY_SHARDED] * (FULLY_SHARDED in named)
+    mtbf_s = parse_duration(mtbf_per_rank, "--mtbf-per-rank")
+    samples = _read_samples(total_samples)
+    times = {"--detect-seconds": detect_seconds, "--restart-seconds": restart_seconds}
+    refuse(
+        (max(counts) < 2, f"--ranks {','.join(map(str, counts))}: one rank needs no network: give more"),
+        (not parse_size(save_rate) > 0, f"--save-rate {save_rate}: must be above 0"),
+        (not mtbf_s > 0, f"--mtbf-per-rank {mtbf_per_rank}: must be above 0"),
+        *((not 0 <= s <= _MOST_SECONDS, f"{flag} {s}: must be finite and at least 0") for flag, s in times.items()),
+    )
+    doubts, busy = list_doubts({"profile": replace(run, records=(layers,))})
+    config = {
+        "network": network, "ranks": counts, "backend": None, "ranks_per_node": ranks_per_node, "cores": 0,
+        "inside": inside, "algorithm": "auto", "accumulate": 1, "gradients": None, "spread": 0.0,
+        "is_own": run.config.get("data") in (None, "own"), "busy": busy, "strategies": texts,
+        "optimizer": run.config.get("optimizer", "sgd"), "momentum": run.config.get("momentum", 0.9),
+        "total_samples": samples, "memory_bytes": None if gpu_memory is None else parse_size(gpu_memory),
+        "save_bytes_per_s": parse_size(save_rate), "mtbf_per_rank_s": mtbf_s, "detect_s": detect_seconds,
+        "restart_s": restart_seconds,
+    }  # fmt: skip
+    return _finish(OutlookResult, "predict scale", config, (layers, *list_carried(run)), doubts, out)
+
+
+def _read_samples(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    refuse((not 1 <= found <= 1e18, f"--total-samples {text[:40]}: must be a number from 1 to 1e18, such as 1e9"))
+    return found
 
 
 def _name_source(source: Result | str | Path) -> str:
