@@ -74,7 +74,7 @@ def _pick_first(overviews: Sequence[Overview]) -> Overview:
 def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness | None = None) -> list[Finding]:
     """Recommendations, largest gain first; if nothing is worth doing, the bottleneck."""
     if not overviews:
-        raise RecordError("no rank was recorded, so there is nothing to advise on: record at least one")
+        raise RecordError("no rank was recorded, so there is no advice to give: record at least one")
     first = _pick_first(overviews)
     found = [*_on_messages(first, facts), *_on_waiting(first)]
     if lateness is not None:

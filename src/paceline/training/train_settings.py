@@ -156,7 +156,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if isinstance(self.backend, str):
             object.__setattr__(self, "backend", machine.canonical_backend(self.backend))
-        if self.device is not None:  # a torch.device is as good as its name
+        if self.device is not None:  # a torch.device is accepted in place of its name
             object.__setattr__(self, "device", str(self.device))
 
     @property

@@ -36,7 +36,7 @@ from paceline.report.training_result import TrainRunResult
 from paceline.units import format_duration, format_ms, format_speed
 
 _POLL_S = 0.4
-_BEAT_S = 5.0  # interval of events without new rows
+_BEAT_S = 5.0  # interval between events if there are no new rows
 _LINGER_S = 60.0
 _RECENT = 50  # steps in the table of recent steps
 _SILENT_S = 2.0  # seconds without a step after which to check whether the run has ended

@@ -53,7 +53,7 @@ class EpochOrder:
 
     @property
     def num_windows(self) -> int:
-        """The number of global batches, and so of optimizer steps, in the epoch."""
+        """The number of global batches, and therefore of optimizer steps, in the epoch."""
         is_short = self._ends[-1] > self.num_samples
         return len(self._ends) - 1 - (is_short and self.tail == "drop")
 
