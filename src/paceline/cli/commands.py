@@ -135,7 +135,7 @@ class _Parameter:
         return ",".join(map(str, self.default)) if isinstance(self.default, tuple | list) else self.default
 
     def read(self, value: Any) -> Any:
-        """The verb's argument, from the typed text."""
+        """The verb's argument, parsed from the typed text."""
         if self.name != "command":  # a command after -- is passed on unchecked
             check_typed(value, self.flag)
         if self.default is True:  # a switch that turns it off

@@ -692,7 +692,7 @@ class BucketedReducer:
 
     def _start(self, bucket: LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
         number = bucket.number
-        self.timeline.mark("launch", number)  # before the call: on few cores it may return halfway through
+        self.timeline.mark("launch", number)  # before the call, which may return late if cores are scarce
         if self.hook_calls is not None:
             bucket.work = self.hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
             self._failure = self._failure or self.hook_calls.failure

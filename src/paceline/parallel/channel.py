@@ -283,7 +283,7 @@ def _destroy_group(group: dist.ProcessGroup) -> None:
 @contextlib.contextmanager
 def naming_lost_peers(what: str) -> Iterator[None]:
     """Turn a backend error into a `peer-lost` error that begins with `what`. An aborted message leaves arbitrary values
-    without raising, so it also becomes this error."""
+    without raising; it is reported in the same way."""
     try:
         yield
     except Exception as error:

@@ -442,7 +442,7 @@ class StrategyState:
         return value.copy_(error.as_strided(shape, old)).as_strided(error.shape, error.stride())
 
     def discard(self, params: Sequence[torch.Tensor] | None) -> None:
-        """Undo the step for all parameters, or for these, because its averages are not applied."""
+        """Undo the step for the given parameters (default: all), because its averages are not applied."""
         self.codec.discard(None if params is None else [self._names[id(param)] for param in params])
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
 # Beyond this multiple of the measured bytes or ranks, an estimate is a guess.
 _REACH = 2
-# Draws of the inputs for an interval.
+# Number of draws of the inputs for an interval.
 DRAWS = 40
 _SEED = 17
 # Number of errors in a draw that repetitions cannot show, and of random orders to try for each.

@@ -28,7 +28,7 @@ _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
 # text.
 _TEXTS = {
     "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
-    "parameters": ("WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper", ""),
+    "parameters": ("WRONG PARAMETERS of {}: replicas differ from each other or from torch's wrapper", ""),
     "above": (
         "above the memory bandwidth of one core per rank at {}: several cores took part, or it was disturbed",
         "",

@@ -352,7 +352,7 @@ def _compare_times(first: TraceResult, second: TraceResult, kind: str, time: str
 
 
 def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[str]) -> dict[str, Any] | None:
-    """The share of messages in two traces, and the first one's prediction for the second; None if they differ in
+    """The share of messages in two traces, and the prediction of the second from the first; None if they differ in
     anything but accumulation."""
     counts = [one.facts.accumulate for one in (first, second)]
     if counts[0] == counts[1] or first.facts.world_size == 1 or not set(unlike) <= {"accumulate", "global_batch_size"}:

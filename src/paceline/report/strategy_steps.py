@@ -172,7 +172,7 @@ class StrategyStepsResult(PredictResult):
         last = max(self.cells, key=lambda cell: cell.world_size)
         others = [cell for cell in self.cells if cell is not last]
         crossings = [
-            f"on {world_size:,} ranks, from {rate / 1e9:.3g} Gb/s on {above} is fastest, below it {below}"
+            f"on {world_size:,} ranks, {above} is fastest from {rate / 1e9:.3g} Gb/s up, and {below} below that"
             for world_size, sweep in self.sweeps.items()
             for rate, below, above in sweep.crossings
         ]

@@ -520,7 +520,7 @@ def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
 
 
 def _measure_restart(trial: Trial, asked: Asked) -> float | None:
-    """Seconds from a restart of the same job to the end of the step of the fault; None if it failed."""
+    """Seconds from a restart of the job until it has completed the step of the fault; None if the restart failed."""
     again = asked._replace(fault="", steps=trial.step)
     begin_s = time.monotonic()
     with contextlib.closing(_Job(trial, again, fault_places.Place())) as job:

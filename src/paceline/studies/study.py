@@ -166,7 +166,7 @@ class StudyResult(Result):
 _DEFINITIONS = (
     ("weak scaling", "the samples per rank stay the same; efficiency is T(1) / T(n), 1 is ideal, and the ratio "
      "is sometimes called the speed-up"),
-    ("strong scaling", "the samples over all ranks stay the same; speed-up is T(1) / T(n), efficiency is that over n"),
+    ("strong scaling", "the samples over all ranks stay the same; speed-up is T(1) / T(n), efficiency is speed-up / n"),
     ("speed-up", "samples/s of n ranks over those of one; T(1) is one rank alone, without a wrapper"),
     ("compute", "the step with communication off"),
     ("exposed", "the step minus the same step with communication off; of step: exposed over compute plus exposed"),

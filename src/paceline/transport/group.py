@@ -134,7 +134,7 @@ class PacelineGroup(_TorchGroup):
         self._native.run((*_BARRIER[:-1], num_bytes))  # a different size on any rank is an error on all
         mapping = self._share(num_bytes, self._pass_by_broadcast)
         self._serial += 1
-        self._native.run(_BARRIER)  # every rank has touched its own part, which places it nearby
+        self._native.run(_BARRIER)  # every rank has touched its own part, so it is on a nearby NUMA node
         mapping.populate(0, mapping.num_bytes)
         part = mapping.part(self._index)
         if self._native.add_arena(self._serial, mapping.address, mapping.part_bytes):

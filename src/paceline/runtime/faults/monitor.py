@@ -84,7 +84,7 @@ _ADVICE = {
     "loop": f"it is slow in this stack, or stuck in a loop; {_MARK}",
     "blocked": f"it waits for something other than a rank: a lock, a file, a child process; {_MARK}",
     "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",
-    "kernel": "a kernel that it launched does not end, or the GPU has failed (dmesg, nvidia-smi)",
+    "kernel": "a kernel that it launched never finishes, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all ranks must make the same calls in the same order",
     "desynchronised": "all ranks must make the same collectives in the same order",
     "left": "give every rank the same number of batches, or train inside `with model.join():`",

@@ -447,7 +447,7 @@ class RankLines:
         self._open = None if made.endswith("\n") else source
 
     def close(self) -> None:
-        """Finish every line."""
+        """Terminate all unfinished lines."""
         for (rank, stream), text in list(self._held.items()):
             del self._held[rank, stream]
             self.add(rank, stream, text.strip("\r") + "\n")

@@ -66,7 +66,7 @@ def stand_by(step: int, is_lost: bool = False) -> None:
     from paceline.runtime.ranks import rendezvous
 
     if dist.is_initialized():
-        raise LaunchError("this rank could not leave the world of a lost one")
+        raise LaunchError("this rank could not leave the world of a lost rank")
     rendezvous.close_stores()
     _answer("standby", (step, is_lost))
     while not isinstance(variables := receive(), dict):

@@ -160,7 +160,7 @@ def init(
             # Before any collective: NCCL and object collectives use the current device, and hang on the wrong one.
             torch.cuda.set_device(torch_device)
             shorten_nccl_dump()
-            if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # for this group or a later one
+            if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # may hold for this group or a later one
                 separate_hosts()
         torch.set_num_threads(num_threads)
         default = dist.PrefixStore("default", store)
@@ -514,7 +514,7 @@ def _need_world() -> None:
 
 
 def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of exactly the mesh's ranks; a mesh of several dimensions has one only if it spans the world."""
+    """The group that has exactly the mesh's ranks; a mesh of several dimensions has one only if it spans the world."""
     long = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     if len(long) <= 1:
         return mesh.get_group(long[0] if long else 0)
