@@ -49,8 +49,8 @@ class Settings(NamedTuple):
     """What to observe: `steps` steps (0: all), of which `record` are traced after `warmup` others.
 
     With `every`, times are written after this many steps and four times a second, not only at the end. `race` compares
-    plans: from step `first` on, the program runs `turns` of `length` steps each. A turn is an index into `plans`, which
-    are caps in MiB; None stands for the program's own buckets.
+    plans: from step `first` onward, the program runs `turns` of `length` steps each. A turn is an index into `plans`,
+    which are caps in MiB; None stands for the program's own buckets.
     """
 
     folder: str
@@ -352,7 +352,7 @@ def _is_captured() -> bool:
 def rebucket(wrapper: Any, cap_mib: float | None) -> None:
     """Rebuild a wrapper's buckets between two steps, as if it had been built with this cap; None restores its own cap.
 
-    As in a new wrapper, the buckets are final from the second step on.
+    As in a new wrapper, the buckets are final from the second step onward.
     """
     known = vars(wrapper)
     own = known.setdefault("_own_buckets", {name: known[name] for name in _BUCKET_ATTRIBUTES if name in known})

@@ -877,7 +877,7 @@ class BucketedReducer:
         self.adopt(Plan.from_json(shared[0][0]))
 
     def adopt(self, plan: Plan) -> None:
-        """Use this plan from the next step on. Collective: every rank must call this, with the same plan."""
+        """Use this plan from the next step onward. Collective: every rank must call this, with the same plan."""
         self.is_planned = True
         self._lay_out(Plan(self.replica.gradients, plan.buckets, plan.rule, plan.rows))
         self._note_versions()  # moves the gradients, which frees the memory of the first step

@@ -343,11 +343,11 @@ class DDP(DistributedDataParallel):
     require_backward_grad_sync = do_sync  # torch's name, set by other libraries
 
     def enable_grad_sync(self) -> None:
-        """Synchronize from the next backward on."""
+        """Synchronize from the next backward onward."""
         self.do_sync = True
 
     def disable_grad_sync(self) -> None:
-        """Accumulate locally from the next backward on."""
+        """Accumulate locally from the next backward onward."""
         self.do_sync = False
 
     @contextlib.contextmanager
@@ -686,7 +686,7 @@ class DDP(DistributedDataParallel):
         self._set_up()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Use another group from the next step on, for example in a new world. Call it on all ranks of the group."""
+        """Use another group from the next step onward, such as in a new world. Call it on all ranks of the group."""
         self._group, self._gradient_group = new_process_group, None
         self._set_up()
 

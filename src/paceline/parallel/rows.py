@@ -360,7 +360,7 @@ class EmbeddingRows(Lookups):
         return compare_rows(most, table.row_bytes, table.param.nbytes, self.channel.world_size)
 
     def choose_first(self) -> list[Rows]:
-        """Tables that must be sent as rows from the first step on: those with sparse gradients."""
+        """Tables that must be sent as rows from the first step onward: those with sparse gradients."""
         sparse = [table for table in self.tables if table.is_sparse and table.is_plain]
         return [Rows(table.index, 0, True) for table in sparse] if len(sparse) < len(self.replica.params) else []
 

@@ -224,7 +224,7 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
 
 
 def _student_t95(freedom: int) -> float:
-    """The 95 % quantile of Student's t, expanded around the normal one; within 1.3 % from 2 degrees of freedom on."""
+    """The 95 % quantile of Student's t, expanded around the normal quantile; within 1.3 % if df >= 2."""
     z = statistics.NormalDist().inv_cdf(0.95)
     second, third = 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
     return z + (z**3 + z) / (4 * freedom) + second / (96 * freedom**2) + third / (384 * freedom**3)

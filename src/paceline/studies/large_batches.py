@@ -155,7 +155,7 @@ def _check_length(cell: TrainingCell, num_samples: int) -> None:
 
 
 def _list_growths(start: float, growth: float) -> Growths:
-    """Grow the batch by factors of up to four until it is `growth` times as large, from the share `start` on."""
+    """Grow the batch by factors of up to four until it is `growth` times as large, from the share `start` onward."""
     factors = []
     factor = 1
     while factor < growth:

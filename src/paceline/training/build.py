@@ -370,7 +370,7 @@ def _get_caps(module: nn.Module, plan: Plan | None) -> dict[str, Any]:
         raise ConfigError(f"{found}: make a plan for this model")
     kwargs = plan.as_torch_kwargs()
     if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
-        found = "--plan needs a cap for each bucket, which torch supports from version 2.13 on"
+        found = "--plan needs a cap for each bucket, which torch supports since version 2.13"
         raise ConfigError(f"{found}: use --wrapper paceline, or a plan from `tune --wrapper torch` with this torch")
     return kwargs
 

@@ -82,7 +82,7 @@ Growths = tuple[tuple[float, int], ...]
 
 
 def parse_growths(text: str) -> Growths:
-    """Parse `0.5:4,0.75:16`: from each fraction of the run on, the initial batch is multiplied by the factor."""
+    """Parse `0.5:4,0.75:16`: from each fraction of the run onward, the initial batch is multiplied by the factor."""
     growths = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d*\.?\d+)\s*:\s*(\d+)\s*", part, re.ASCII)

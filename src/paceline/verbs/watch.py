@@ -75,7 +75,7 @@ class Follower:
         return "killed", "Killed, or its machine stopped: it ended without a final status"
 
     def read(self, place: int) -> tuple[list[str], int, int]:
-        """The complete lines of the metrics from this byte on, and the positions where they start and end.
+        """The complete lines of the metrics from this byte onward, and the positions where they start and end.
 
         They start at 0 if rows were truncated after a fault or a resume: the file is shorter, or no row starts at this
         byte.
