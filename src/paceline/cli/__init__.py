@@ -1,2 +1,1 @@
-"""Commands that parse arguments, call a verb and print its result. Only verbs import torch, so that help appears
-instantly."""
+"""Commands parse arguments, call a verb and print its result. Only verbs import torch, so help appears instantly."""

@@ -41,8 +41,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """Settings shared by all benchmarks of a process group. If `iters` or `warmup` is None, as many run as time
-    allows."""
+    """Settings shared by all benchmarks of a process group. `iters` and `warmup`: None means as time allows."""
 
     memory_advice: ClassVar[str] = "use smaller sizes"
 
@@ -102,7 +101,7 @@ class GroupSettings:
 class CollectiveSettings(GroupSettings):
     """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are those of nccl-tests, in bytes.
 
-    `memories` lists the kinds of memory for the vectors; only the shm backend has `shared`. `limit` also measures
+    `memories` are the kinds of memory to use; only the shm backend has `shared`. `limit` also measures
     memory bandwidth.
     """
 

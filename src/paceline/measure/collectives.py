@@ -1,8 +1,6 @@
-"""The collectives that can be measured. Each is an object that prepares its data, runs the call, and checks every
-element.
+"""The collectives that can be measured: objects that prepare their data, run the call, and check every element.
 
-`engine` times them. This module also has memory passes, which bound the speed of an all-reduce, and a chunked
-all-reduce.
+`engine` times them. Also here: memory passes, which bound the speed of an all-reduce, and a chunked all-reduce.
 """
 
 from __future__ import annotations

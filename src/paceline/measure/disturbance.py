@@ -1,5 +1,4 @@
-"""Disturbs steps with messages that are sent when gradients are ready, like buckets, but that the step does not wait
-for.
+"""Disturbs steps with messages that are sent when gradients are ready, like buckets, without the step waiting for them.
 
 On several ranks the messages are real. On one rank a thread, or a separate stream on a GPU, moves as many bytes as a
 collective would. `predict.predictor` fits how much computation and messages slow each other down.

@@ -738,8 +738,7 @@ class BucketedReducer:
     def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
         """After backward, send everything except the message with the control words. Returns the control words, for
         the caller to fill (`exchange` turns them into sums), the parameters without a gradient, and a failure.
-        Collective. `factor` applies if `begin` was not called. `take_part=False` sends zeros and leaves `.grad`
-        unchanged."""
+        Collective. `factor` applies if `begin` was not called. `take_part=False` sends zeros and keeps `.grad`."""
         missing = self._find_missing()
         if not self._has_agreed:
             agree_on_hook(self.hook_calls is not None, self.channel)

@@ -59,8 +59,7 @@ class SharedBuffers:
         return [part.view_as(statistic) for part, statistic in zip(parts, self._statistics, strict=True)]
 
     def write(self, words: torch.Tensor, take_part: bool, hold: bool) -> None:
-        """Write this rank's statistics with a count of 1; or zeros and, with `hold`, a count that invalidates the
-        sum."""
+        """Write this rank's statistics and a count of 1; or zeros and, with `hold`, a count that voids it."""
         if take_part:
             torch._foreach_copy_(self._split(words[:-1]), self._statistics)
         else:

@@ -241,8 +241,7 @@ def _start(exchanges: Exchanges, make: Callable[[], Exchange]) -> torch.futures.
 class OuterState(StrategyState):
     """Runs the schedule between ranks. A sync becomes due at the end of its step's backward, when ranks agree through
     control words. It runs once all parameters have been stepped; if that does not happen (a skipped step, or a
-    parameter without an optimizer), at the next forward. Ranks count backward passes, because all ranks run the same
-    number.
+    parameter without an optimizer), at the next forward. Ranks count backward passes, since all run the same number.
 
     In a step without gradients it stands in for the reducer: `collect`, `exchange` and `learn`.
     """

@@ -51,8 +51,7 @@ class CapTimeRecord(Record):
 
 @dataclass(frozen=True)
 class ParameterTimes(Checked):
-    """When the gradient of a parameter became ready: seconds after backward began; None in repetitions without a
-    gradient.
+    """When the gradient of a parameter became ready: seconds after backward began, None without a gradient.
 
     `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
     `shape` is empty if unknown. For an embedding, `num_rows` is the number of rows that a step looked up,

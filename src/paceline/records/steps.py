@@ -46,7 +46,7 @@ class StepRecord(Record):
 
     `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
     bare model while `num_messages` messages of `message_bytes` are sent during backward, where `under_way` is the mean
-    time of a message, `overlapped` the part of that time before the end of backward, and `alone` its time on an idle
+    time of a message, `overlapped` its part before the end of backward, and `alone` its time on an idle
     machine; `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy in its
     label. `bucket_bytes` lists the wrapper's buckets in launch order, and `num_bytes` is the number of bytes that a
     rank passes to all-reduce per step, gradients only. `cell_size` is the samples per rank (`mode` weak) or over all

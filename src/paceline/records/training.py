@@ -178,8 +178,7 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self) -> float | None:
-        """The noise scale in samples; None if only a lower bound is known, because the gradient estimate is not
-        positive."""
+        """In samples; None if only a lower bound is known, because the gradient estimate is not positive."""
         return self.noise_trace / self.gradient_square if self.gradient_square > 0 else None
 
 
@@ -337,8 +336,7 @@ def count_usable_ranks(global_batch_size: int, most: int) -> int:
 
 
 def pick_like_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the same number of ranks as the last row, since a run may be resumed on a different number of
-    ranks."""
+    """The rows with as many ranks as the last row, since a run may be resumed on a different number of ranks."""
     rows = list(rows)
     counts = [len(list_ranks(row, "step_s")) for row in rows]
     return [row for row, count in zip(rows, counts, strict=True) if count == counts[-1]]
@@ -356,8 +354,7 @@ def build_steps(rows: Sequence[dict[str, Any]], world_size: int, **labels: Any) 
 
 
 def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mapping[str, Any]) -> TracedStepRecord:
-    """Assumes that gradients become ready at a constant rate in bytes per second between the ready times of two
-    buckets."""
+    """Assumes that gradients become ready at a constant rate (bytes/s) between the ready times of two buckets."""
     backward_s, ready, messages, last_s = one["backward_s"], list[float](), list[TracedMessage](), 0.0
     servers = SERVERS.get(one["backend"], 1)
     done = [0.0] * servers

@@ -91,8 +91,7 @@ class Column:
 
 
 def raw_columns(*paths: str, **named: str) -> list[Column]:
-    """Columns for programs only: the attribute at each dotted path, named after the path's last part or by the given
-    name."""
+    """Columns for programs only: the attribute at each dotted path, under the path's last part or the given name."""
     keys = {path.split(".")[-1]: path for path in paths} | named
     return [Column(None, path, key=key) for key, path in keys.items()]
 

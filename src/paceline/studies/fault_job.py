@@ -1,5 +1,4 @@
-"""The job of `paceline faults`, as it runs on the ranks: a small model that trains, saves, and injects a fault into
-itself.
+"""The job of `paceline faults` on the ranks: a small model that trains, saves, and injects a fault into itself.
 
 `paceline train` gets the model from here (`build`); under torchrun this file is the program (`main`), with Paceline's
 wrapper and monitor or with torch's own. The environment variable PACELINE_FAULT says which fault, as JSON.

@@ -1,5 +1,4 @@
-"""The request that a fault trial sends to its job, and environments for faults: a small disk, a memory limit, or two
-hosts.
+"""The request from a fault trial to its job, and environments for faults: a small disk, a memory limit, or two hosts.
 
 Each environment is created for one job and then removed. Hosts are network namespaces of this machine, which need root.
 """

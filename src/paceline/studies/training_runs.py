@@ -53,8 +53,7 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
 def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
     """Train the cell to its end. Collective: call on every rank of the launched world.
 
-    Synthetic data has the same seed in all cells: another seed would give another task, not another run of the same
-    task.
+    Synthetic data has the same seed in all cells: another seed would be another task, not another run.
     """
     with open_world(cell.settings) as world:
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
@@ -134,8 +133,7 @@ def measure_noise_scale(
     of all ranks. Parameters, gradients, buffers, the optimizer and random states are unchanged afterward. Collective:
     every rank must call this, between steps.
     """
-    # Gradients that fit half precision in training may overflow here, because the losses of smaller batches have more
-    # weight.
+    # Gradients that fit half precision in training may overflow here, because smaller batches weigh more.
     scale = job.learner.scaler.get_scale()
     probes: list[NoiseProbe] = []
     # A second batch size would make torch.compile switch to dynamic shapes, and training would use different kernels.

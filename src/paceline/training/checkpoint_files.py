@@ -26,8 +26,7 @@ from paceline.records.store import write_new
 from paceline.runtime.ranks.messages import pack, unpack
 from paceline.units import format_bytes
 
-# Errors raised by malformed files or structures; these do not include running out of memory (RuntimeError,
-# MemoryError).
+# Errors raised by malformed files or structures; they exclude running out of memory (RuntimeError, MemoryError).
 _INVALID = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError, struct.error)
 
 _DTYPES = {

@@ -129,8 +129,7 @@ class RunFiles:
         self._lock: int | None = None
 
     def lock(self, resume: bool) -> disk.Loaded | None:
-        """Lock the folder. Refuses a folder that another run is writing to, since each run would truncate the other's
-        files.
+        """Lock the folder. Refuses a folder that another run uses, since each would truncate the other's files.
 
         With `resume`, returns the newest intact checkpoint, or None if the run ended before its first one. An error on
         rank 0 is raised on all ranks. Collective: call on every rank.

@@ -134,8 +134,7 @@ class Workers:
 
 
 def build_workers(learner: Learner, count: int, strategy: Strategy, build: BuildCodec = build_codec) -> Learner:
-    """The learner with `count` identical workers, of which it is the first. Each of its steps is a step of all
-    workers."""
+    """The learner with `count` identical workers, of which it is the first. Its steps are steps of all workers."""
     learners = [replace(learner, world_size=count * learner.world_size)]
     for _ in range(count - 1):
         # Copied together, because the optimizer references the module's tensors.

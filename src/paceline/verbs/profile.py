@@ -169,8 +169,7 @@ def comm_table(
     network: str = "nvlink,pcie4,hdr,10gbe", curves: Sequence[str | Path] = (), ranks: Counts = (2, 4, 8, 64),
     iters: int | None = None, warmup: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
 ) -> CommTableResult:  # fmt: skip
-    """What does sending a step's gradients cost on other networks? Measures the computation and predicts the
-    communication.
+    """What does sending a step's gradients cost on other networks? Measures compute and predicts communication.
 
     Args:
         model: A built-in model (default: cnn), which is measured on one rank, or a result of `profile`.

@@ -276,8 +276,7 @@ def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
 @contextlib.contextmanager
 def own_errors(name: str, what: str = "model", always: bool = False) -> Iterator[None]:
     """Report an error from the user's file, or a file next to it, with its line; other errors propagate unless
-    `always`. Inside, the file can import the files next to it. Does nothing if the name does not refer to a user's
-    file."""
+    `always`. Inside, the file can import the files next to it. Does nothing if the name is not a user's file."""
     if not is_own(name):
         yield
         return

@@ -238,8 +238,7 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     children = _trained_children(module)
     classes = [type(child) for _, child in children]
     for name, child in children:
-        # An entry of a list, or one of several similar modules, is a layer whatever it contains (such as a list of
-        # experts).
+        # An entry of a list, or one of several similar modules, is a layer whatever it contains (such as experts).
         alike = classes.count(type(child)) if isinstance(module, nn.Sequential) else 1
         is_layer = not isinstance(child, _LISTS) and (isinstance(module, nn.ModuleList | nn.ModuleDict) or alike > 1)
         if isinstance(child, nn.ModuleList | nn.ModuleDict) or (not is_layer and _holds_stack(child)):

@@ -412,8 +412,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         return None
 
     def _read(self, link: socket.socket, number: int = -1) -> None:
-        """Read a connection until it is closed, in a thread; if the host's number is unknown, the first line gives
-        it."""
+        """Read a connection in a thread until it is closed; the first line gives the host's number if unknown."""
         try:
             with contextlib.suppress(OSError, ValueError, TypeError), link, link.makefile("rb") as lines:
                 for line in lines:

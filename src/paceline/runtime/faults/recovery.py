@@ -113,8 +113,7 @@ class Recovery:
         return any(fault.step is not None or fault.recovered_s is not None for fault in self.faults)
 
     def check_over(self) -> None:
-        """Raise LaunchError if the run was asked to stop, since newly started ranks would not have received the
-        request."""
+        """Raise LaunchError if the run was asked to stop, since new ranks would not have received the request."""
         if self.is_over():
             raise LaunchError("the run was asked to stop while it recovered from a fault", code="interrupted")
 

@@ -347,8 +347,7 @@ def _open_at(host: str, port: int, place: Place, served: bool, timeout_s: float)
 
 
 def _read_port(known: dist.Store, key: str) -> int:
-    """The port on which rank 0 listens. Anyone may have written it, so the process listening there must prove that it
-    is rank 0."""
+    """Rank 0's port. Anyone may have written it, so the listening process must prove that it is rank 0."""
     text = known.get(key).decode(errors="replace")
     return int(text) if text.isdigit() and int(text) < 65536 else 0
 

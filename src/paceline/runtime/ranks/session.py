@@ -288,8 +288,8 @@ class Session:
         return dataclasses.replace(self.environment, stolen=stolen)
 
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
-        """The finished run; rank 0 saves it as `run.json` if there is a folder. Its warnings are reasons to distrust
-        the result.
+        """The finished run, saved by rank 0 as `run.json` if there is a folder. Its warnings are reasons to distrust
+        it.
 
         `details` are facts about the environment that only a rank knows. If a resumed run was already finished, returns
         the saved one.

@@ -595,8 +595,7 @@ def set_seed(seed: int, per_rank: bool = False) -> int:
         raise ConfigError(f"seed {seed}: use 0 to 2^32 - 1, numpy's range")
     if per_rank:
         _need_world()
-        # Far apart, because callers increment seeds, and rank 1 in epoch 0 must not draw the same numbers as rank 0 in
-        # epoch 1.
+        # Far apart, because callers increment seeds: rank 1 in epoch 0 must not draw the numbers of rank 0 in epoch 1.
         seed = (seed + 0x9E3779B9 * dist.get_rank()) % 2**32
     random.seed(seed)
     numpy.random.seed(seed)

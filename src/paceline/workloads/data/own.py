@@ -258,8 +258,7 @@ def _look(data: OwnData) -> OwnData:
     _check_batch(data, leaves)
     if data.is_stream:
         data.batch_size = data.batch_size or len(data.head)
-    # Use only one sample, because the batch size may change on resume. Shards use the whole batch, because they may
-    # start with equal samples.
+    # Use one sample, because the batch size may change on resume; but shards may start with equal samples.
     if not data.is_sharded:
         leaves = [leaf[:1] if is_tensor(leaf) and leaf.dim() else leaf for leaf in leaves]
     data.checksum = digest([leaves, *(data.take(place).content for place in places[1:] if not data.is_stream)])

@@ -297,8 +297,7 @@ def _pairs(form: DataForm, count: int, rule: torch.Generator, draw: torch.Genera
     return PairData(form=replace(form, num_classes=2), inputs=inputs, targets=targets, **labels)
 
 
-# Mean and standard deviation of each channel, crop padding, and whether a flip keeps the class (it does not for
-# digits).
+# Mean and standard deviation of each channel, crop padding, and whether a flip keeps the class (not for digits).
 _LOOKS = {
     "mnist": ((0.1307,), (0.3081,), 2, False),
     "fashion-mnist": ((0.2860,), (0.3530,), 2, True),
