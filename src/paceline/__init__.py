@@ -80,7 +80,7 @@ __all__ = [
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What `%load_ext paceline` calls."""
+    """Entry point of `%load_ext paceline`."""
     from paceline.integrations.notebook import load
 
     load(shell)

@@ -113,7 +113,7 @@ class Plan:
                 gradient = self.gradients[piece.gradient]
                 families.add(gradient.family)
                 if piece.start_bytes % gradient.item_bytes or piece.end_bytes % gradient.item_bytes:
-                    raise ConfigError(f"bucket {number} cuts {gradient.name} inside an element")
+                    raise ConfigError(f"bucket {number} splits an element of {gradient.name}")
                 found.setdefault(piece.gradient, []).append(piece)
             if len(families) != 1:
                 raise ConfigError(f"bucket {number} is empty or mixes dtypes or devices: {sorted(families)}")
@@ -274,7 +274,7 @@ def plan_torch_start(gradients: Sequence[Gradient], rows: Sequence[Rows] = (), i
 
 
 def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
-    """After how many gradients each bucket ends by torch's rule. `totals[k]` is the size of the first k gradients."""
+    """The number of gradients up to each bucket's end by torch's rule. `totals[k]`: size of the first k gradients."""
     cuts, place, count = [], 0, len(totals) - 1
     while place < count:
         place = min(count, bisect.bisect_left(totals, totals[place] + cap_bytes, lo=place + 1))
@@ -283,7 +283,7 @@ def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
 
 
 def cut_like(totals: Sequence[int], bucket_bytes: Iterable[int]) -> tuple[int, ...]:
-    """After how many gradients buckets of these sizes end; approximate if the gradients are in a different order."""
+    """The number of gradients up to the end of each bucket of these sizes; approximate if their order differs."""
     count = len(totals) - 1
     ends = itertools.accumulate(bucket_bytes)
     return tuple(sorted({count, *(min(count, max(1, bisect.bisect_left(totals, end))) for end in ends)}))

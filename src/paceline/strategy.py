@@ -20,7 +20,7 @@ from paceline.records.samples import group_by
 BLOCK = 256
 # Bytes per element that top-k sends: the value and its index in the bucket.
 ENTRY_BYTES = 8
-# Longer vectors are not biases or norms, so top-k selects elements from them, too.
+# Longer vectors are not biases or norms, so top-k also selects elements from them.
 _LARGEST_WHOLE = 1 << 16
 # Cache line size. No two ranks write to one line, and shards of a bucket start at aligned addresses.
 LINE_BYTES = 64
@@ -102,7 +102,7 @@ class Strategy:
 
     @property
     def text(self) -> str:
-        """The canonical text: equal strategies have the same."""
+        """The canonical text: equal strategies have equal texts."""
         words: list[str] = []
         codec = "" if self.codec == "dense" else self.codec
         for name in (self.outer, "zero1" * self.is_sharded, codec, "hosts" * self.between_hosts):
@@ -131,7 +131,7 @@ class Strategy:
             (self.outer and is_lossy, f"{self.codec} cannot be combined with {self.outer}; use bf16, int8 or int4"),
             (
                 self.outer and self.is_sharded,
-                f"zero1 needs the gradients of every step, {self.outer} sends none; choose one",
+                f"zero1 needs the gradients of every step, but {self.outer} sends none; choose one",
             ),
             (
                 self.is_sharded and self.codec not in ("dense", "bf16"),

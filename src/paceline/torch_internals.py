@@ -1,4 +1,4 @@
-"""All private names of torch that Paceline uses, and the behaviour if one is missing.
+"""All private names of torch that Paceline uses, and the behavior if one is missing.
 
 Module attributes are looked up here and used through this module. If a required one is missing, importing this module
 raises a one-line error; the others have a fallback. Class members are used directly, and listed in `MEMBERS`.
@@ -169,7 +169,7 @@ def new_local_group(ranks: Sequence[int], backend: str) -> Any:
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Groups that this thread creates in this context get this name."""
+    """In this context, groups created by this thread get this name."""
     module: Any = distributed_c10d
     thread, original = threading.get_ident(), getattr(module, "_process_group_name", None)
     if original is None:

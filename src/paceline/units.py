@@ -117,7 +117,7 @@ def format_duration(seconds: float) -> str:
     """A duration with a unit that suits its magnitude: `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`, `3 h 5 min`, `2
     d`."""
     for limit_s, scale, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (60, 1, "s")):
-        if seconds < limit_s:  # what would round to 1000 of a unit becomes 1 of the next
+        if seconds < limit_s:  # a value that would round to 1000 is shown as 1 of the next unit
             return f"{seconds * scale:.3g} {unit}"
     if seconds < 7200:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
@@ -143,5 +143,5 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def format_number_of(count: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`; for nouns that take an s."""
+    """`1 rank`, `2 ranks`; for nouns with a regular plural."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

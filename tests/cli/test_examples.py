@@ -167,7 +167,7 @@ def test_ray_train(start, tmp_path):
         out, err = job.communicate(timeout=500)
         assert job.returncode == 0, err
         wait_until(lambda: not find_processes("RAY_TMPDIR", folder))
-    assert out.count("rank 0 of 2 on shm, 40 synchronised steps; buckets: 3") == 2 and "rank 1 of" not in out
+    assert out.count("rank 0 of 2 on shm, 40 synchronized steps; buckets: 3") == 2 and "rank 1 of" not in out
     first, second = (ast.literal_eval(line) for line in re.findall(r"^(?:first|second) run: (.*)$", out, re.MULTILINE))
     assert (first["epoch"], first["buckets"], second["epoch"], second["buckets"]) == (2, 3, 4, 3)
     assert first["loss"] == pytest.approx(train_in_one_process(2), rel=1e-3)

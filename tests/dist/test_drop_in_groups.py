@@ -190,7 +190,7 @@ def test_a_report_has_bucket_times_and_advice(job):
             assert 0 <= waited_s <= over_s
         launches = [launch_s for _, launch_s, _, _ in found["buckets"]]
         assert launches == sorted(launches)
-        for word in (f"rank {rank} of 2", BACKEND, "6 synchronised steps", "ready", "exposed", found["advice"]):
+        for word in (f"rank {rank} of 2", BACKEND, "6 synchronized steps", "ready", "exposed", found["advice"]):
             assert word in found["text"]
         assert found["advice"]
 

@@ -223,7 +223,7 @@ def test_a_pickle_that_calls_is_refused_and_calls_nothing(tmp_path, function, ke
     (folder / NAMES[0]).write_bytes(pickle.dumps(content, protocol=2))
     found = check_refused("cifar10", folder, file=folder / NAMES[0])
     assert not made.exists()
-    assert "refused: the pickle asks for " in found
+    assert "refused: the pickle requests " in found
     if keep == "in the place of all":
         assert function.__name__ in found
 

@@ -390,7 +390,7 @@ def test_an_object_is_moved_by_its_own_method():
 
 @pytest.mark.parametrize("content", [Plain(X), [Plain(X), X], object(), {"a": [object()]}, ()])
 def test_a_batch_whose_tensors_are_not_found_is_refused(content):
-    with pytest.raises(ConfigError, match="method to") as caught:
+    with pytest.raises(ConfigError, match=r"to\(device\) method") as caught:
         open_own(DataLoader(Loaded(), batch_size=None, collate_fn=lambda _: content))
     assert caught.value.code == "batch"
 

@@ -315,7 +315,7 @@ def test_of_many_kernels_a_terminal_shows_the_largest_differences(build_environm
         traces.append(TraceResult(traced().run, None, document))
     table = ComparisonResult.of(traces, build_environment()).table("kernels")
     assert [row.name for row in table.rows] == names[::-1]
-    assert len(table.shown) == 10 and "10 largest changes of 12" in table.title
+    assert len(table.shown) == 10 and "10 largest of 12 changes" in table.title
     single = traces[0].table("kernels").terminal()
     assert len({line.split()[0] for line in single.splitlines() if "sm80_…" in line}) == 12
     # Names that are alike but for a few characters are shown by these.

@@ -83,7 +83,7 @@ def test_plans_with_the_same_buckets_are_one():
     records = [*tuning.records, replace(twin, label="recommended"), replace(twin, label="cap 1 MiB", cap_bytes=MIB)]
     again = judge_tuning(SETTINGS, records, FREE.gradients, tuning.candidates[0].plan)
     assert [candidate.label for candidate in again.candidates] == ["default"]
-    assert describe_answer(again) == "flat: every plan has the same buckets as the default (8 buckets)"
+    assert describe_answer(again) == "flat: all plans have the same buckets as the default (8 buckets)"
 
 
 @pytest.mark.parametrize(

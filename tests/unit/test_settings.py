@@ -60,7 +60,7 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"backends": ("nccl",), "device": "cpu"}, "nccl works on GPUs only"),
+        ({"backends": ("nccl",), "device": "cpu"}, "nccl backend works on GPUs only"),
         (
             {"collective": "broadcast", "op": "max"},
             "--op max cannot be combined with --collective broadcast, which reduces nothing",

@@ -105,8 +105,8 @@ def test_drops_count_from_the_start_of_the_run():
     [
         ({"peak": -0.1}, "peak -0.1: must be finite and at least 0"),
         ({"peak": math.nan}, "peak nan"),
-        ({"num_steps": 0}, "0 steps, 0 of warm-up"),
-        ({"warmup_steps": -1}, "10 steps, -1 of warm-up"),
+        ({"num_steps": 0}, "0 steps with 0 warm-up"),
+        ({"warmup_steps": -1}, "10 steps with -1 warm-up"),
         ({"drops": ()}, "drops none with schedule piecewise"),
         ({"shape": "cosine"}, "drops 0.5 with schedule cosine"),
         ({"drops": (0.5, 0.4)}, "drops 0.5,0.4: must be increasing fractions"),
@@ -256,9 +256,9 @@ def test_a_factor_is_a_whole_number(factor):
     ("values", "words"),
     [
         ({"growths": ((0.5, 17),)}, "17 x 6 is more than the 100 samples of an epoch"),
-        ({"growths": ((0.99, 2),)}, "no step uses the growth at 0.99"),
-        ({"growths": ((0.5, 2), (0.52, 4))}, "no step uses the growth at 0.5:"),
-        ({"growths": ((0.9, 4),), "tail": "drop"}, "no step uses the growth at 0.9"),
+        ({"growths": ((0.99, 2),)}, "the growth at 0.99 never"),
+        ({"growths": ((0.5, 2), (0.52, 4))}, "the growth at 0.5 never"),
+        ({"growths": ((0.9, 4),), "tail": "drop"}, "the growth at 0.9 never"),
     ],
 )
 def test_a_growth_that_would_never_be_is_refused(values, words):

@@ -1,1 +1,1 @@
-"""The commands: they parse, call a verb and print. Only verbs import torch, so that help starts at once."""
+"""Commands parse arguments, call a verb and print its result. Only verbs import torch, so help appears instantly."""

@@ -31,7 +31,7 @@ JOB_OPTIONS = (
     "model data ranks batch_size accumulate precision wrapper backend device threads compile sync_batchnorm plan seed "
     "samples context tokenizer channels hidden dropout optimizer"
 )
-_ARGUMENTS = ("command", "runs")  # without a flag
+_ARGUMENTS = ("command", "runs")  # arguments without a flag
 _OF_PYTHON = ("step", "progress", "show")  # arguments that are not options
 COMMON = {
     "out": "Folder in which to create the run's folder.",
@@ -49,7 +49,7 @@ _PANELS = {
     OUTPUT: "browser json out page plot resume watch wide",
 }
 
-_MOST_TEXT = 4096  # longest path on Linux; no list or number needs as much
+_MOST_TEXT = 4096  # longest path on Linux, and more than any list or number needs
 
 
 def check_typed(value: Any, flag: str) -> None:
@@ -135,7 +135,7 @@ class _Parameter:
         return ",".join(map(str, self.default)) if isinstance(self.default, tuple | list) else self.default
 
     def read(self, value: Any) -> Any:
-        """The verb's argument, from the typed text."""
+        """The verb's argument, parsed from the typed text."""
         if self.name != "command":  # a command after -- is passed on unchecked
             check_typed(value, self.flag)
         if self.default is True:  # a switch that turns it off
@@ -145,7 +145,7 @@ class _Parameter:
 
     def build(self) -> inspect.Parameter:
         """The parameter that typer turns into an option."""
-        help = self.help.replace("[", "\\[")  # not markup
+        help = self.help.replace("[", "\\[")  # brackets are not markup
         names = self.flag.split()
         metavar = None
         if self.name in _ARGUMENTS:

@@ -477,6 +477,6 @@ def main() -> None:
             print(f"paceline: error: {type(error).__name__}: {text[:300]} (--debug shows where)", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as error:
-        if not getattr(error, "was_reported", False):  # a session reports what it saved
+        if not getattr(error, "was_reported", False):  # a session has already reported what it saved
             print("paceline: interrupted: nothing was saved", file=sys.stderr)
         sys.exit(130)

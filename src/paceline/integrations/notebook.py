@@ -16,7 +16,7 @@ from paceline.report.table import Column, Table
 from paceline.runtime.notebooks.cell_ranks import CellRanks, RankLines, parse_ranks, runs_on_ranks
 from paceline.runtime.notebooks.cells import CellSettings, Cleared, Output
 
-_OLDEST = (8, 18)  # of IPython
+_OLDEST = (8, 18)  # oldest supported version of IPython
 _NO_RANKS = "no ranks are running: %dist_init -n 2 starts two"
 _COLUMNS = (
     Column("rank", "rank", "count", key="rank", is_key=True),
@@ -160,7 +160,7 @@ class RankMagics(Magics):
             self._lines.close()
 
     def transform(self, lines: list[str]) -> list[str]:
-        """Rewrites `%%rank[0]` as a magic with an argument, and adds a magic to cells that have none."""
+        """Rewrites `%%rank[0]` as a magic with an argument, and adds a magic to cells without one."""
         source = "".join(lines)
         if source.lstrip().startswith("%%rank["):
             return source.replace("%%rank[", "%%rank [", 1).splitlines(keepends=True)

@@ -17,14 +17,14 @@ from paceline.workloads.registry import WORKLOADS
 BACKENDS = ("gloo", "nccl", "shm")
 OPS = ("sum", "avg", "min", "max", "prod")
 REDUCING = ("all_reduce", "reduce_scatter")
-# What the backend shm reduces in shared memory; it passes everything else to gloo.
+# What the shm backend reduces in shared memory; it passes everything else to gloo.
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
 DEFAULT_WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-simple")
 WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
 # Models that can be measured on two cores in minutes; the others are for GPUs and must be named explicitly.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
-# Maximum number of bucket settings that tuning a wrapper tries: its default caps, five others, a single bucket, and,
+# Maximum number of bucket settings to try when tuning a wrapper: its default caps, five others, a single bucket and,
 # for torch's wrapper, our plan.
 MAX_CANDIDATES = 8
 _TIME = ", or leave it out to fit the time"
@@ -41,7 +41,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """Settings shared by all benchmarks of a process group. `iters` and `warmup` None: as many as time allows."""
+    """Settings shared by all benchmarks of a process group. `iters` and `warmup`: None means as time allows."""
 
     memory_advice: ClassVar[str] = "use smaller sizes"
 
@@ -69,10 +69,10 @@ class GroupSettings:
         return self.device if self.device != "auto" else "cuda" if backend == "nccl" else "cpu"
 
     def check(self) -> None:
-        """Refuse requests that no machine can measure; `check_host` checks this one."""
+        """Refuse requests that no machine can measure; `check_host` checks this machine."""
         check_options(self)
         if "nccl" in self.backends and self.device == "cpu":
-            raise ConfigError("backend nccl works on GPUs only: leave out --device cpu, or use the backend gloo")
+            raise ConfigError("the nccl backend works on GPUs only: leave out --device cpu, or use the gloo backend")
 
     @property
     def bytes_per_rank(self) -> int:
@@ -89,7 +89,7 @@ class GroupSettings:
         refuse(
             (on_gpu and not gpus, f"{who} on CUDA needs a GPU and none is visible here: use gloo and --device cpu"),
             ("nccl" in on_gpu and not machine.can_serve_nccl(gpus, local_ranks),
-             f"backend nccl needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
+             f"the nccl backend needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
              f"use --ranks {gpus}, --backend gloo --device cuda, or {machine.SHARE_GPUS}=1 to share GPUs"),
             (need + RANK_BYTES > have,
              f"each rank needs {format_bytes(need)} and {format_bytes(have)} are free: {self.memory_advice}"),
@@ -101,7 +101,8 @@ class GroupSettings:
 class CollectiveSettings(GroupSettings):
     """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are those of nccl-tests, in bytes.
 
-    `memories` is the memory of the vectors; only the backend shm has `shared`. `limit` also measures memory bandwidth.
+    `memories` are the kinds of memory to use; only the shm backend has `shared`. `limit` also measures
+    memory bandwidth.
     """
 
     sizes: tuple[int, ...]
@@ -133,7 +134,7 @@ class CollectiveSettings(GroupSettings):
             )
 
     def _check_shared(self) -> None:
-        """Refuse requests that the backend shm cannot reduce in shared memory."""
+        """Refuse requests that the shm backend cannot reduce in shared memory."""
         what, backends = self.collective, " and ".join(self.backends)
         others = " and ".join(backend for backend in self.backends if backend != "shm")
         limits = (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS))
@@ -184,7 +185,7 @@ class ChunkSettings(GroupSettings):
         largest, total = max(self.chunks), self.total_bytes
         for name, size in [("total", total), *(("chunk", size) for size in self.chunks)]:
             whole = f"a whole number of {self.dtype} elements"
-            refuse((not self.is_whole(size), f"{name} of {size} bytes is not {whole}"))
+            refuse((not self.is_whole(size), f"a {name} of {size} bytes is not {whole}"))
         found = f"a chunk of {format_bytes(largest)} is larger than the total of {format_bytes(total)}"
         refuse((largest > total, found))
 
@@ -202,7 +203,7 @@ class WrapperSettings(GroupSettings):
 
     models: tuple[str, ...] = option(DEFAULT_MODELS, choices=WORKLOADS)
     wrappers: tuple[str, ...] = option(DEFAULT_WRAPPERS, choices=WRAPPERS)
-    batch_size: int | None = option(None, least=1, each_s=1e-6, advice=", or leave it out for the model's own")
+    batch_size: int | None = option(None, least=1, each_s=1e-6, advice=", or leave it out for the model's default")
     dtype: str = option("float32", choices=("float32", "bfloat16"))
 
     def batch_of(self, model: str) -> int:

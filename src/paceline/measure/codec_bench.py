@@ -22,7 +22,7 @@ from paceline.strategy import Strategy, count_each
 from paceline.training.step import NoPhases
 from paceline.units import MIB
 
-# Maximum total size of the gradients used.
+# Maximum total size of the gradients that are used.
 _MOST_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 _PACE = Pace(budget_s=5.0, min_iters=4, max_iters=10, warmup=1)
 _STEP_TOUCHES = 4  # memory that a step touches besides a codec, in multiples of the gradients
@@ -101,7 +101,7 @@ def measure_codecs(
 
 
 def _choose_common(grads: Named, bench: StepBench) -> Named:
-    """The gradients that all ranks have, in the order of rank 0."""
+    """The gradients that all ranks have, in rank 0's order."""
     names = bench.world.share([name for name, _ in grads])
     own, common = dict(grads), set(names[0]).intersection(*names)
     return [(name, own[name]) for name in names[0] if name in common]
@@ -110,8 +110,8 @@ def _choose_common(grads: Named, bench: StepBench) -> Named:
 def _time(
     strategy: Strategy, world_size: int, buckets: Sequence[Named], others: torch.Tensor, control: dist.ProcessGroup
 ) -> list[float]:
-    """The seconds of each part, summed over all buckets. The second step counts: by then memory is allocated, and the
-    caches hold other data."""
+    """The seconds of each part, summed over all buckets. The second step is timed: by then memory is allocated, and the
+    gradients are no longer in the caches."""
     codec = build_codec(strategy, 0, world_size)
     parts: list[float] = []
     outers = [

@@ -1,4 +1,4 @@
-"""The collectives that can be measured: each is an object that prepares its data, calls, and checks every element.
+"""The collectives that can be measured: objects that prepare their data, run the call, and check every element.
 
 `engine` times them. Also here: memory passes, which bound the speed of an all-reduce, and a chunked all-reduce.
 """
@@ -53,7 +53,7 @@ def measure_chunks(settings: ChunkSettings) -> Measured:
 
 
 class _Vector(Timed):
-    """An operation on a vector of known data, one on every rank. `record` gets the properties of the group."""
+    """An operation on a vector of known data on every rank. `record` gets the properties of the group."""
 
     def __init__(
         self, settings: GroupSettings, group: Group, elements: int, allocate: Allocator, record: Callable[..., Record],
@@ -197,7 +197,7 @@ class MemoryCopy(MemoryAdd):
     operation = "copy"
 
     def prepare(self, repetition: int) -> None:
-        # Write the source last: an all-reduce also finds its vector in the caches, as far as it fits.
+        # Write the source last: an all-reduce also finds as much of its vector in the caches as fits.
         self.target.fill_(-1 if self.dtype.is_signed else 255)
         super().prepare(repetition)
 

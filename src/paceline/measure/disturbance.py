@@ -1,4 +1,4 @@
-"""Disturbs steps with messages that are sent when gradients are ready, like buckets, but that the step never awaits.
+"""Disturbs steps with messages that are sent when gradients are ready, like buckets, without the step waiting for them.
 
 On several ranks the messages are real. On one rank a thread, or a separate stream on a GPU, moves as many bytes as a
 collective would. `predict.predictor` fits how much computation and messages slow each other down.
@@ -26,15 +26,16 @@ from paceline.training.step import Phases, PhaseTimes
 
 _MOST_BURSTS = 4  # maximum number of bursts of messages during backward
 _SLOWEST = 6.0  # assumed slowdown of messages during a step; a burst must end before the next one starts
-# Fraction of backward to fill with messages. On one rank each is so short that it is repeated: otherwise the noise of a
-# step would hide its cost.
+# Fraction of backward to fill with messages. On one rank a message is so short that it is repeated: otherwise step
+# noise would hide its cost.
 _SHARE = 0.25
 _CHUNK = 1 << 18  # elements that a collective moves at once
 
 
 class Traffic:
-    """Messages in `memory`. `send` starts some and immediately returns their span: the start and, once `wait` has
-    returned, the end, as timestamps of the device. `is_free` says that timing them does not slow the step."""
+    """Sends messages from `memory`. `send` starts a burst and immediately returns its start and end as device
+    timestamps; the end is valid once `wait` has returned. `is_free` means that timing the messages does not slow the
+    step."""
 
     is_free = True
 
@@ -175,7 +176,7 @@ class Disturbance(Probe):
         self._read_ready_times = read_ready_times
         self._num_bytes = int(variant.labels["message_bytes"])
         self._num_bursts = 0
-        self._num_each = 0  # messages per burst
+        self._num_each = 0  # number of messages per burst
         variant.kinds = ("marked",) if traffic.is_free else ("messages", "marked")
         variant.probe = self
 

@@ -1,6 +1,6 @@
 """One measurement, top to bottom: groups, cells, rounds, repetitions, the timed call, the check, the samples.
 
-It times anything that ranks do together; `collectives` and `wrappers` define what that is.
+It times any operation of several ranks; `collectives` and `wrappers` define the operations.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Timing:
 
 
 class Timed:
-    """An operation to time: it is prepared, called (only this is timed) and checked.
+    """An operation to time. It is prepared, called and checked; only the call is timed.
 
     `num_elements` are checked in every repetition. `record(timing=, num_wrong=, num_checked=)` makes its record; it is
     sent to the other ranks, so it must be picklable (a `functools.partial` of a record class).
@@ -170,7 +170,7 @@ def follow(world: World, label: str, number: int = 0, total: int = 1) -> Report:
 
 def build_control(world: World, members: list[int] | None = None) -> dist.ProcessGroup:
     """A group for barriers before timed calls. Ranks leave a shared-memory barrier within microseconds of each other,
-    but a gloo barrier far apart."""
+    unlike a gloo barrier."""
     backend = "shm" if world.shares_clock and not why_not() else "gloo"
     group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=PATIENCE)
     return group
@@ -267,10 +267,10 @@ def run_rounds(
     """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
 
     `end_warmup` is called after the warm-ups with their number, `report` with the finished fraction of repetitions.
-    `is_over` is called after each repetition with the number so far, and says whether to stop; all ranks must get the
-    same answer. Collective: call on every rank of `control`.
+    `is_over` is called after each repetition with the number so far, and returns whether to stop, which must be the
+    same on all ranks. Collective: call on every rank of `control`.
     """
-    with pause_collection():  # it would become part of a measured time
+    with pause_collection():  # a collection would be included in a timed call
         warm_s: list[float] = []
         while len(warm_s) < (pace.warmup if warmup is None else warmup):
             warm_s.append(agree_on_max(run_round(len(warm_s)), control))
@@ -305,7 +305,7 @@ def synchronize(device: torch.device) -> None:
 def build_samples(
     by_rank: Sequence[Sequence[float]], num_warmup: int, starts_by_rank: Sequence[Sequence[float]] = ()
 ) -> Samples:
-    """Samples from each rank's times, warm-ups first. Start times, if ranks share a clock, become arrivals."""
+    """Samples from each rank's times, warm-ups first. If ranks share a clock, start times become arrivals."""
     rows = tuple(zip(*by_rank, strict=True))
     starts = tuple(zip(*starts_by_rank, strict=True))
     arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[num_warmup:])

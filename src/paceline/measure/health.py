@@ -88,7 +88,7 @@ def _check_host() -> Iterator[CheckRecord]:
 
 
 def _check_load(environment: Environment) -> CheckRecord:
-    """Whether times measured now can be trusted, in the words of the warning about a run."""
+    """Whether times measured now can be trusted, worded like the warning about a run."""
     busy, quiet = [part for found in describe_load(environment) for part in found], "not known"
     if environment.load_average is not None:
         quiet = f"{environment.load_average:.1f} on {format_number_of(environment.cores, 'core')}"
@@ -171,7 +171,7 @@ def _check_torch() -> Iterator[CheckRecord]:
         yield _report("shared memory", f"ranks on this host use gloo: {reason}", "see docs/transport.md")
     else:
         kernels = transport.native.load_library().pln_cpu().decode()
-        yield _report("shared memory", f"backend shm, {kernels} kernels: the default for ranks on one host")
+        yield _report("shared memory", f"shm backend, {kernels} kernels: the default for ranks on one host")
     if torch.cuda.is_available():
         gpus = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "missing"

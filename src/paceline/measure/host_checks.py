@@ -15,11 +15,11 @@ from paceline.records.samples import Samples
 from paceline.runtime.hosts.ssh import Agent, ask_all
 from paceline.units import GIB, MIB, format_duration, format_memory
 
-# A host's reply to `agent.tell_facts`; with the `address` and `interface` at which others reach it; and `offset_s`, how
-# far its clock is ahead of the launcher's, accurate to `within_s`.
+# A host's reply to `agent.tell_facts`; the `address` and `interface` at which others reach it; and `offset_s`, by which
+# its clock is ahead of the launcher's, accurate to `within_s`.
 Facts = dict[str, Any]
 
-_ASKS = 5  # clock queries per host; the fastest reply counts
+_ASKS = 5  # clock queries per host; the fastest reply is used
 _SKEW_S = 0.5  # clock skew that causes a warning
 _FULL_BYTES = 100 * MIB  # free disk space below which a check fails
 _LITTLE_BYTES = 2 * GIB  # free disk space below which it warns
@@ -187,7 +187,7 @@ def _listen(host: Agent, facts: Mapping[str, Facts], wanted: Wanted) -> int:
 
 
 def _reach(sender: Agent, ports: Mapping[Agent, int], facts: Mapping[str, Facts]) -> dict[Agent, LaunchError]:
-    """The hosts to which this one cannot connect at these ports, and why."""
+    """The hosts to which this one cannot connect at these ports, with the reasons."""
     others = {agent: port for agent, port in ports.items() if agent is not sender}
     if not others:
         return {}

@@ -91,7 +91,7 @@ class LayerClock:
             hooks.callback(self._lookups.stop)
         self._calls: list[tuple[int, Any, Any]] = []  # block, start and end of one forward
         self._owners: list[tuple[Any, int]] = []  # time in backward at which this block, or none, starts running
-        self._open: dict[int, tuple[Any, list[Any]]] = {}  # forwards in progress; a recomputed one may stop half-way
+        self._open: dict[int, tuple[Any, list[Any]]] = {}  # forwards in progress; a recomputed one may stop halfway
         step_bench.hook_gradients(self._params, hooks, self._note_ready)
         for index, block in enumerate(self._blocks):
             before = functools.partial(self._begin_forward, index)
@@ -141,7 +141,7 @@ class LayerClock:
         return bool(self.marks) and self.marks[-1][0] == "backward"
 
     def _note_ready(self, index: int, *grads: Any) -> None:
-        self._ready[index] = mark(self.device)  # a gradient may arrive in parts: the last one counts
+        self._ready[index] = mark(self.device)  # a gradient may arrive in parts: the last part counts
 
     def _note_rows(self, index: int, rows: torch.Tensor) -> None:
         self._rows[index] = mark(self.device), [*self._rows.get(index, (None, []))[1], rows]
@@ -342,7 +342,7 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
                 bench.add(Variant(labels, own if world.rank < count else None))
             bench.run(_PACE, iters or 8, 2 if warmup is None else warmup, follow(world, "neighbours"))
             return [bench.build_record(variant) for variant in bench.variants]
-    except ConfigError:  # too few samples; the profile itself reports any other problem
+    except ConfigError:  # too few samples; other problems are reported by the profile
         return []
 
 

@@ -49,8 +49,8 @@ class Settings(NamedTuple):
     """What to observe: `steps` steps (0: all), of which `record` are traced after `warmup` others.
 
     With `every`, times are written after this many steps and four times a second, not only at the end. `race` compares
-    plans: from step `first` on, the program runs `turns` of `length` steps each. A turn is an index into `plans`, which
-    are caps in MiB; None stands for the program's own buckets.
+    plans: from step `first` onward, the program runs `turns` of `length` steps each. A turn is an index into `plans`,
+    which are caps in MiB; None stands for the program's own buckets.
     """
 
     folder: str
@@ -81,7 +81,7 @@ class Observer:
     """Observes the steps of this process: their number, duration, data loading time and host time.
 
     On a GPU, duration and data loading time are measured on the GPU: data loading time is the time that the GPU is idle
-    while the host is in a data loader; time that the host waits while the GPU is busy does not count. All optimizers
+    while the host is in a data loader; time that the host waits while the GPU is busy is not counted. All optimizers
     that step before one of them steps again belong to one step, and the last of them ends it.
     """
 
@@ -183,7 +183,7 @@ class Observer:
             step = _LaunchedStep(self._num_steps, self._begin, end, self._waits, now_s - self._end_s)
             self._launched.append(step)
             self._advance()
-        # Our own work since the end of the step, such as starting a profile, is not part of any step.
+        # Our own work after a step, such as starting a profile, is not part of any step.
         self._begin = mark(self._device)
         self._end_s = time.perf_counter()
         self._waits = []
@@ -215,7 +215,7 @@ class Observer:
         settings = self._settings
         number = self._num_steps
         self._read_finished()
-        if number == _FINAL_BUCKETS_STEP:  # at the end of the program its wrappers may be gone
+        if number == _FINAL_BUCKETS_STEP:  # the wrappers may be gone at the end of the program
             self._head["wrappers"] = list(map(_describe, self._list_wrappers()))
         if self._profiler is not None:
             self._open_range()
@@ -352,7 +352,7 @@ def _is_captured() -> bool:
 def rebucket(wrapper: Any, cap_mib: float | None) -> None:
     """Rebuild a wrapper's buckets between two steps, as if it had been built with this cap; None restores its own cap.
 
-    As after construction, the buckets are final from the second step on.
+    As in a new wrapper, the buckets are final from the second step onward.
     """
     known = vars(wrapper)
     own = known.setdefault("_own_buckets", {name: known[name] for name in _BUCKET_ATTRIBUTES if name in known})

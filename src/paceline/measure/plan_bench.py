@@ -53,8 +53,8 @@ _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
 _SWITCH_S = 1e-4
 _CYCLES = 50_000_000
 
-# Plan comparison: minimum time of a turn, maximum steps per turn, maximum rounds. Longer turns would need more time for
-# the same interval: noise lasts longer than a turn, so the next plan should follow as soon as possible.
+# Plan comparison: minimum time of a turn, maximum steps per turn, maximum rounds. Longer turns would take more time to
+# reach the same interval: noise lasts longer than a turn, so the plans should alternate quickly.
 _TURN_S = 0.002
 _MOST_STEPS = 16
 _MOST_ROUNDS = 1 << 16
@@ -83,7 +83,7 @@ def tune_job(settings: TuneSettings, given: Given) -> Tuned:
                         files = {PREDICTIONS: render_predictions(tuning.predictions)}
                         config = settings.to_json(variants.gradients, default_plan, tuning.predictions)
                         post(Progress(1, 2, "comparing plans", tuple(records), files=files, config=config))
-                    except PacelineError as error:  # raised on all ranks below: the others wait for the result
+                    except PacelineError as error:  # raised on all ranks below, because the others wait for the result
                         found = error
                 shared = world.share(found)[0]
                 if isinstance(shared, PacelineError):
@@ -110,7 +110,7 @@ class _Variants:
         self._num_bytes = sum(gradient.num_bytes for gradient in self.gradients)
         self._channel = Channel(self._group, world.device)
         curve = settings.build_curve()
-        # A zero-cost network, which isolates the wrapper's own cost, and one that follows the modelled curve.
+        # A zero-cost network, which isolates the wrapper's own cost, and a network that follows the modeled curve.
         self._networks = None if curve is None else (EmulatedNetwork(None), EmulatedNetwork(curve))
 
     def calibrate(self) -> tuple[list[Record], Plan]:
@@ -182,7 +182,7 @@ class _Variants:
                 steps_s = [max(row) for row in zip(*by_rank, strict=True)]
                 turns_s[candidate.label] = reduce_turns(steps_s, bench.steps_per_turn)
             race = judge_race(turns_s, DEFAULT)
-            for variant in bench.variants:  # strategies are all compared to the end
+            for variant in bench.variants:  # strategies are compared until the end, all of them
                 is_left = self._settings.strategies or variant.labels["label"] in (*race.left, DEFAULT)
                 variant.is_dropped = not is_left
             return race.is_decided or spent >= 1
@@ -236,7 +236,7 @@ class _Variants:
         pace = Pace(effort.budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=4)
 
         # Send a few sizes after each step, different ones in each round: as inside a step, threads are then asleep and
-        # caches hold other data.
+        # the caches are cold.
         def send_some(place: int, num_places: int, repetition: int) -> None:
             for messages in (one for i, one in enumerate(sweep) if (i + repetition) % num_places == place):
                 time_once(messages, self._bench.control, repetition)

@@ -1,4 +1,4 @@
-"""Records steps of each rank with torch's profiler as a `RankTrace`. `predict.traces` analyses them."""
+"""Records steps of each rank with torch's profiler as a `RankTrace`. `predict.traces` analyzes them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def record_trace(world: World, replica: Replica, warmup: int, active: int, extra
         schedule=schedule(wait=0, warmup=warmup, active=num_steps, repeat=1),
         record_shapes="shapes" in extras,
         profile_memory=memory is not None,
-        acc_events=True,  # avoids torch's warning that events of earlier cycles are discarded
+        acc_events=True,  # avoid torch's warning that events of earlier cycles are discarded
     )
 
     def step(number: int, phases: _TracedPhases) -> None:
@@ -92,7 +92,7 @@ def record_trace(world: World, replica: Replica, warmup: int, active: int, extra
         for number in range(-warmup, active):
             if wrapped is not None and number >= 0:
                 wrapped.time_next_step()
-            world.barrier()  # outside the range: a late profiler must not make the rank look late
+            world.barrier()  # outside the range, so that a slow profiler does not make the rank look late
             with record_function(f"step {number}"):
                 step(number, phases)
             profiler.step()

@@ -1,7 +1,7 @@
 """The step bench: variants of one job take interleaved steps of several kinds, which become step records.
 
 `StepBench._take` times one step. The job is one of ours, built from settings (`TrainingJob`), or a user's own module
-and step function (`OwnJob`). The caller chooses the variants to compare: wrappers, phases, plans or ranks.
+and step function (`OwnJob`). The caller chooses which variants to compare: wrappers, phases, plans or ranks.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class TrainingJob:
         self.labels |= {"precision": job.settings.precision, "wrapper": job.settings.wrapper}
 
     def build(self, wrap: Wrap | None = None, windows: Windows | None = None, num_ranks: int = 0) -> Replica:
-        """A replica, bare or wrapped, with the job's parameter values. `windows` and `num_ranks` default to the job's
-        own. Collective if the wrapper is."""
+        """A replica, bare or wrapped, with the job's parameter values. `windows` and `num_ranks` default to the job's.
+        Collective if the wrapper is."""
         bare = dataclasses.replace(self.job.settings, wrapper="none")
         like = self.module if self.job.learner.own_step is None else None
         learner = build_learner(bare, self.job.world, self.job.train, like=like)
@@ -186,7 +186,7 @@ class OwnJob:
         )
         self.steps_per_turn = 4 if self.is_shared else 1  # changing the wrapper is expensive
         self._active: Replica | None = None
-        # In host memory: copies on the GPU would count towards measured memory.
+        # In host memory: copies on the GPU would count toward measured memory.
         self._saved = {key: value.detach().to("cpu", copy=True) for key, value in self.module.state_dict().items()}
         self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
         self._device = trained[0].device
@@ -279,8 +279,8 @@ def check_whole(job: Job, size: int, smaller: str = "a smaller --batch-size") ->
 
 
 def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows:
-    """This rank's part of full global batches, epoch after epoch. Short tails are dropped, because they would make a
-    different step. `batch_size` and `world_size` default to the job's own."""
+    """This rank's part of full global batches, epoch after epoch. Short tails are dropped, because their steps would
+    not be comparable. `batch_size` and `world_size` default to the job's."""
     batch_size = batch_size or job.batches.batch_size
     world_size = world_size or job.world.world_size
     size = batch_size * world_size * job.batches.accumulate
@@ -295,7 +295,7 @@ def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows
 
 def hook_gradients(params: Sequence[nn.Parameter], hooks: contextlib.ExitStack, note: Callable[..., None]) -> None:
     """Call `note(index, *gradients)` whenever a parameter's gradient has been accumulated, until `hooks` closes."""
-    # Keep the nodes alive: a later graph, also one built in backward (checkpointing), then uses the same ones.
+    # Keep the nodes alive, so that later graphs, including those built in backward (checkpointing), use the same ones.
     nodes = [get_gradient_edge(param).node for param in params]
     hooks.callback(nodes.clear)
     for index, node in enumerate(nodes):
@@ -466,7 +466,7 @@ class StepBench:
 
         The order changes from round to round in a balanced design, or at random with a `seed`. Callbacks:
         `after(place, num_places, round)` after each turn, `end_warmup` after the warm-ups, and `is_over(number)`,
-        which may end the run, after each later round.
+        which may end the run, after each round that follows.
         """
 
         self.order_seed = seed
@@ -493,7 +493,7 @@ class StepBench:
         run_rounds(run_round, self.control, pace, iters, warmup, report, note_warmup, is_over)
 
     def _take(self, variant: Variant, kind: str) -> None:
-        """Time one step that its ranks start together; other ranks only join the barrier."""
+        """Time one step, which its ranks start together; other ranks only join the barrier."""
         timed = variant.timed if kind == "timed" else None
         replica = timed.replica if timed is not None else variant.replica
         if replica is None:
@@ -582,14 +582,14 @@ def draw_turns(count: int, repetition: int, seed: int) -> list[int]:
 
 
 def order_turns(count: int, repetition: int) -> list[int]:
-    """The order of turns in one round; over many rounds, each turn follows every other one equally often.
+    """The order of turns in one round. Over many rounds, each turn follows every other turn equally often.
 
     A Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition, and reversed in every second cycle, which also
-    balances odd numbers. After each such block, turns are relabelled at random, so that periodic disturbances do not
-    favour any of them. The first block is not relabelled: a probe may need what an earlier one found.
+    balances odd numbers. After each such block, turns are relabeled at random, so that periodic disturbances do not
+    favor any of them. The first block is not relabeled: a probe may need what an earlier one found.
     """
     zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
     order = [(place + repetition) % count for place in zigzag]
     block = repetition // (2 * count)
-    drawn = random.Random(block).sample(range(count), count) if block else range(count)  # the same on all ranks
+    drawn = random.Random(block).sample(range(count), count) if block else range(count)  # identical on all ranks
     return [drawn[place] for place in (order[::-1] if (repetition // count) % 2 else order)]

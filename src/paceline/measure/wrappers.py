@@ -57,7 +57,7 @@ _WATCHDOG_S = 0.25  # NCCL's watchdog frees finished messages every tenth of a s
 
 @dataclass(frozen=True)
 class Wrapping:
-    """A function that wraps a module, a description of its configuration, and a note on how it was chosen."""
+    """A function that wraps a module, a description of the configuration, and a note on how it was chosen."""
 
     configuration: str
     wrap: Callable[..., nn.Module]  # called with a module and its `group`

@@ -1,8 +1,8 @@
 """One backward pass, from the preceding forward to averaged gradients. Read it from top to bottom.
 
-`GradientSync` holds the step logic: which backward passes are synchronised, when one ends, what ranks report to each
+`GradientSync` holds the step logic: which backward passes are synchronized, when one ends, what ranks report to each
 other, and how they react. `BucketedReducer` sends the gradients in buckets while backward runs. Calls go one way: the
-step logic calls the reducer, and the reducer returns its results, failures included.
+step logic calls the reducer, and the reducer returns its results, including failures.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EAGER_STEPS = 10
 _REPORT_S, _SHORT_REPORT_S = 60.0, 5.0
 # On a CPU, a gradient of at least this size is copied into its view as it arrives, while it is still in the cache.
 _SEPARATE_BYTES = 256 << 10
-# How many times the ready order may be recorded again. If the graph changes in every step, recording does not help.
+# Limit on recording the ready order again. If the graph changes in every step, recording does not help.
 _MAX_RECORDS = 5
 
 
@@ -61,14 +61,14 @@ class JoinOptions(NamedTuple):
 
 
 class _Forward:
-    """A forward whose backward has not begun. Only its graph refers to it: it goes away when the output is dropped."""
+    """A forward whose backward has not begun. Only the autograd graph refers to it, so it is freed with the output."""
 
     def __init__(self, samples: int, is_training: bool) -> None:
         self.samples, self.is_training = samples, is_training
 
 
 class GradientSync:
-    """The step logic. `syncs`: layers of the model communicate in forward, as SyncBatchNorm does."""
+    """The step logic. `syncs`: some layers communicate in forward, such as SyncBatchNorm."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class GradientSync:
         schedule: OuterState | None = None,
         codec: StrategyState | None = None,
     ) -> None:
-        self.schedule = schedule  # averages parameters instead of gradients, perhaps after some first steps
+        self.schedule = schedule  # averages parameters instead of gradients, possibly after some initial steps
         self.codec = codec  # compresses gradients, and keeps residuals
         self.replica, self.channel, self.reducer, self.control = reducer.replica, reducer.channel, reducer, control
         self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs
         self.num_steps, self.do_sync = 0, True
-        self.is_pending = False  # accumulated gradients have not been synchronised yet
+        self.is_pending = False  # accumulated gradients have not been synchronized yet
         self.join: JoinOptions | None = None
-        self.futures: list[torch.futures.Future[Any]] = []  # from a buffer hook; backward waits for them
+        self.futures: list[torch.futures.Future[Any]] = []  # returned by a buffer hook; backward waits for them
         self._is_announced, self._all_finished = False, False
         self._last_active = 0  # the lowest rank that still has data
         self._weight = 1  # this rank's weight in the average
@@ -95,11 +95,11 @@ class GradientSync:
         self._task: int | None = None  # autograd's ID of the running backward
         self._syncing, self._warned, self._is_stopped = False, False, False
         self._completes = False
-        self._change = ""  # how the model has changed since it was wrapped, if it has
+        self._change = ""  # change to the model since it was wrapped, if any
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._can_defer = self.channel.device.type == "cuda"
         self._eager_until = _EAGER_STEPS  # the last step that reads control words immediately
-        self._unusable = ""  # why the ranks are out of sync for good, if they are
+        self._unusable = ""  # why the ranks are permanently out of sync, if they are
         self._open: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._samples: int | None = None  # number of samples since the last step; None: no backward has begun
         self._last_samples = 0  # samples of the last step, for another backward through the same graph
@@ -113,7 +113,7 @@ class GradientSync:
         self._handles = [on_gradient(param, WeakHook(self._begin_backward, None)) for param in params]
 
     def stop(self) -> None:
-        """Stop synchronising, even for a backward whose forward has already run."""
+        """Stop synchronizing, even for a backward whose forward has already run."""
         self._is_stopped = True
         self._hook(())
         self.reducer.stop()
@@ -123,7 +123,7 @@ class GradientSync:
 
     @property
     def _local(self) -> OuterState | None:
-        """The schedule, if steps currently send no gradients."""
+        """The schedule while it averages parameters, so that steps send no gradients; otherwise None."""
         return self.schedule if self.schedule is not None and self.schedule.outer.is_local else None
 
     def sync_parameters(self) -> None:
@@ -140,7 +140,7 @@ class GradientSync:
                 self._completes = False
 
     def before_forward(self, change: str, is_training: bool = True) -> None:
-        """Finish the work that the last step left open. The next step reports `change`, made to the model, to every
+        """Finish the last step's pending work. The next step reports `change`, a change to the model, to every
         rank."""
         if self.schedule is not None:
             self._unusable = self._unusable or self.schedule.unusable
@@ -152,7 +152,7 @@ class GradientSync:
         if self.schedule is not None and is_training:
             self.schedule.run()
             self.schedule.outer.begin_round()
-        elif self.schedule is not None:  # perhaps an evaluation on some ranks only; otherwise a backward follows
+        elif self.schedule is not None:  # may be an evaluation on some ranks only; otherwise a backward follows
             self.schedule.is_overdue = self.schedule.is_due
         if self._task is not None and current_graph_task() == -1:
             was_interrupted = self._syncing
@@ -181,7 +181,7 @@ class GradientSync:
             self._hook([param for param in self.replica.params if param.requires_grad])
 
     def fail(self, error: Exception) -> None:
-        """Report that this rank's forward raised, by taking part in the step of the other ranks, so that none waits.
+        """Report that this rank's forward raised, by taking part in the other ranks' step, so that they do not hang.
         Raises one error on all ranks if only some failed. Returns if all failed or the others cannot be reached."""
         if self.channel.world_size == 1:
             return
@@ -208,7 +208,7 @@ class GradientSync:
         self._on_backward(is_certain=forward is None)
 
     def _on_backward(self, is_certain: bool) -> None:
-        """Decide whether to synchronise the backward that has reached this model, and queue a callback for its end."""
+        """Decide whether to synchronize the backward that has reached this model, and queue a callback for its end."""
         task = current_graph_task()
         if self._is_stopped or task == self._task:
             return
@@ -282,7 +282,7 @@ class GradientSync:
             schedule.restart()
 
     def _count_weight(self) -> int:
-        """1, or the samples of all forwards since the last step, including those whose backward is still to come."""
+        """1, or the samples of all forwards since the last step, including those whose backward has not run yet."""
         if self.options.average == "ranks":
             return 1
         ahead = [forward.samples for forward in self._open if forward.is_training]
@@ -292,7 +292,7 @@ class GradientSync:
 
     @property
     def _factor(self) -> float:
-        """The factor for this rank's gradients. With it, their sum is the average if the total is as expected."""
+        """The factor for this rank's gradients that makes their sum the average if the total is as expected."""
         return self._weight / self.expected_total
 
     def step_without_data(self, keep_gradients: bool = False) -> bool:
@@ -305,7 +305,7 @@ class GradientSync:
         return self._all_finished
 
     def broadcast_final(self) -> None:
-        """Broadcast the values of a rank that had data to the end. Collective: every rank must call this."""
+        """Broadcast the values of a rank that had data until the end. Collective: every rank must call this."""
         self.channel.broadcast(self.replica.tensors().values(), self._last_active)
 
     def _announce_step(self) -> None:
@@ -359,7 +359,7 @@ class GradientSync:
                     reports = control.read_reports(values)
                     if not do_all_read:
                         self._send_empty()
-                    if local is not None:  # ranks may have stopped at different steps: all name the same one
+                    if local is not None:  # ranks may have stopped at different steps: all report the same one
                         self.num_steps += max(r.samples for r in reports) - report.samples
                     is_applied = False
                     try:
@@ -380,7 +380,7 @@ class GradientSync:
                     if control.num_statistics and is_turn:
                         buffers.read(control.statistics(words), is_valid=False)
         finally:
-            # A raised error holds this frame. Holding the error here would keep the model and its group alive.
+            # A raised error refers to this frame. A reference back to it would keep the model and its group alive.
             failure = found = None
             self._is_announced = False
         self.channel.settle()
@@ -434,7 +434,7 @@ class GradientSync:
         self.reducer.exchange()
 
     def check_last_step(self) -> None:
-        """Act on the last step's reports now, if they are still unread: call it before collectives of your own, which a
+        """Act on the last step's reports now, if they are still unread: call it before your own collectives, which a
         failed rank would not join. Collective if a rank has failed."""
         if (late := self._await_deferred()) is not None:
             if any(report.status & ERRORS for report in late[0]):
@@ -541,7 +541,7 @@ class BucketedReducer:
         # Parameters whose gradient has arrived in several parts, on any rank: re-entrant checkpointing used them in
         # several segments. Their buckets wait for the end of backward.
         self._in_parts: set[int] = set()
-        self._rounds = rounds  # the reduction itself rounds to bfloat16, and divides before it does
+        self._rounds = rounds  # the reduction itself divides, then rounds to bfloat16
         self.is_weighted = False  # ranks may scale their gradients by different factors
         self._make_plan = make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -585,7 +585,7 @@ class BucketedReducer:
         self.timeline.begin()
 
     def free_memory(self) -> None:
-        """Free message memory that gradients no longer use, as after `zero_grad`."""
+        """Free message memory that gradients no longer use, for example after `zero_grad`."""
         for pack in self._packs:
             pack.free()
 
@@ -594,7 +594,7 @@ class BucketedReducer:
         self._before.clear()
         params, views = self.replica.params, self._flat.views
         if all(map(operator.is_, map(_get_grad, params), repeat(None))):
-            return  # as after `zero_grad`
+            return  # for example after `zero_grad`
         try:
             with torch.no_grad():
                 for index, param in enumerate(params):
@@ -634,7 +634,7 @@ class BucketedReducer:
         grads = bucket.read_grads()
         if any(map(operator.is_, grads, repeat(None))):
             return False
-        # A gradient that was a view before backward is accumulated in place, and each write raises the version by one.
+        # A gradient that was a view before backward is accumulated in place, and each write increments its version.
         in_place = sum(map(operator.is_, grads, bucket.views))
         return in_place == 0 or bucket.range._version - bucket.version == in_place
 
@@ -692,7 +692,7 @@ class BucketedReducer:
 
     def _start(self, bucket: LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
         number = bucket.number
-        self.timeline.mark("launch", number)  # before the call: on few cores it may return half-way through
+        self.timeline.mark("launch", number)  # before the call, which may return late if cores are scarce
         if self.hook_calls is not None:
             bucket.work = self.hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
             self._failure = self._failure or self.hook_calls.failure
@@ -726,7 +726,7 @@ class BucketedReducer:
                 grad = param.grad = self.replica.zeros(index)
             else:
                 self.replica.check(index, grad)
-                # Two uses are expected: the gradient and this query.
+                # Two references are expected: the gradient's and this query's.
                 is_shared = count_storage_uses(grad.untyped_storage()._cdata) > 2
                 if grad.requires_grad or grad.stride() != self._uncopied_strides[index] or is_shared:
                     grad = param.grad = self.replica.zeros(index).copy_(grad)
@@ -738,7 +738,7 @@ class BucketedReducer:
     def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
         """After backward, send everything except the message with the control words. Returns the control words, for
         the caller to fill (`exchange` turns them into sums), the parameters without a gradient, and a failure.
-        Collective. `factor` applies if `begin` was not called. `take_part=False` sends zeros and leaves `.grad`."""
+        Collective. `factor` applies if `begin` was not called. `take_part=False` sends zeros and keeps `.grad`."""
         missing = self._find_missing()
         if not self._has_agreed:
             agree_on_hook(self.hook_calls is not None, self.channel)
@@ -876,7 +876,7 @@ class BucketedReducer:
         self.adopt(Plan.from_json(shared[0][0]))
 
     def adopt(self, plan: Plan) -> None:
-        """Use this plan from the next step on. Collective: every rank must call this, with the same plan."""
+        """Use this plan from the next step onward. Collective: every rank must call this, with the same plan."""
         self.is_planned = True
         self._lay_out(Plan(self.replica.gradients, plan.buckets, plan.rule, plan.rows))
         self._note_versions()  # moves the gradients, which frees the memory of the first step

@@ -42,8 +42,8 @@ class _AnyInputBatchNorm(BatchNorm):
 
     @classmethod
     def _replace_in(cls, module: nn.Module, name_of_setting: str, setting: Any) -> nn.Module:
-        """Replace every BatchNorm by a layer with its parameters, buffers and hooks; or raise and replace nothing. Sets
-        the given attribute on each; None keeps the value of a layer that already has it."""
+        """Replace every BatchNorm with a layer that shares its parameters, buffers and hooks. If it raises, nothing is
+        replaced. Sets the given attribute on each new layer; None keeps the value of a layer that already has one."""
         replaced: dict[nn.Module, _AnyInputBatchNorm] = {}
         for name, layer in module.named_modules():
             if not isinstance(layer, BatchNorm):
@@ -79,10 +79,10 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and sum of squared deviations per channel of the global batch, and its number of values per channel, in
-    float64. Every rank computes the same from the gathered messages. Collective, even with an empty batch."""
+    float64. Every rank computes the same result from the gathered messages. Collective, even with an empty batch."""
     channels, axes = x.shape[1], [0, *range(2, x.dim())]
     message = x.new_zeros(2 * channels + 1, dtype=_statistics_dtype(x))
-    if x.numel():  # the mean of nothing is nan; with a count of 0 these zeros drop out of the sums below
+    if x.numel():  # the mean of an empty batch is nan; with a count of 0 these zeros drop out below
         # Two plain passes: as accurate as torch.var_mean and, on a CPU, 3 to 6 times as fast.
         mean = x.mean(axes, dtype=message.dtype)
         message[:channels], message[-1] = mean, x.numel() // channels
@@ -98,7 +98,7 @@ def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalise with global statistics. The gradient accounts for their dependence on every rank's input."""
+    """Normalize with global statistics. The gradient accounts for their dependence on every rank's input."""
 
     @staticmethod
     def forward(
@@ -203,8 +203,8 @@ def _fold(x: Tensor, parts: int, back: bool = False) -> Tensor:
 class GhostBatchNorm(_AnyInputBatchNorm):
     """torch's BatchNorm for inputs (N, C, ...), with statistics over `ghost_size` samples at a time (Hoffer 2017).
 
-    In training each sub-batch of `ghost_size` consecutive samples is normalised separately. A smaller last sub-batch
-    is, too, unless it has a single value per channel. Running statistics move once per forward, towards the average
+    In training each sub-batch of `ghost_size` consecutive samples is normalized separately. So is a smaller last
+    sub-batch, unless it has a single value per channel. Running statistics move once per forward, toward the average
     over the sub-batches weighted by size. In evaluation, and for batches of at most `ghost_size`, this is torch's
     layer.
     """
@@ -234,11 +234,11 @@ class GhostBatchNorm(_AnyInputBatchNorm):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _normalize(self, x: Tensor, parts: int, share: float) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Normalise equal sub-batches. Returns the output, and their share of the mean and of the unbiased variance."""
+        """Normalize equal sub-batches. Returns the output, and their share of the mean and of the unbiased variance."""
         # With a momentum of 1, torch writes the batch statistics into these tensors.
         own = self.running_mean, self.running_var
         mean, variance = (None if value is None else value.new_zeros(parts * self.num_features) for value in own)
-        # Sub-batches become channels, so that one call of torch's kernel handles all of them.
+        # Sub-batches become channels, so a single call of torch's kernel handles all of them.
         weight, bias = (None if values is None else values.repeat(parts) for values in (self.weight, self.bias))
         out = F.batch_norm(_fold(x, parts), mean, variance, weight, bias, True, 1.0, self.eps)
         mean, variance = (None if v is None else v.view(parts, -1).mean(0) * share for v in (mean, variance))

@@ -20,7 +20,7 @@ _MANY_RANKS = 1 << 20  # more ranks than any world has
 
 class SharedBuffers:
     """The running statistics of BatchNorm layers, which are averaged, and all other buffers, which follow rank 0. The
-    statistics take `num_words` control words, or `need_message` of their own."""
+    statistics take `num_words` control words, or a separate message (`need_message`)."""
 
     def __init__(
         self, module: nn.Module, ignored: Collection[str], device: torch.device, every: int, words_are_precise: bool
@@ -34,7 +34,7 @@ class SharedBuffers:
             own = [name for name in own if f"{prefix}.{name}".lstrip(".") not in ignored]
             if not isinstance(layer, BatchNorm):
                 self._places += [(layer, name) for name in own]
-            # Layers that synchronise in forward already have equal statistics.
+            # Layers that synchronize in forward already have equal statistics.
             elif not isinstance(layer, SYNC_LAYERS) and {"running_mean", "running_var"} <= set(own):
                 self._layers.append(layer)
                 self._statistics += [layer.get_buffer("running_mean"), layer.get_buffer("running_var")]
@@ -59,7 +59,7 @@ class SharedBuffers:
         return [part.view_as(statistic) for part, statistic in zip(parts, self._statistics, strict=True)]
 
     def write(self, words: torch.Tensor, take_part: bool, hold: bool) -> None:
-        """Write this rank's statistics with a count of 1; or zeros and, with `hold`, a count that voids the sum."""
+        """Write this rank's statistics and a count of 1; or zeros and, with `hold`, a count that voids it."""
         if take_part:
             torch._foreach_copy_(self._split(words[:-1]), self._statistics)
         else:

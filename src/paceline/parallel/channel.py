@@ -24,7 +24,7 @@ from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
 _BROADCAST_BYTES = 64 << 20
-# From this size on, two ranks send their messages to each other at the same time. Programs do not use this tag.
+# From this size up, two ranks send their messages to each other at the same time. Programs do not use this tag.
 _CROSSING_BYTES, _TAG = 16 << 10, 0x70616365
 # The shortest and the longest pause between two store requests while waiting for other ranks.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.002, 0.1
@@ -109,7 +109,7 @@ class Channel:
         return [] if end == "all" else [int(rank) for rank in end.split()]
 
     def report_failure(self, step: object) -> None:
-        """Warn ranks that wait for messages other than ours: those may never be sent in this step."""
+        """Warn ranks that are waiting for messages other than ours, which may never be sent in this step."""
         with contextlib.suppress(RuntimeError):  # the rank that served the store has left
             self._failures.set(str(step), "")
 
@@ -151,7 +151,7 @@ class Channel:
         return is_cpu and isinstance(self.group, PacelineGroup) and self.group.shares_memory
 
     def start_rounded(self, tensor: torch.Tensor, words: torch.Tensor, gradient_bytes: int) -> dist.Work:
-        """Start to average float32 values in bfloat16, in place, and to sum control words. Needs `shares_memory`."""
+        """Start to average float32 values in bfloat16, in place, and to sum control words. Requires `shares_memory`."""
         self._count(gradient_bytes)
         group: Any = self.group
         return cast(dist.Work, group.average_rounded(tensor, words, self._one[False]))
@@ -225,7 +225,7 @@ def start_exchange(rows: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
     one, is_gather = rows[0], given.dim() == 1
     if len(rows) == 2 and one.nbytes >= _CROSSING_BYTES and _is_gloo_on_cpu(rows, group):
         # gloo sends its data before it tells the peer that it is ready to receive, and that notice queues behind the
-        # data. So the later rank sends first, and the other one only afterwards. Posting the receive first avoids this.
+        # data. So the later rank sends first, and the other one only afterward. Posting the receive first avoids this.
         # The all-to-all follows on the same connection, so it ends after the messages; unlike them it has a Future.
         rank, peer = group.rank(), 1 - group.rank()
         parts = [group.recv([rows[peer]], peer, _TAG), group.send([given if is_gather else given[peer]], peer, _TAG)]
@@ -282,8 +282,8 @@ def _destroy_group(group: dist.ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def naming_lost_peers(what: str) -> Iterator[None]:
-    """Turn a backend error into a `peer-lost` error that begins with `what`. An aborted message does not raise, and
-    leaves arbitrary values, so it becomes such an error too."""
+    """Turn a backend error into a `peer-lost` error that begins with `what`. An aborted message leaves arbitrary values
+    without raising; it is reported in the same way."""
     try:
         yield
     except Exception as error:

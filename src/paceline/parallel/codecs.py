@@ -93,7 +93,7 @@ class Codec:
             torch._foreach_mul_(found, factor)
 
     def discard(self, names: Sequence[str] | None = None) -> None:
-        """Undo the last step for all parameters, or for these, because its averages are not applied."""
+        """Undo the last step for the given parameters (default: all), because its averages are not applied."""
         if names is None:
             names = [key.rpartition(" ")[2] for key in (*self._new_errors, *self._new_common)]
             self._finite = []
@@ -187,7 +187,7 @@ class Codec:
 
 class BFloat16(Codec):
     """Halves the bytes. Divides before rounding, sums in float32, and rounds once more. The message is the only extra
-    memory; contiguous bfloat16 gradients are the message themselves."""
+    memory; contiguous bfloat16 gradients are sent in place."""
 
     sums_precisely = False  # whether the all-reduce itself adds in float32 and rounds once
     dtypes = (torch.float32, torch.bfloat16)
@@ -229,7 +229,7 @@ class BFloat16(Codec):
 
 class Quantized(Codec):
     """int8 or int4 with one scale per block. Each rank sums its shard of the vector in float32, and sends the result
-    quantised as well. The owner of a shard adds the error of the result, times the number of ranks, to its residual."""
+    quantized as well. The owner of a shard adds the error of the result, times the number of ranks, to its residual."""
 
     kinds = (SUM, SWAP, GATHER)
 
@@ -349,15 +349,15 @@ class TopK(Codec):
 
 class PowerSGD(Codec):
     """Sends each matrix as a product of two thin factors, from one power iteration that starts at the last step's
-    factor. Everything else is sent as it is."""
+    factor. Everything else is sent uncompressed."""
 
     def _average(self, names: Sequence[str], vectors: list[torch.Tensor], shapes: Sequence[torch.Size]) -> Exchange:
         n, feedback, on_cpu = self.world_size, self.strategy.feedback, _is_on_cpu(vectors)
         found = {index: as_matrix(shape, int(self.strategy.amount)) for index, shape in enumerate(shapes)}
         thin = {index: shape for index, shape in found.items() if shape is not None}
         rest = [index for index in found if index not in thin]
-        # On a GPU, matrices of one shape form one tensor, because each call is a launch. On a CPU each is a tensor of
-        # its own, and stays in its memory.
+        # On a GPU, matrices of one shape form one tensor, because each call is a launch. On a CPU each matrix is a
+        # separate tensor and stays in its own memory.
         order = list(thin) if on_cpu else sorted(thin, key=lambda index: thin[index])
         own_names, own = [names[index] for index in order], [vectors[index] for index in order]
         sizes = [vector.numel() for vector in own]
@@ -407,7 +407,7 @@ class PowerSGD(Codec):
             vectors[index] = product
 
     def _first(self, name: str, matrix: torch.Tensor, rank: int) -> torch.Tensor:
-        """The last step's factor; at first a random one, equal on all ranks, from a generator of its own."""
+        """The last step's factor; initially a random one from a dedicated generator, equal on all ranks."""
         known = self._common.get(name)
         if known is not None and known.shape == (rank, matrix.size(1)):
             if known.device != matrix.device:  # loaded from a checkpoint
@@ -464,7 +464,7 @@ def reduce_scatter(
 
 
 def quantize(parts: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows of bytes: each block has its scale in float32, then its numbers. With 4 bits, the lower halves of the bytes
+    """Rows of bytes: each block has its scale in float32, then its numbers. With 4 bits, the low halves of the bytes
     hold the first half of the block. `pln_quantize` does the same in one pass. A block that is not finite decodes to
     NaN."""
     blocks = parts.reshape(-1, BLOCK)
@@ -562,7 +562,7 @@ def _place(values: torch.Tensor, places: torch.Tensor, sizes: Sizes, counts: Siz
 
 def orthonormalize_all(matrices: Vectors) -> list[torch.Tensor]:
     """Orthonormal bases of the column spaces, for several batches of matrices. Uses Cholesky QR in float64, twice, so
-    that nearly dependent columns become orthogonal, too. Exactly dependent columns end up near zero."""
+    that even nearly dependent columns become orthogonal. Exactly dependent columns end up near zero."""
     bases = [matrix.double() for matrix in matrices]
     for _ in range(2):
         inverses: dict[int, torch.Tensor] = {}

@@ -60,7 +60,8 @@ class RankReport(NamedTuple):
 
 
 class ControlWords:
-    """The layout: a slot per rank, row counts of embeddings, use counts (if unused is allowed), running statistics."""
+    """The layout: a slot per rank, row counts of embeddings, use counts (if unused parameters are allowed), running
+    statistics."""
 
     def __init__(
         self, rank: int, world_size: int, num_used: int = 0, num_statistics: int = 0, num_tables: int = 0
@@ -81,7 +82,7 @@ class ControlWords:
             self.write_used(words, missing)
 
     def write_report(self, words: torch.Tensor, report: RankReport) -> None:
-        """Fill the slots of all ranks: this rank's report, and zeros to which the others are added."""
+        """Fill the slots of all ranks: this rank's report, and zeros where the sum will hold the others."""
         # Most steps repeat a report. Caching the tensor avoids building it and, on a GPU, copying it from the host.
         key = (report, words.device, words.dtype)
         if key not in self._encoded:

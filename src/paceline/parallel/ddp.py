@@ -54,7 +54,7 @@ from paceline.torch_internals import BufferHookLocation, JoinConfig, StopRecompu
 from paceline.transport.works import keep_from_compiler
 from paceline.units import MIB
 
-# All wrappers in this process. Each one except the first uses a process group of its own.
+# All wrappers in this process. Each except the first uses its own process group.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
 # Attributes that are None in a copy of a wrapper, until it is set up again.
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding")
@@ -82,10 +82,10 @@ class DDP(DistributedDataParallel):
         samples_of: `samples_of(*args, **kwargs)` counts the samples of a forward. The default is the first dimension of
             the first tensor.
         manual: Average gradients only in `sync_gradients()`.
-        check_replicas_every: Compare the parameters of the ranks every N synchronised steps (0: never).
-        statistics_every: Average BatchNorm's running statistics every N synchronised steps (0: never).
-        ignore: Full names of parameters and buffers not to synchronise.
-        embeddings: `auto` sends embedding gradients as rows where that pays off, and `dense` never does. `rows` also
+        check_replicas_every: Compare the parameters of the ranks every N synchronized steps (0: never).
+        statistics_every: Average BatchNorm's running statistics every N synchronized steps (0: never).
+        ignore: Full names of parameters and buffers not to synchronize.
+        embeddings: `auto` sends embedding gradients as rows if that pays off, and `dense` never does. `rows` also
             does so on a GPU (where the host then waits for the row counts in each step), between ranks that share
             memory, and where the other part of a tied weight is sent last anyway.
         strategy: What is sent and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
@@ -274,7 +274,7 @@ class DDP(DistributedDataParallel):
         return self._sync if self._sync is not None else self._set_up()
 
     def stop(self) -> None:
-        """Remove all hooks from the module, which ends synchronisation."""
+        """Remove all hooks from the module, which ends synchronization."""
         self._detach()
         _wrappers.discard(self)  # otherwise the next wrapper would use a separate group
 
@@ -310,7 +310,7 @@ class DDP(DistributedDataParallel):
                 output = self.module(*args, **kwargs)
             self._wait_for_parameters()
             self._call_buffer_hook(sync, is_before=False)
-        except StopRecomputation:  # ends a forward that checkpointing has recomputed far enough
+        except StopRecomputation:  # raised by checkpointing once it has recomputed enough of the forward
             raise
         except Exception as error:
             # In evaluation the other ranks may not be in a step.
@@ -333,7 +333,7 @@ class DDP(DistributedDataParallel):
 
     @property
     def do_sync(self) -> bool:
-        """Whether the next backward is synchronised. Read when backward begins, not during forward."""
+        """Whether the next backward is synchronized. Read when backward begins, not during forward."""
         return self._ready.do_sync
 
     @do_sync.setter
@@ -343,11 +343,11 @@ class DDP(DistributedDataParallel):
     require_backward_grad_sync = do_sync  # torch's name, set by other libraries
 
     def enable_grad_sync(self) -> None:
-        """Synchronise from the next backward on."""
+        """Synchronize from the next backward onward."""
         self.do_sync = True
 
     def disable_grad_sync(self) -> None:
-        """Accumulate locally from the next backward on."""
+        """Accumulate locally from the next backward onward."""
         self.do_sync = False
 
     @contextlib.contextmanager
@@ -361,7 +361,7 @@ class DDP(DistributedDataParallel):
             sync.do_sync = before
 
     def sync_gradients(self) -> None:
-        """Average accumulated gradients that are not synchronised yet, if `do_sync` is set. Collective."""
+        """Average accumulated gradients that are not synchronized yet, if `do_sync` is set. Collective."""
         sync = self._ready
         # In manual mode a rank without a backward also takes part, so that the others do not wait for it.
         if sync.do_sync and (sync.is_pending or self._options.manual):
@@ -369,7 +369,7 @@ class DDP(DistributedDataParallel):
 
     def check_last_step(self) -> None:
         """Raise errors that other ranks reported in the last step; on a GPU they are otherwise read one step later.
-        For programs that run collectives of their own between steps. Collective: every rank must call this."""
+        For programs that run their own collectives between steps. Collective: every rank must call this."""
         self._ready.check_last_step()
 
     def sync_parameters(self) -> None:
@@ -422,8 +422,8 @@ class DDP(DistributedDataParallel):
 
         Pass an optimizer class with its options (and `params`, by default all trained parameters), or an optimizer that
         has not taken a step, which is modified. `step` and `state_dict` of the result are collective. The parameters
-        are gathered in `step` or, with `overlap=True`, during the next forward. A program that then reads them in
-        between without the wrapper, for a moving average say, must first call `wait()` on the optimizer. Collective.
+        are gathered in `step` or, with `overlap=True`, during the next forward. A program that reads them before that
+        without the wrapper (for a moving average, say) must first call `wait()` on the optimizer. Collective.
         """
         self._ready  # noqa: B018
         sharding = self._sharding
@@ -457,12 +457,12 @@ class DDP(DistributedDataParallel):
 
     @property
     def plan(self) -> Plan | None:
-        """The buckets in use; None before the first synchronised step."""
+        """The buckets in use; None before the first synchronized step."""
         return None if self._planned is None else self._planned.plan
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds of communication after this rank's backward, in a recent step; None where it was not measured."""
+        """Seconds of communication after this rank's backward, in a recent step; None if it was not measured."""
         return None if self._planned is None else self._planned.timeline.exposed_s
 
     def read_recorded(self) -> tuple[int, StepTimes] | None:
@@ -474,7 +474,7 @@ class DDP(DistributedDataParallel):
         return None if age is None or times is None else (age, times)
 
     def time_next_step(self) -> None:
-        """Time the end of every bucket in the next synchronised step. By default only a few steps are timed."""
+        """Time the end of every bucket in the next synchronized step. By default only a few steps are timed."""
         if self._planned is not None:
             self._planned.timeline.sample_next = True
 
@@ -550,7 +550,7 @@ class DDP(DistributedDataParallel):
         hook: Callable[[Any, dict[str, torch.Tensor]], Any],
         comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
     ) -> None:
-        """Let `hook(state, buffers)` synchronise the buffers in each synchronised forward, instead of the wrapper. It
+        """Let `hook(state, buffers)` synchronize the buffers in each synchronized forward, instead of the wrapper. It
         may return Futures, which backward waits for. Call this on all ranks, before the first step."""
         if not callable(hook):
             raise TypeError(f"a buffer hook must be callable, not {hook!r}")
@@ -600,7 +600,7 @@ class DDP(DistributedDataParallel):
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """torch calls this if the wrapper is a submodule of the loaded model. Accepts both kinds of keys as well."""
+        """torch calls this if the wrapper is a submodule of the loaded model. Also accepts both kinds of keys."""
         if self._lacks_prefix(state_dict, prefix):
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
@@ -686,7 +686,7 @@ class DDP(DistributedDataParallel):
         self._set_up()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Use another group from the next step on, for example in a new world. Call it on all ranks of the group."""
+        """Use another group from the next step onward, such as in a new world. Call it on all ranks of the group."""
         self._group, self._gradient_group = new_process_group, None
         self._set_up()
 
@@ -793,7 +793,7 @@ def swap_wrapper(enable: bool = True, **options: Any) -> None:
 
 
 class _SwappedDDP(DDP):
-    """The class that torch's wrapper builds after `swap_wrapper`. Turns into a plain `DDP` in its constructor."""
+    """The class that torch's wrapper builds after `swap_wrapper`. Its constructor turns it into a plain `DDP`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.__class__ = DDP  # type: ignore[assignment]

@@ -162,7 +162,7 @@ class Pack:
     The message and its views, which serve as gradients, are created once: creating a view per parameter in every step
     would cost a small model several percent of the step. Their memory is freed before the next forward unless some
     parameter has its gradient here, so that it does not add to the peak. Memory that the program still uses is left to
-    it. Large gradients are the other way round: views are cheap compared with memory, so a message is created for each
+    it. For large gradients the opposite is true: views are cheap compared with memory, so a message is created for each
     step and freed with its gradients.
     """
 

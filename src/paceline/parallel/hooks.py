@@ -83,7 +83,7 @@ def check_hook(hook: object) -> None:
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
     """Before the first message, check that either every rank has a hook or none has. Collective. With hooks, the
-    control words use their own group, because the messages of hooks in the other one are unknown."""
+    control words use their own group, because the messages that hooks send in the other group are unknown."""
     if channel.world_size == 1:
         return
     marks = torch.zeros(channel.world_size, device=channel.device)
@@ -101,10 +101,10 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
 
 
 class HookCalls:
-    """Calls the hook for each bucket of a step, and waits for the results; `failure` is this rank's, if any. A hook
-    that fails may not have sent what others wait for, so the failure is reported in the store, which they check. With
-    NCCL, their streams are blocked along with everything queued on them: to continue, they must abort the hook's
-    messages."""
+    """Calls the hook for each bucket of a step, and waits for the results; `failure` is this rank's, if any. A failed
+    hook may not have sent messages that other ranks are waiting for, so the failure is reported in the store, which
+    they check. With NCCL, their streams are blocked along with everything queued on them: to continue, they must abort
+    the hook's messages."""
 
     def __init__(self, hook: CommHook, channel: Channel) -> None:
         self._hook, self._channel, self._step = hook, channel, 0

@@ -1,8 +1,8 @@
 """Hierarchical averaging: gradients are averaged inside each host, then a codec runs between the hosts.
 
 Every gradient is split into equal parts, one per rank of a host. Each rank gets the host's average of its part,
-exchanges it through its codec with the ranks of the same local rank on other hosts, and the host gathers the parts. So
-all ranks encode, and residuals belong to parts of parameters, not of buckets.
+exchanges it through its codec with the ranks that have the same local rank on other hosts, and the host gathers the
+parts. So all ranks encode, and residuals belong to parts of parameters, not of buckets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.strategy import Strategy
 from paceline.torch_internals import get_default_store
 from paceline.transport import register, why_not
 
-# Messages per bucket, each in its own group: one inside the host, up to two of the codec, and one inside again.
+# Messages per bucket, each in its own group: one inside the host, up to two for the codec, and another inside the host.
 NUM_STAGES = 4
 
 

@@ -1,7 +1,7 @@
 """Strategies that average parameter differences every few steps: local SGD, SlowMo, DiLoCo, and streaming DiLoCo.
 
 `Outer` is the state of one replica. It does not communicate itself but yields its codec's messages, so replicas in one
-process can run it, too (`run_together`). `OuterState` runs it between ranks, after the optimizers have stepped.
+process can also run it (`run_together`). `OuterState` runs it between ranks, after the optimizers have stepped.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _start(exchanges: Exchanges, make: Callable[[], Exchange]) -> torch.futures.
 class OuterState(StrategyState):
     """Runs the schedule between ranks. A sync becomes due at the end of its step's backward, when ranks agree through
     control words. It runs once all parameters have been stepped; if that does not happen (a skipped step, or a
-    parameter without optimizer), at the next forward. Ranks count backward passes, whose number is the same on all.
+    parameter without an optimizer), at the next forward. Ranks count backward passes, since all run the same number.
 
     In a step without gradients it stands in for the reducer: `collect`, `exchange` and `learn`.
     """
@@ -327,7 +327,7 @@ class OuterState(StrategyState):
         """Warn once, in an evaluation, if the ranks hold different models."""
         if self.outer.has_drifted and not self._has_warned:
             self._has_warned = True
-            text = "evaluating unsynchronised local parameters: call sync_parameters() on all ranks first"
+            text = "evaluating unsynchronized local parameters: call sync_parameters() on all ranks first"
             warnings.warn(f"strategy {self.strategy.text!r}: {text}", stacklevel=4)
 
     @property
@@ -368,8 +368,8 @@ class OuterState(StrategyState):
         return {index for index, param in enumerate(self.replica.params) if param.grad is None}
 
     def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
-        """The control words to fill, and the parameters without a gradient; from any step if a missing gradient is an
-        error."""
+        """The control words to fill, and the parameters without a gradient: in this step or, if a missing gradient is
+        an error, in any step since the last control words."""
         missing = self._find_missing() if self._allows_missing else self._missing
         self._missing = set()
         return self._words, sorted(missing), None

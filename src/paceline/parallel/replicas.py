@@ -1,4 +1,4 @@
-"""Checks that ranks agree on parameters, their values, and the wrapper's options. Detects later changes, too.
+"""Checks that ranks agree on parameters, their values, and the wrapper's options. Also detects later changes.
 
 Every rank raises the same error for a mismatch, because all ranks compare the same gathered data.
 """
@@ -29,8 +29,8 @@ from paceline.units import MIB, name_ranks
 
 # On gloo, a message needs about this many bytes per rank to reach full bandwidth.
 _GLOO_BYTES_PER_RANK = 4 * MIB
-# Buckets are limited to about this share of the model, so that small models overlap with backward, too. This gives
-# about four messages; with more, the added latency would cancel the gain from overlap.
+# Buckets are limited to about this share of the model, so that communication also overlaps with backward in small
+# models. This gives about four messages; with more, the added latency would cancel the gain from overlap.
 _SHARE = 2 / 7
 # On NCCL over sockets, the latency of a message costs as much as about this many bytes per rank, for up to 8 ranks (not
 # measured beyond). The first bucket is at least as large as one latency, the others as large as four.
@@ -47,14 +47,14 @@ class NothingToTrainError(ConfigError, RuntimeError):
 
 
 def list_some(items: Sequence[str], separator: str = "; ", most: int = 5) -> str:
-    """The first items, and the number of remaining ones."""
+    """The first items and the number of remaining items."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options that must be the same on all ranks. `check_every` and `statistics_every` count synchronised steps."""
+    """Options that must be the same on all ranks. `check_every` and `statistics_every` count synchronized steps."""
 
     reducer: str = "bucketed"
     init: str = "broadcast"
@@ -230,7 +230,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def read_replica(module: nn.Module, ignored: Collection[str] = ()) -> Replica:
-    """Collect a module's tensors. `ignored` are full names of parameters and buffers not to synchronise."""
+    """Collect a module's tensors. `ignored` are full names of parameters and buffers not to synchronize."""
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -253,7 +253,7 @@ def read_replica(module: nn.Module, ignored: Collection[str] = ()) -> Replica:
     replica = Replica(tuple(trained), tuple(trained.values()), frozen, buffers, layouts, gradients)
     for name, tensor in replica.tensors().items():
         if tensor.is_meta:
-            raise ConfigError(f"{name} is on the meta device and has no values: materialise the module before wrapping")
+            raise ConfigError(f"{name} is on the meta device and has no values: materialize the module before wrapping")
     return replica
 
 
@@ -270,7 +270,7 @@ def check_same_model(replica: Replica, options: Options, channel: Channel) -> No
     lines += [(f"the option {name}", repr(value)) for name, value in shared.items()]
     if len(set(channel.share(hashlib.sha256(repr(lines).encode()).hexdigest()))) == 1:
         if not replica.params:
-            raise NothingToTrainError("no parameter of the module requires a gradient: there is nothing to synchronise")
+            raise NothingToTrainError("no parameter of the module requires a gradient: there is nothing to synchronize")
         return
     first, *others = channel.share(lines)
     for rank, theirs in enumerate(others, start=1):
@@ -357,7 +357,7 @@ class StructureWatch:
         self._seen = self._count[0]
 
     def find_change(self, module: nn.Module) -> str:
-        """Describe a change after which some gradients would not be synchronised; empty if there is none."""
+        """Describe a change after which some gradients would not be synchronized; empty if there is none."""
         if self._seen == self._count[0] and not any(map(_is_trained, self._frozen)):
             return ""
         self._seen = self._count[0]

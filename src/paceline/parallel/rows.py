@@ -45,7 +45,7 @@ class Table:
         self.index, self.param, self.is_sparse = index, param, is_sparse
         self.modules: list[nn.Module] = []
         self.is_on = True  # lookups are intercepted
-        self.is_plain = True  # its layers only do lookups
+        self.is_plain = True  # its layers use it for lookups only
         self.has_other = False  # other uses of the weight contribute to its gradient
         self.why = ""  # why it is sent dense
         self.sent: Rows | None = None  # the plan's entry, if it is sent as rows
@@ -279,13 +279,13 @@ class EmbeddingRows(Lookups):
         self.attach()
 
     def begin(self) -> None:
-        """Prepare for a synchronised backward."""
+        """Prepare for a synchronized backward."""
         for table in self.tables:
             table.pending.clear()
             table.mine = None
 
     def fold(self) -> None:
-        """End a backward that is not synchronised."""
+        """End a backward that is not synchronized."""
         with torch.no_grad():
             for table in self.tables:
                 table.fold()
@@ -360,12 +360,12 @@ class EmbeddingRows(Lookups):
         return compare_rows(most, table.row_bytes, table.param.nbytes, self.channel.world_size)
 
     def choose_first(self) -> list[Rows]:
-        """Tables that must be sent as rows from the first step on: those with sparse gradients."""
+        """Tables that must be sent as rows from the first step onward: those with sparse gradients."""
         sparse = [table for table in self.tables if table.is_sparse and table.is_plain]
         return [Rows(table.index, 0, True) for table in sparse] if len(sparse) < len(self.replica.params) else []
 
     def choose(self, dense: set[int], num_params: int) -> list[Rows]:
-        """Tables worth sending as rows, by the counts of the last step. `dense` parameters also get dense gradients."""
+        """Tables worth sending as rows, given the last step's counts. `dense` parameters also get dense gradients."""
         found = []
         for number, table in enumerate(self.tables):
             most = max(one[number] for one in self._seen)

@@ -44,7 +44,7 @@ class Exchanges:
     def __init__(self, channel: Channel, levels: Levels | None = None, kinds: Sequence[str] = ()) -> None:
         self._channel, self._kinds = channel, kinds
         self._levels = levels if levels is not None and levels.are_two else None
-        # The current group: later the channel may get its own group, for control words that report errors.
+        # The group at this time: the channel may later get its own, for control words that report errors.
         self._groups: list[tuple[dist.ProcessGroup, int]] = [(channel.group, channel.world_size)]
         self._is_open = False
         self._lock = threading.RLock()
@@ -431,7 +431,7 @@ class StrategyState:
 
     def _reorder(self, name: str, error: torch.Tensor, is_saved: bool) -> torch.Tensor:
         """A copy of a residual: codecs keep it in the order of its parameter's memory, which is unusual for
-        channels_last, and states in the usual order. Part of a parameter is copied as it is."""
+        channels_last, and states in the usual order. Part of a parameter is copied unchanged."""
         if self.levels is not None or self.strategy.outer:
             return error.clone()
         name = name.rpartition(" ")[2]
@@ -442,7 +442,7 @@ class StrategyState:
         return value.copy_(error.as_strided(shape, old)).as_strided(error.shape, error.stride())
 
     def discard(self, params: Sequence[torch.Tensor] | None) -> None:
-        """Undo the step for all parameters, or for these, because its averages are not applied."""
+        """Undo the step for the given parameters (default: all), because its averages are not applied."""
         self.codec.discard(None if params is None else [self._names[id(param)] for param in params])
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -467,7 +467,7 @@ _states: weakref.WeakSet[StrategyState] = weakref.WeakSet()  # states with resid
 
 
 def _read_scale(scaler: Any) -> Any:
-    """The loss scale; on a GPU, a device copy, to avoid a synchronisation; None before the first loss."""
+    """The loss scale; on a GPU, a device copy, to avoid a synchronization; None before the first loss."""
     scale = scaler._scale
     return scale if scale is None else scale.clone() if scale.is_cuda else float(scale)
 

@@ -167,7 +167,7 @@ class StrategyCosts:
 
 @dataclass(frozen=True)
 class Report:
-    """The plan, the times of one synchronised step on this rank, and what limits the step."""
+    """The plan, the times of one synchronized step on this rank, and what limits the step."""
 
     rank: int
     world_size: int
@@ -185,7 +185,7 @@ class Report:
 
     def __str__(self) -> str:
         num_buckets, times = len(self.plan.buckets), self.times
-        head = f"rank {self.rank} of {self.world_size} on {self.backend}, {self.num_steps} synchronised steps; "
+        head = f"rank {self.rank} of {self.world_size} on {self.backend}, {self.num_steps} synchronized steps; "
         head += f"buckets: {num_buckets}, {format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
         head += f"\n{self.strategy}" if self.strategy is not None else ""
         head = "\n".join([head, *self.embeddings])

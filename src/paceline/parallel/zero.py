@@ -111,7 +111,7 @@ def join(pieces: Sequence[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
 
 
 class Sharding:
-    """Which elements each rank updates, where the parameters are stored, and the messages that this needs."""
+    """Which elements each rank updates, where the parameters are stored, and the messages required."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -461,7 +461,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         sharding = self._sharding
         if not sharding.is_planned or getattr(sharding.sync(), "is_pending", False):
-            raise _error("the gradients are not averaged: step() must follow a synchronised backward")
+            raise _error("the gradients are not averaged: step() must follow a synchronized backward")
         sharding.check_mark()
         self._num_steps += 1
         self._num_requests = 0

@@ -74,7 +74,7 @@ def _pick_first(overviews: Sequence[Overview]) -> Overview:
 def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness | None = None) -> list[Finding]:
     """Recommendations, largest gain first; if nothing is worth doing, the bottleneck."""
     if not overviews:
-        raise RecordError("no rank was recorded, so there is nothing to advise on: record at least one")
+        raise RecordError("no rank was recorded, so there is no advice to give: record at least one")
     first = _pick_first(overviews)
     found = [*_on_messages(first, facts), *_on_waiting(first)]
     if lateness is not None:
@@ -217,7 +217,7 @@ def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Findi
             "tensor cores",
             f"{format_duration(gpu.missed_s)} of matrix kernels per step do not use tensor cores",
             f"{todo} would save about {format_duration(gain_s)} if they became {assumed:.1f} times as fast, half of "
-            f"the peak ratio of {gpu.name or 'an unknown GPU'}",
+            f"the peak speed ratio of {gpu.name or 'an unknown GPU'}",
             gain_s,
             "estimated",
         )
@@ -251,8 +251,8 @@ def _name_bound(overview: Overview) -> Finding:
 
 
 def find_late_rank(records: Sequence[TracedStepRecord]) -> Lateness | None:
-    """The rank that the others wait for, from how long the same message takes on each rank, so no clocks are
-    compared."""
+    """The rank that the others wait for, found by comparing the duration of each message across ranks, not their
+    clocks."""
     steps = []
     for same in group_by((record for record in records if record.messages), lambda record: record.number).values():
         if len({len(step.messages) for step in same}) == 1:

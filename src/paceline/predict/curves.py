@@ -28,10 +28,10 @@ T = TypeVar("T")
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
 # Beyond this multiple of the measured bytes or ranks, an estimate is a guess.
 _REACH = 2
-# Draws of the inputs for an interval.
+# Number of draws of the inputs for an interval.
 DRAWS = 40
 _SEED = 17
-# Errors of a draw that no repetition shows, and the random orders that are tried for each.
+# Number of errors in a draw that repetitions cannot show, and of random orders to try for each.
 _NUM_ERRORS, _TRIES = 5, 200
 # No single host has more ranks than this.
 _MOST_ON_ONE_HOST = 512
@@ -58,9 +58,9 @@ class Resample:
     """The repetitions that a fit uses: all of them or, given a random source, a bootstrap sample drawn with
     replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
     an unstable series (`UNSTABLE`) a draw is a single repetition: more samples do not average out the disturbance of a
-    busy machine. Errors that no repetition shows are in standard deviations, and 0 if nothing is drawn: `error` is the
-    model's own, `noise` that of the measured median, `shift` that of the network, `slowdown` that of ranks next to each
-    other, and `latency` that of a message's latency."""
+    busy machine. Errors that repetitions cannot show are in standard deviations, and 0 if nothing is drawn: `error` is
+    the model's own, `noise` that of the measured median, `shift` that of the network, `slowdown` that of ranks next to
+    each other, and `latency` that of a message's latency."""
 
     source: random.Random | None = None
     is_unstable: bool = False
@@ -164,7 +164,7 @@ class MeasuredCurve(CostCurve):
             return self.seconds[0]
         if num_bytes >= self.sizes[-1]:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
-            # If times fall towards the largest size, use its average rate.
+            # If times fall toward the largest size, use its average rate.
             slope = slope if slope > 0 else self.seconds[-1] / self.sizes[-1]
             return self.seconds[-1] + (num_bytes - self.sizes[-1]) * slope
         right = bisect.bisect_right(self.sizes, num_bytes)
@@ -272,7 +272,7 @@ class FamilyCurve(CostCurve):
 
 def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str) -> FamilyCurve:
     """Fit `t = latencies * alpha + bytes / rate` to the (bytes, ranks, seconds) points of all rank counts above 1 at
-    once. Minimises the squared *relative* errors, with alpha >= 0: sizes span decades, and with absolute errors the
+    once. Minimizes the squared *relative* errors, with alpha >= 0: sizes span decades, and with absolute errors the
     largest message would dominate the fit."""
     points = [point for point in points if point[1] > 1]
     work = [FAMILIES[algorithm](num_bytes, ranks) for num_bytes, ranks, _ in points]
@@ -376,7 +376,7 @@ def scale_curve(measured: MeasuredCurve, family: FamilyCurve, measured_on: int, 
     def estimate_s(num_bytes: float) -> float:
         if num_bytes <= 0 or world_size == 1:
             return 0.0
-        # Below the smallest measured size the curve is constant, so the factor must be constant, too.
+        # Below the smallest measured size the curve is constant, so the factor must also be constant.
         size = max(num_bytes, measured.sizes[0])
         return measured.estimate_s(size) * here.estimate_s(size) / there.estimate_s(size)
 

@@ -37,7 +37,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Job:
-    """Gradients in ready order with their ready times, and the step around them, all for one rank alone. `ready_s`
+    """Gradients in ready order with their ready times, and the rest of the step, all for a single rank. `ready_s`
     counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
     optimizer. `device` is the compute device, empty if unknown; `notes` are the assumptions made. `lookups` are parts
     that `split` can send as rows: it moves them to `tail`, after the last bucket, each with the size of an all-reduce

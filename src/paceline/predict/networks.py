@@ -126,7 +126,7 @@ class Network:
         return f"{self.name}: {rate} GB/s and {latency} {place} ({self.note})"
 
 
-# Latencies are round numbers for one message between neighbours: they matter only for small gradients.
+# Latencies are round numbers for one message between neighbors: they matter only for small gradients.
 _SHEETS = (
     Network("nvlink", 2e-6, 300e9, "A100 NVLink: 300 GB/s each way (data sheets add both directions: 600)"),
     Network("nvlink4", 2e-6, 450e9, "H100 NVLink: 450 GB/s each way (data sheets add both directions: 900)"),

@@ -93,7 +93,7 @@ def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCu
 
 
 def find_evidence(records: Sequence[Record]) -> Evidence | None:
-    """The costs of copies, contention and neighbours measured by a profile; None if the profile has only layers."""
+    """The costs of copies, contention and other ranks measured by a profile; None if the profile has only layers."""
     try:
         return Evidence([record for record in records if isinstance(record, LayerProfileRecord | StepRecord)])
     except MeasurementError:

@@ -30,8 +30,8 @@ from paceline.units import format_ms
 
 # Bounds of the factor on message times, relative to the sweep.
 _FACTORS = (1 / 3, 1.0)
-# Standard deviation of an extrapolated slowdown per doubling of the ranks, plus half of its growth. The last number
-# applies if only one rank was measured: the effect of neighbours is then unknown, and can only slow it down.
+# Standard deviation of an extrapolated slowdown: a share per doubling of the ranks, plus half of its growth. The last
+# number applies if only one rank was measured: the effect of neighbors is then unknown, and can only slow it down.
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
 # A wrapper's overhead is mostly copies. Ranks share memory bandwidth more than compute, so copies slow down by the
 # slowdown of compute to this power.
@@ -206,7 +206,7 @@ def simulate_scaling(
 
 
 class _ScalingCurve:
-    """The curve from medians of the selected repetitions; with a random source, assumptions are drawn, too.
+    """The curve from medians of the selected repetitions; with a random source, assumptions are also drawn.
     `corrections` maps each calibrated rank count to a factor of at most 1 on the message times of the sweep, and to the
     seconds that remain unexplained: copies, waits and the model's own error. `own_s` is the wrapper's overhead on one
     rank, None if not measured. `shift` is the error of messages and copies on other rank counts, in standard
@@ -215,7 +215,7 @@ class _ScalingCurve:
     def __init__(self, evidence: ScalingEvidence, networks: Sequence[Network], resample: Resample) -> None:
         self.evidence, source, alone = evidence, resample.source, evidence.alone
         self.alone_s = resample.median(alone.timing)
-        # The measured median that a prediction is compared with has sampling noise of its own.
+        # The measured median that a prediction is compared with has its own sampling noise.
         self.noise = resample.noise * curves.median_noise(alone.timing)
         self._model_error = MODEL_ERROR * resample.error
         drift = self.alone_s / alone.timing.median_s

@@ -31,7 +31,7 @@ _SHARE_ERROR = 0.15
 _SIZES = tuple(4096 << 2 * power for power in range(11))  # up to 4 GiB
 # Codec work that follows a message shares the rank's core with backward.
 _CALLBACK_RATE = 0.5
-# If a bucket is not a single all-reduce, the wrapper's control words need a message of their own.
+# If a bucket is not a single all-reduce, the wrapper's control words need a separate message.
 _WORDS_BYTES = 64
 
 
@@ -96,7 +96,7 @@ class Contention:
         return replace(self, compute_rates=tuple(compute_rates), message_rates=tuple(message_rates), alone_s=())
 
     def rates(self, num_bytes: int) -> tuple[float, float]:
-        """The speed of compute while such a message is in flight, and the speed of the message meanwhile."""
+        """The speed of compute while such a message is in flight, and the speed of the message at the same time."""
         if len(self.sizes) == 1:
             return self.compute_rates[0], self.message_rates[0]
         compute, message = (
@@ -390,7 +390,8 @@ class Timeline:
 
     def compute_and_send(self, job: Job, layout: Layout, buckets: Sequence[BucketSpan]) -> float:
         """Compute, launch buckets as they are complete, and wait for the messages; returns the end of backward. Buckets
-        are launched in order, so each waits for the latest gradient so far. Launching a bucket is compute, too."""
+        are launched in order, so each waits for the latest gradient so far. Launching a bucket also counts as
+        compute."""
         computed_s = 0.0
         messages = layout.messages or tuple((Load(size),) for size in layout.num_bytes)
         latest_s = itertools.accumulate(layout.ready_s, max)

@@ -79,8 +79,8 @@ def fit_sending(
     strategy: Strategy, world_size: int, records: Sequence[CodecRecord], resample: Resample | None = None,
     factor: float = 1.0, is_in_place: bool = False, ranks_per_host: int = 1,
 ) -> Sending | None:  # fmt: skip
-    """How ranks send with a strategy, with the median costs of its codec times a factor; None where they send dense
-    gradients, or nothing. Measuring one bucket and many separates the cost per bucket from the cost per byte; measuring
+    """How ranks send with a strategy, with the median costs of its codec times a factor; None if they send dense
+    gradients or nothing. Measuring one bucket and many separates the cost per bucket from the cost per byte; measuring
     few ranks and many separates the cost that grows with the number of ranks."""
     if strategy.between_hosts and world_size > ranks_per_host > 1:
         flat = replace(strategy, between_hosts=False)

@@ -321,7 +321,7 @@ def _find_sizes(
     if len(sent) < len(pairs):
         members = [[s for s, k in zip(shapes, bucket_of, strict=True) if k == n] for n in range(len(pairs))]
         sent = [max(1, sum(sizes)) for sizes in members]
-    if pairs:  # gradients of unused parameters are sent, too
+    if pairs:  # gradients of unused parameters are also sent
         shapes[-1] += max(0, sum(sent) - sum(shapes))
     # A compressed message counts with the bytes of its gradients, as in bucket caps.
     return shapes, [round(size * sum(shapes) / sum(sent)) for size in sent], True
@@ -331,7 +331,7 @@ def _distribute(sent: Sequence[int], bucket_of: Sequence[int], weights: Floats) 
     """Distribute the bytes of each message over its gradients by these weights."""
     shares = np.zeros(len(weights), dtype=np.int64)
     for number, size in enumerate(sent):
-        # If buckets are launched together, all gradients map to the first; the other buckets go with its last gradient.
+        # If buckets are launched together, all gradients map to the first; the others' bytes go to its last gradient.
         own = [k for k, bucket in enumerate(bucket_of) if bucket == number]
         own = own or [max((k for k, bucket in enumerate(bucket_of) if bucket < number), default=0)]
         ends = np.round(np.cumsum(weights[own]) / weights[own].sum() * size / 4).astype(np.int64) * 4

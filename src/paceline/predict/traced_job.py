@@ -346,7 +346,7 @@ def _halve(size: int) -> list[int]:
 
 
 def _merge_alike(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Sorted points; neighbours of similar size are merged into one point by medians."""
+    """Sorted points; neighbors of similar size are merged into one point by medians."""
     groups: list[list[tuple[int, float]]] = []
     for point in sorted(points):
         if not groups or point[0] > _ALIKE * groups[-1][0][0]:

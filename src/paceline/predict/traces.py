@@ -434,7 +434,7 @@ class Overview:
 
 
 def build_overview(trace: RankTrace) -> Overview:
-    """Analyse the complete steps of one rank's trace."""
+    """Analyze the complete steps of one rank's trace."""
     found = find_steps(trace.events)
     if not found:
         raise RecordError(f"the trace of rank {trace.rank} has no step: annotate each as 'step N'")

@@ -119,7 +119,7 @@ class TuneSettings:
     def to_json(
         self, gradients: Sequence[Gradient], default_plan: Plan, predictions: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
-        """The data needed, besides the records, to analyse a saved run again."""
+        """The data needed, besides the records, to analyze a saved run again."""
         return {
             "predictions": list(predictions),
             "tune": asdict(self) | {"caps_bytes": list(self.caps_bytes), "strategies": list(self.strategies)},
@@ -201,7 +201,7 @@ class Tuning:
         return enumerate_caps(self.model.job.sizes).get(candidate.cuts, (0, 0))[1]
 
     def estimate_more_s(self) -> float:
-        """Estimated time of the further rounds that would decide the comparison."""
+        """Estimated time of the additional rounds needed for a decision."""
         if self.race is None:
             return 0.0
         running = [c.measured for c in self.candidates if c.label in (*self.race.left, DEFAULT)]

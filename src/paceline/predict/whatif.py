@@ -76,7 +76,7 @@ def _build_costs(
 def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: float = 0.0) -> Job:
     """The job slowed down by the other ranks of its CPU host."""
     per_host = fabric.ranks_per_node
-    if isinstance(fabric, MeasuredFabric):  # cores move the messages of gloo and of shared memory
+    if isinstance(fabric, MeasuredFabric):  # cores move messages on gloo and in shared memory
         is_of_cores = fabric.fits[0].algorithm in ("gloo", "shared")
         per_host = per_host or max(fabric.ranks) if is_of_cores else 1
     here = min(world_size, per_host)
@@ -92,7 +92,7 @@ def simulate_what_if(
 ) -> list[Prediction]:  # fmt: skip
     """One row per number of ranks, with the best bucket size. `draws` are draws of the measured job. A step has
     `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`.
-    `evidence` holds the profile's measurements of copies, contention and neighbours; without it they are `known`, or
+    `evidence` holds the profile's measurements of copies, contention and neighbors; without it they are `known`, or
     assumed. At most `most_caps` bucket sizes are tried (0 means all). `own` simulates a step without buckets instead.
     Calls that differ only in `send` or `own` use the same draws."""
     jobs = enumerate([job, *draws])
@@ -165,7 +165,7 @@ def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, 
     """The best bucket size, as a row."""
     job, costs, sending = model.job, model.costs, model.costs.sending
     caps = estimate_caps(job, costs, most_caps)
-    # Even if launches are modelled as free, they are not: among plans with the same time, take the fewest buckets.
+    # Even if launches are modeled as free, they are not: among plans with the same time, take the fewest buckets.
     same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: len(point.cuts))
     default = simulate(job, plan_like_torch(job.gradients, range(len(job.gradients))), costs)

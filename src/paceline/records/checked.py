@@ -1,4 +1,4 @@
-"""Dataclasses that check their own values, and are read from JSON: a field's annotation says which values it may have.
+"""Dataclasses that check their own values and can be read from JSON. A field's annotation states its valid values.
 
 Constraints across fields are in `find_faults`.
 """
@@ -58,7 +58,7 @@ class Checked:
             raise RecordError(f"{self.place}: {fault}")
 
     def find_faults(self) -> Iterator[str]:
-        """Why these values, each valid by itself, are invalid together."""
+        """The reasons why these values, each valid on its own, are invalid together."""
         yield from ()
 
     @property

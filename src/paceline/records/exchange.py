@@ -86,7 +86,7 @@ def _parse_published(row: Row) -> CollectiveRecord:
     backend, _, device = row["backend"].strip().partition("-")
     values: dict[str, Any] = {"median_s" if row["stat"].startswith("median") else "mean_s": float(row["time_s"])}
     timing = Summary(stdev_s=_number(row["std_s"]), **values)
-    kind = "cuda" if backend == "nccl" else device or "cpu"  # "nccl" and "nccl-tests" alike
+    kind = "cuda" if backend == "nccl" else device or "cpu"  # treat "nccl" and "nccl-tests" alike
     more = {"device": kind, "note": row["source"].strip(), "nodes": int(row.get("nodes") or 0)}
     return import_all_reduce(backend, int(row["world_size"]), int(row["bytes"]), timing, **more)
 
@@ -136,7 +136,7 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
     path = Path(path)
     if is_run_path(path):
         folder = path if path.is_dir() else path.parent
-        # The note tells the curves of two runs apart in a chart.
+        # The note distinguishes the curves of two runs in a chart.
         return list_collectives(load_run(path), path, folder.resolve().name)
     text = _read_text(path)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
@@ -152,7 +152,7 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
 
 
 def list_collectives(run: Run, place: str | Path, note: str = "") -> list[CollectiveRecord]:
-    """The collectives of a run, with the nodes that its ranks were on."""
+    """The collectives of a run, with the nodes on which its ranks ran."""
     found = [record for record in run.records if isinstance(record, CollectiveRecord)]
     if not found:
         raise RecordError(f"{place} has no record of a collective: make one with `paceline bench allreduce`")

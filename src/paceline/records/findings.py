@@ -18,17 +18,17 @@ from paceline.records.steps import RACED, StepRecord
 from paceline.records.training import BatchRecord
 from paceline.units import format_bytes, format_duration, format_number_of
 
-# With `--strict` these are failures: another run may give a different answer.
+# With `--strict` these count as failures: another run may give a different answer.
 NOISY = ("inconclusive", "unstable", "drifting", "few")
 # Up to this many doubtful measurements are listed by name; beyond that, only their number and the worst one.
 _MOST_NAMES = 3
-# Limits for the share of CPU time that the hypervisor steals, and for the load per core before a run.
+# Limits on the share of CPU time stolen by the hypervisor, and on the load per core before a run.
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
-# Evidence and remedy (empty if there is none), most serious first. `_KINDS` maps kinds that differ only in their text
-# to one kind.
+# Evidence and remedy (empty if there is none), most serious first. `_KINDS` merges kinds that differ only in their
+# text.
 _TEXTS = {
     "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
-    "parameters": ("WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper", ""),
+    "parameters": ("WRONG PARAMETERS of {}: replicas differ from each other or from torch's wrapper", ""),
     "above": (
         "above the memory bandwidth of one core per rank at {}: several cores took part, or it was disturbed",
         "",
@@ -47,7 +47,7 @@ class Finding:
     """A cause, named by `kind`, with its evidence and its remedy, both as clauses; there may be no remedy.
 
     `gain_s` is the possible saving per step of `step_s`, and `certainty` says how it was derived: `measured`,
-    `computed` from the trace, `at most` (a bound), or `estimated` (under an assumption that the text states).
+    `computed` from the trace, `at most` (a bound), or `estimated` (under an assumption stated in the text).
     """
 
     kind: str
@@ -96,7 +96,7 @@ _Doubted = tuple[_Timed, list[_Reason]]
 
 
 def _name(record: _Timed) -> str:
-    """What distinguishes this record from others on the same backend and ranks."""
+    """A name that distinguishes this record from others on the same backend and ranks."""
     if isinstance(record, StepRecord) and record.role == "together":
         return f"{record.model}, {format_number_of(record.world_size, 'rank')} without messages"
     if isinstance(record, StepRecord):
@@ -134,8 +134,8 @@ def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds) -> Iterator[
 
 
 def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
-    """Describe the CPU time stolen by the hypervisor during the run, and the load before it; each is empty unless too
-    high."""
+    """Describe the CPU time stolen by the hypervisor during the run, and the load before it; each text is empty unless
+    its value is too high."""
     stolen, load, cores = environment.stolen or 0.0, environment.load_average or 0.0, environment.cores
     took = f"the hypervisor stole {stolen:.0%} of CPU time"
     worked = f"load {load:.1f} on {format_number_of(cores, 'core')}"
@@ -184,7 +184,7 @@ def _count_ranks(record: _Timed) -> int:
 
 
 def _join_reasons(timed: Sequence[_Doubted]) -> list[Finding]:
-    """One finding per kind, backend and number of ranks, with the records that it is about."""
+    """One finding per kind, backend and number of ranks, with the records that it concerns."""
     found: dict[tuple[str, str, int], list[tuple[float, str]]] = defaultdict(list)
     totals: Counter[tuple[str, int]] = Counter()
     for r, reasons in timed:
@@ -221,6 +221,6 @@ def is_busy(doubts: Sequence[Finding]) -> bool:
 
 
 def add_busy(doubt: str, names: Sequence[str]) -> str:
-    """Append to a prediction's doubt the inputs that were measured on a busy machine."""
+    """Append the inputs that were measured on a busy machine to a prediction's warning."""
     busy = f"measured on a busy machine: {', '.join(names)}" if names else ""
     return "; ".join(filter(None, (doubt, busy)))

@@ -15,13 +15,13 @@ from paceline.errors import RecordError
 from paceline.records.checked import Checked, Count, PositiveCount, Rule, Seconds, check_type, decode, one_of
 from paceline.records.samples import Samples, Summary
 
-# Bytes per element of each dtype that a record can name.
+# Bytes per element of each dtype that a record may have.
 ITEM_BYTES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1, "int8": 1,
 }  # fmt: skip
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 SOURCES = ("measured", "simulated", "emulated", "imported")
-# The memory of the message: an ordinary tensor, or memory that the ranks share and reduce in place.
+# Where the message is stored: in an ordinary tensor, or in memory that the ranks share and reduce in place.
 MEMORIES = ("ordinary", "shared")
 
 # busbw = algbw * factor(n), as nccl-tests defines it: the bytes that each link carries per byte of the message.
@@ -89,7 +89,7 @@ class _Timed(Record):
 
     @property
     def num_elements(self) -> int:
-        """Elements of the full vector, at 4 bytes each where an imported table does not name the dtype."""
+        """Elements of the full vector; 4 bytes each if an imported table does not name the dtype."""
         return self._moved_bytes // ITEM_BYTES.get(self.dtype, 4)
 
     @property
@@ -104,7 +104,7 @@ class _Timed(Record):
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord(_Timed):
     """One collective at one size: the full vector, as nccl-tests counts it, not a rank's shard. `memory` is `shared` if
-    the ranks reduce in place in shared memory, and `nodes` the number of nodes; 0 where it is not known."""
+    the ranks reduce in place in shared memory, and `nodes` the number of nodes; 0 if unknown."""
 
     kind: ClassVar[str] = "collective"
     collective: Annotated[str, one_of(COLLECTIVES)]
@@ -140,8 +140,8 @@ class MemoryBounds:
         self.records = tuple(self._fastest.values())
 
     def bound_s(self, record: CollectiveRecord) -> float | None:
-        """The lower bound for this all-reduce. None where it was not measured, for other collectives, and for one rank,
-        which need not touch its vector."""
+        """The lower bound for this all-reduce. None if it was not measured, for other collectives, and for a single
+        rank, which need not touch its vector."""
         found = self._fastest.get((record.device, record.world_size, record.num_bytes, record.dtype))
         is_bound = record.collective == "all_reduce" and record.world_size > 1
         return found.time_s if is_bound and found is not None else None

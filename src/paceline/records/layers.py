@@ -51,10 +51,10 @@ class CapTimeRecord(Record):
 
 @dataclass(frozen=True)
 class ParameterTimes(Checked):
-    """When the gradient of a parameter became ready: seconds after backward began, None in repetitions without one.
+    """When the gradient of a parameter became ready: seconds after backward began, None without a gradient.
 
     `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
-    `shape` is empty where it is not known. For an embedding, `num_rows` is the number of rows that a step looked up,
+    `shape` is empty if unknown. For an embedding, `num_rows` is the number of rows that a step looked up,
     and `rest_s` is when the part of the gradient that does not come from lookups was ready, if there is one.
     """
 
@@ -75,7 +75,7 @@ class ParameterTimes(Checked):
 
     @cached_property
     def median_s(self) -> float | None:
-        """Over repetitions with a gradient; None if there was none."""
+        """The median over repetitions with a gradient; None if there was none."""
         return _find_median(self.ready_s)
 
     @cached_property
@@ -95,7 +95,7 @@ class ParameterTimes(Checked):
 @dataclass(frozen=True)
 class BlockTimes(Checked):
     """Seconds of one block in every repetition; 0 if it was not called or got no gradient. Backward runs from the
-    gradient of the block's output to that of its input, recomputed activations included."""
+    gradient of the block's output to that of its input, including recomputed activations."""
 
     name: str
     forward_s: tuple[Seconds, ...]

@@ -26,7 +26,7 @@ _PREFIX = re.compile(r"^\s*>?\s*(?:\[\d+(?:,\d+)?\](?:<\w+>)?:?|\d+:)?\s?")
 _RANK = re.compile(r"Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 _STARTING = re.compile(r"Collective test starting:\s*(\S+)")
 _MOST_RANKS = 1 << 20
-_LAUNCH_ONLY = "cputime is the time of the launch alone: run nccl-tests without -C"
+_LAUNCH_ONLY = "cputime is only the time of the launch: run nccl-tests without -C"
 
 
 class _Row(NamedTuple):
@@ -138,7 +138,7 @@ def _read_row(place: str, row: Mapping[str, Any]) -> _Row:
         num_bytes, op, root = int(row["size"]), row["redop"], int(row.get("root", -1))
         num_wrong = None if row.get("wrong") in (None, "N/A") else int(float(row["wrong"]))
         if op == "none" or root >= 0:
-            raise RecordError(f"redop {op} with root {root} is not an all-reduce, and only that is read")
+            raise RecordError(f"redop {op} with root {root} is not an all-reduce: only all-reduces can be read")
         if num_wrong:
             what = f"{num_wrong} values of {format_bytes(num_bytes)} are wrong (#wrong)"
             raise RecordError(f"{what}: wrong results have no valid time; run nccl-tests again")

@@ -45,10 +45,10 @@ REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": mi
 
 @dataclass(frozen=True)
 class Samples(Checked):
-    """Raw times `seconds[repetition][rank]`, with warm-ups apart.
+    """Raw times `seconds[repetition][rank]`, with warm-ups stored separately.
 
     `arrivals_s[repetition][rank]` is the delay of each rank behind the first to enter the timed call; empty unless all
-    ranks share a clock, that is, a host.
+    ranks share a clock, that is, run on one host.
     """
 
     statistic = "median"
@@ -122,7 +122,7 @@ class Samples(Checked):
 
     @property
     def drift(self) -> float:
-        """Median of the second half divided by that of the first, minus 1: far from 0 until times have settled."""
+        """Median of the second half divided by that of the first, minus 1: far from 0 if times have not settled."""
         half = self.count // 2
         if half < 2:
             return 0.0
@@ -136,8 +136,8 @@ class Samples(Checked):
 
     @cached_property
     def from_last_arrival_s(self) -> tuple[float, ...] | None:
-        """Per repetition, from the arrival of the last rank to the end of the last one: the call itself, without the
-        wait for late ranks. None without a common clock."""
+        """Per repetition, from the arrival of the last rank until the last rank ends: the call itself, without the wait
+        for late ranks. None without a common clock."""
         if not self.arrivals_s:
             return None
         return tuple(

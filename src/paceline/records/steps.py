@@ -46,13 +46,14 @@ class StepRecord(Record):
 
     `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
     bare model while `num_messages` messages of `message_bytes` are sent during backward, where `under_way` is the mean
-    time of a message, `overlapped` the part of it before the end of backward, and `alone` its time on an idle machine;
-    `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy in its label.
-    `bucket_bytes` lists the wrapper's buckets in launch order, and `num_bytes` is the number of bytes that a rank
-    passes to all-reduce per step, gradients only. `cell_size` is the samples per rank (`mode` weak) or over all ranks
-    (strong). `num_parameters` counts tensors. `num_wrong` of `num_checked` parameters differed between ranks, or from
-    torch's. `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a step adds
-    at its peak, each the maximum over ranks. `steps_per_turn` consecutive repetitions were one turn of this variant.
+    time of a message, `overlapped` its part before the end of backward, and `alone` its time on an idle
+    machine; `together` the bare model on all ranks at once, without messages; `coded` the job with the strategy in its
+    label. `bucket_bytes` lists the wrapper's buckets in launch order, and `num_bytes` is the number of bytes that a
+    rank passes to all-reduce per step, gradients only. `cell_size` is the samples per rank (`mode` weak) or over all
+    ranks (strong). `num_parameters` counts tensors. `num_wrong` of `num_checked` parameters differed between ranks, or
+    from torch's. `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a step
+    adds at its peak, each the maximum over ranks. `steps_per_turn` consecutive repetitions were one turn of this
+    variant.
     """
 
     kind: ClassVar[str] = "step"
@@ -150,7 +151,7 @@ class StepRecord(Record):
 
     @property
     def exposed_s(self) -> float:
-        """Step time minus that of the same step with communication off; 0 where noise makes it negative."""
+        """Step time minus that of the same step with communication off; 0 if noise makes it negative."""
         return 0.0 if self.comm_off is None else max(0.0, _median_difference(self.timing, self.comm_off))
 
     @property
@@ -226,7 +227,7 @@ def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
 @dataclass(frozen=True)
 class Standing:
     """A wrapper compared with torch's DDP, with tuned DDP and with the bare module on the same backend, and with DDP on
-    gloo, the default without Paceline; None where one was not measured."""
+    gloo, the default without Paceline; None for those that were not measured."""
 
     record: StepRecord
     bare: StepRecord | None
@@ -250,7 +251,7 @@ class Standing:
 
     @property
     def added_bytes(self) -> int | None:
-        """Peak memory beyond that of the bare module; None where it was not measured."""
+        """Peak memory beyond that of the bare module; None if it was not measured."""
         if self.bare is None or not self.record.held_bytes:
             return None
         here, there = self.record, self.bare
@@ -308,7 +309,7 @@ class ScalePoint:
 
 
 def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
-    """Each record compared with the single rank of its cell, in the given order; cells without one are left out."""
+    """Each record compared with the single rank of its cell, in the given order; cells without one are omitted."""
     alone = {(r.cell, r.job): r for r in records if r.world_size == 1 and r.wrapper == "none"}
     pairs = [(r, alone[r.cell, r.job]) for r in records if (r.cell, r.job) in alone]
     turns = attrgetter("cell", "job", "world_size", "source")
@@ -317,8 +318,8 @@ def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
 
 
 def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> float | None:
-    """The peak bus bandwidth of an all-reduce on the step's backend, ranks and device, from the same source, by its
-    fastest repetition; None where either was not measured. MeasurementError "above-peak" if the step exceeds it: bytes
+    """The peak bus bandwidth of an all-reduce on the step's backend, ranks and device, from the same source, based on
+    its fastest repetition; None if either was not measured. MeasurementError "above-peak" if the step exceeds it: bytes
     or seconds were miscounted."""
     place, rates = attrgetter("backend", "world_size", "device", "source"), []
     for c in collectives:
@@ -338,7 +339,7 @@ def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) ->
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is far slower than the others in most steps: another process uses its core."""
+    """A rank that is far slower than the others in most steps, because another process uses its core."""
 
     record: StepRecord
     rank: int
@@ -347,8 +348,8 @@ class Straggler:
 
 
 def find_straggler(record: StepRecord) -> Straggler | None:
-    """The rank that is the slowest in most steps without communication, by far. None if the slowest rank varies, as it
-    does among equal ranks."""
+    """The rank that is the slowest in most steps without communication, by far; None if the slowest rank varies, as it
+    does when ranks are equally fast."""
     if record.comm_off is None or record.comm_off.num_ranks < 2:
         return None
     rows = record.comm_off.seconds
@@ -363,7 +364,7 @@ def find_straggler(record: StepRecord) -> Straggler | None:
 
 # -- traced steps of any data-parallel program -------------------------------------------------------------------------
 
-# Messages that a backend transfers at the same time; 1 where it is not known.
+# Messages that a backend transfers at the same time; 1 if unknown.
 SERVERS = {"gloo": 2}
 
 
@@ -387,9 +388,9 @@ class TracedStepRecord(Record):
     """One step of one rank. Its last backward begins after `before_s`, and the other times count from there. The rank's
     own backward ends at `backward_s`; the last message ends at `over_s`, and the step `after_s` later. `ready_s` and
     `gradient_bytes` list the gradients in ready order. `alone_s` are the backwards under `no_sync`, which send nothing.
-    `launch_s` is the host time to launch a message; 0 where the device computes meanwhile. `are_sizes_known` is False
+    `launch_s` is the host time to launch a message; 0 if the device computes meanwhile. `are_sizes_known` is False
     if the trace has only the sizes of messages, not those of gradients. A step without messages sent nothing.
-    `num_other` counts all-reduces inside backward that were not of gradients.
+    `num_other` counts all-reduces inside backward of anything other than gradients.
 
     On a GPU, `idle_s` is its idle time without exposed communication. Kernels that overlapped messages took `beside_s`,
     against `without_s` for the same kernels without messages; only kernels that ran both ways in this step count."""

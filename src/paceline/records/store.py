@@ -1,6 +1,6 @@
 """Runs on disk: one folder per run, with its records in one versioned JSON file, and one file per finished cell.
 
-A file of records appears whole or not at all and is never overwritten. Every file can be read compressed, too: where
+A file of records appears whole or not at all and is never overwritten. Every file can also be read compressed: if
 `run.json` is missing, `run.json.gz` is read. Tables and figures are written by `report`.
 """
 
@@ -38,7 +38,7 @@ _STUDY_FORMAT, _CELL_FORMAT = ("paceline-study", 1), ("paceline-cell", 3)
 @dataclass(frozen=True)
 class Run:
     """One run of a command: its resolved settings (`config`), the `environment`, and the `records`. `warnings` holds
-    reasons to doubt the result, and nothing else."""
+    only reasons to distrust the result."""
 
     verb: str
     config: dict[str, Any]
@@ -90,8 +90,8 @@ def save_run(run: Run, path: Path) -> None:
 
 @contextlib.contextmanager
 def pause_collection() -> Iterator[None]:
-    """Turn garbage collection off while something is timed or a large document is read. There, each collection scans
-    everything read so far and frees nothing, which takes several times as long as parsing a trace."""
+    """Turn garbage collection off while something is timed or a large document is read. While a document is read, each
+    collection scans everything read so far and frees nothing, which takes several times as long as parsing a trace."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -114,7 +114,7 @@ def naming_damage() -> Iterator[None]:
 
 
 def find_file(path: Path) -> Path | None:
-    """The file, or its compressed copy (`.gz`) where only that exists; None where neither does."""
+    """The file, or its compressed copy (`.gz`) if only that exists; None if neither does."""
     packed = path.with_name(f"{path.name}.gz")
     return path if path.exists() else packed if packed.exists() else None
 
@@ -135,12 +135,13 @@ def read_file(path: Path) -> bytes:
 
 
 def is_run_path(path: str | Path) -> bool:
-    """Whether this is a folder, or a run's own file by its name: not a table."""
+    """Whether this is a folder or has the name of a run's own file, and is therefore not a table."""
     return Path(path).is_dir() or Path(path).name in (RUN_FILE, f"{RUN_FILE}.gz")
 
 
 def load_json(file: Path, needed: str) -> Any:
-    """The document of a file, compressed or not. RecordError "missing", which says what is `needed`, or "damaged"."""
+    """The document of a file, compressed or not. Raises RecordError: "missing", with a text that says what is `needed`,
+    or "damaged"."""
     try:
         return json.loads(read_file(file))
     except FileNotFoundError:
@@ -159,7 +160,7 @@ def name_format(known: tuple[str, int]) -> dict[str, Any]:
 
 
 def check_format(document: Any, known: tuple[str, int], where: str | Path) -> dict[str, Any]:
-    """The document, if it has this format and version; RecordError "damaged" or "version"."""
+    """The document, if it has this format and version; otherwise raises RecordError "damaged" or "version"."""
     name, version = known
     if not isinstance(document, dict) or document.get("format") != name:
         raise RecordError(f'{where} is not a file of this kind: it lacks "format": "{name}"', code="damaged")
@@ -181,13 +182,13 @@ def load_run(path: str | Path) -> Run:
         return run
     except KeyError as error:
         raise RecordError(f"{file} lacks the key {error}") from None
-    except (TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:  # ours is a ValueError
+    except (TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:  # our own is a ValueError
         raise RecordError(f"{file}: {_first_line(error)}") from None
 
 
 @contextlib.contextmanager
 def create_folder(out: str | Path, verb: str, name: str = "") -> Iterator[Path]:
-    """Make a new folder `out/TIME-verb`, or `out/name`, before the work begins, so that a bad path fails at once.
+    """Make a new folder `out/TIME-verb`, or `out/name`, before the work begins, so that a bad path fails immediately.
     It is removed again if it stays empty."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     name = name or f"{stamp}-{verb.replace(' --', '-').replace(' ', '-')}"
@@ -238,7 +239,7 @@ class Study:
 
     @classmethod
     def load(cls, path: Path, verb: str) -> Study:
-        """The study in a folder, to resume it. ConfigError where there is none, or one of another verb."""
+        """The study in a folder, to resume it. ConfigError if there is none, or if it belongs to another verb."""
         try:
             document = load_json(path / STUDY_FILE, f"give the folder of an interrupted `{verb}`")
             check_format(document, _STUDY_FORMAT, STUDY_FILE)
@@ -252,7 +253,7 @@ class Study:
         return cls(path, verb, config, command_line)
 
     def _file(self, cell: str) -> Path:
-        """The file of a cell. Where a file name cannot hold every character of the cell's name, a checksum makes it
+        """The file of a cell. If a file name cannot hold every character of the cell's name, a checksum makes it
         unique."""
         plain, slug = cell.replace(" ", "-"), re.sub(r"[^A-Za-z0-9.-]+", "-", cell)
         folder = self.path / _CELLS
@@ -260,7 +261,7 @@ class Study:
         return folder / f"{slug if slug == plain else f'{slug}-{zlib.crc32(cell.encode()):08x}'}.json"
 
     def find(self, cell: str) -> list[Record] | None:
-        """The records of a finished cell; None where it is not finished."""
+        """The records of a finished cell; None if it is not finished."""
         file = self._file(cell)
         if not file.exists():
             return None
@@ -287,7 +288,7 @@ class Study:
 
     def count(self) -> int:
         """The number of finished cells."""
-        return len(list((self.path / _CELLS).glob("*.json")))  # 0 where the study was discarded
+        return len(list((self.path / _CELLS).glob("*.json")))  # 0 if the study was discarded
 
     def discard(self) -> None:
         """Remove the study's files, unless a cell is finished."""

@@ -24,7 +24,7 @@ BUDGETS = ("epochs", "updates")
 CONFIG_FILE, METRICS_FILE, SAVES_FILE = "config.json", "metrics.jsonl", "saves.jsonl"
 CONFIG_FORMAT = ("paceline-train", 1)
 _NOT_FINITE = "not_finite"
-_LEAST_LEARNED = 0.05  # of the way from chance to no mistakes
+_LEAST_LEARNED = 0.05  # fraction of the way from chance to a perfect score
 _ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except for rounding
 
 
@@ -90,7 +90,7 @@ class LargeBatchRecord(Record):
     `batch_size` is the micro-batch of one rank, `largest_batch_size` the final global batch size if it grew. If the
     loss became NaN or infinite, there is a `failure` and the curve ends there. In a study of strategies the recipe is
     the strategy, run by `num_workers` ranks or replicas in one process that send `sent_bytes` each per step.
-    `num_classes` is 0 for regression, and -1 where it is not known.
+    `num_classes` is 0 for regression, and -1 if unknown.
     """
 
     kind: ClassVar[str] = "large_batch"
@@ -169,7 +169,7 @@ class NoiseProbe(Checked):
 @dataclass(frozen=True)
 class NoiseEstimate:
     """The squared norm of the true gradient, and the trace of the covariance of per-sample gradients, both unbiased:
-    the first can be negative. `interval` is the 90 % interval of the noise scale, with an infinite end where the probes
+    the first can be negative. `interval` is the 90 % interval of the noise scale, with an infinite end if the probes
     only give a lower bound; None with too few probes."""
 
     gradient_square: float
@@ -178,7 +178,7 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self) -> float | None:
-        """In samples; None where only a lower bound is known, because the gradient estimate is not positive."""
+        """In samples; None if only a lower bound is known, because the gradient estimate is not positive."""
         return self.noise_trace / self.gradient_square if self.gradient_square > 0 else None
 
 
@@ -186,7 +186,7 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
     """Estimate the noise scale from probes whose small batches have this many samples.
 
     On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both terms. Terms are averaged over probes
-    before taking the ratio: that of a single probe is noisy and biased.
+    before taking the ratio: the ratio of a single probe is noisy and biased.
     """
     b = small_batch_size
     signals, noises = [], []
@@ -223,7 +223,7 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
 
 
 def _student_t95(freedom: int) -> float:
-    """The 95 % quantile of Student's t, expanded around the normal one; within 1.3 % from 2 degrees of freedom on."""
+    """The 95 % quantile of Student's t, expanded around the normal quantile; within 1.3 % if df >= 2."""
     z = statistics.NormalDist().inv_cdf(0.95)
     second, third = 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
     return z + (z**3 + z) / (4 * freedom) + second / (96 * freedom**2) + third / (384 * freedom**3)
@@ -232,7 +232,7 @@ def _student_t95(freedom: int) -> float:
 @dataclass(frozen=True, kw_only=True)
 class NoiseRecord(Record):
     """Probes of one training job after `step` steps and `epoch` epochs, possibly a fraction; `seed` determines their
-    samples. The noise scale and all batch sizes count samples; for tokens, blocks."""
+    samples. The noise scale and all batch sizes count samples or, for token streams, blocks."""
 
     kind: ClassVar[str] = "noise_scale"
     model: str
@@ -336,7 +336,7 @@ def count_usable_ranks(global_batch_size: int, most: int) -> int:
 
 
 def pick_like_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the same number of ranks as the last one: a run may be resumed on a different number of ranks."""
+    """The rows with as many ranks as the last row, since a run may be resumed on a different number of ranks."""
     rows = list(rows)
     counts = [len(list_ranks(row, "step_s")) for row in rows]
     return [row for row, count in zip(rows, counts, strict=True) if count == counts[-1]]
@@ -354,7 +354,7 @@ def build_steps(rows: Sequence[dict[str, Any]], world_size: int, **labels: Any) 
 
 
 def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mapping[str, Any]) -> TracedStepRecord:
-    """Assumes that gradients become ready at a constant rate in bytes between the ready times of two buckets."""
+    """Assumes that gradients become ready at a constant rate (bytes/s) between the ready times of two buckets."""
     backward_s, ready, messages, last_s = one["backward_s"], list[float](), list[TracedMessage](), 0.0
     servers = SERVERS.get(one["backend"], 1)
     done = [0.0] * servers
@@ -405,7 +405,7 @@ class MetricsLog:
         self.close = self._file.close
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Write rows. They survive a kill of the process as soon as this returns."""
+        """Write rows. Once this returns, they survive a kill of the process."""
         data = memoryview(_render(rows))
         try:
             while data:

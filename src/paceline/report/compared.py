@@ -33,7 +33,7 @@ from paceline.units import format_bytes, format_duration, format_ms, format_numb
 _PHASES_MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
 _TRAINING_MAY_DIFFER = ("ranks", "outcome", "faults")
 _TUNING_MAY_DIFFER = ("tune", "predictions", "gradients", "default_plan")  # `tune` is listed by setting
-_MOST_LETTERS = 120  # of a setting's value
+_MOST_LETTERS = 120  # maximum length of a setting's value
 # Compared quantities, by JSON key; throughput first for traces, because their batches may differ.
 _OF_PHASES = (
     *("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "compute_s"),
@@ -132,7 +132,7 @@ def _describe_field(name: str, value: str | int) -> str:
 @dataclass(frozen=True)
 class ComparedNumber:
     """One number of the first run and of another; None means that a run lacks it. `unit` is `s`, `share`, `bytes` or
-    `count`, and `noise` the half-width of the ratio's 95 % interval, None if it is not known."""
+    `count`, and `noise` the half-width of the ratio's 95 % interval, None if unknown."""
 
     name: str
     unit: str
@@ -274,7 +274,7 @@ class ComparisonResult(Result):
         for kind in _TIMES:
             if rows := [ComparedTime(**row) for row in self.config.get(kind, ())]:
                 shown = rows[:_MAX_COMPARED]
-                most = f"the {len(shown)} largest changes of {len(rows)}" if len(shown) < len(rows) else "all"
+                most = f"the {len(shown)} largest of {len(rows)} changes" if len(shown) < len(rows) else "all"
                 what = "self time" if kind == "operators" else "time"
                 title = f"{kind} of rank 0, {what} per step, {most}"
                 tables.append(Table(kind, title, _build_times_columns(kind, rows), rows, shown=shown))
@@ -282,7 +282,7 @@ class ComparisonResult(Result):
 
 
 def compare_results(parts: Sequence[Result], environment: Environment) -> ComparisonResult:
-    """Compare runs of one verb with the first."""
+    """Compare runs of one verb with the first of them."""
     are_training = all(isinstance(part, TrainRunResult) and part.rows for part in parts)
     return (TrainComparisonResult if are_training else ComparisonResult).of(parts, environment)
 
@@ -352,7 +352,7 @@ def _compare_times(first: TraceResult, second: TraceResult, kind: str, time: str
 
 
 def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[str]) -> dict[str, Any] | None:
-    """The share of messages in two traces, and the first one's prediction for the second; None if they differ in
+    """The share of messages in two traces, and the prediction of the second from the first; None if they differ in
     anything but accumulation."""
     counts = [one.facts.accumulate for one in (first, second)]
     if counts[0] == counts[1] or first.facts.world_size == 1 or not set(unlike) <= {"accumulate", "global_batch_size"}:

@@ -11,7 +11,7 @@ from paceline.report.result import Result
 from paceline.report.table import SIMULATED, Column, Table, raw_columns
 from paceline.units import format_duration, format_number_of
 
-_POINTS = 60  # of a line
+_POINTS = 60  # points of a line
 _MOST_ON_A_HOST = 16  # GPUs
 _NAMES = {
     "step": "a step",
@@ -208,6 +208,6 @@ def plot_goodput(result: GoodputResult) -> Figure:
         draw_line(axes, number, line, f"{row.policy.name} (simulated)", marker="")
         draw_line(axes, number, [(row.interval_s, 100 * row.share, None, None)], "_", "", ms=7)
     axes.set_xscale("log")
-    axes.set(ylim=(0, 102), xlabel="seconds of steps between two saves", ylabel="useful time (%)")
+    axes.set(ylim=(0, 102), xlabel="training time between saves (s)", ylabel="useful time (%)")
     place_legend(figure, axes)
     return figure

@@ -17,7 +17,7 @@ else:  # matplotlib is imported when a figure is drawn
     Axes = Figure = Any
 Drawings = dict[str, Callable[[], "Figure"]]  # functions that draw the figures, by file name
 
-# Distinguishable with any colour vision and in print (Okabe and Ito).
+# Distinguishable with any color vision and in print (Okabe and Ito).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 

@@ -426,7 +426,7 @@ class CapsResult(Result):
 
     def tables(self) -> list[Table]:
         fast = [point for point in self.caps.points if point.backward_s < 1.5 * self.caps.best.backward_s]
-        # Merge neighbours with the same number of buckets and times within 5 % into one row that shows the first time.
+        # Merge neighbors with the same number of buckets and times within 5 % into one row that shows the first time.
         like = itertools.groupby(fast, lambda p: (len(p.cuts), p.backward_s // (0.05 * self.caps.best.backward_s)))
         rows = [replace(run[0], high_bytes=run[-1].high_bytes) for run in (list(points) for _, points in like)]
         widest = sorted(rows[:-1], key=lambda row: row.low_bytes / row.high_bytes)[: _MOST_ROWS - 1]
@@ -710,7 +710,7 @@ def describe_offers(tuning: Tuning) -> str:
     """What strategies that change the update would gain, in sentences; empty if none was requested."""
     offers = [(candidate.label, format_interval(to_default)) for candidate, to_default, _ in tuning.offers]
     said = [f"{label} takes {ratio} compared with the default" for label, ratio in offers]
-    if tuning.whole is None:  # fastest first
+    if tuning.whole is None:  # the fastest first
         others = [(one.step_s, text) for text, one in tuning.predicted.items() if not one.strategy.is_exact]
         said = [f"{text} is predicted to take {format_ms(step_s)} ms" for step_s, text in sorted(others)[:2]]
     if not said:
@@ -762,7 +762,7 @@ def describe_answer(tuning: Tuning) -> str:
     rounds = format_number_of(race.num_rounds, "alternating round")
     count = len(race.to_default)
     if count == 1:
-        return f"flat: every plan has the same buckets as {what}"
+        return f"flat: all plans have the same buckets as {what}"
     most = race.regret[2]
     regret = f"another plan may be up to {most:.1%} faster" if math.isfinite(most) else "too few rounds for a bound"
     if race.verdict == "use":

@@ -537,7 +537,7 @@ class CommTableResult(Result):
         curves = [path for path in self.config.get("curves", ()) if path not in self._lost]
         parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
         names = self.config.get("profiles") or ["profile"] * len(profiles)
-        busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # of a profile made here
+        busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # the profile made here
         # Keep evidence with its own profile: two profiles may be of the same job, on two devices, or before and after
         # a change.
         places = [place for place, record in enumerate(self.records) if isinstance(record, LayerProfileRecord)]

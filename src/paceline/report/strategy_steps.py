@@ -36,7 +36,7 @@ from paceline.units import format_ms
 
 # Number of bucket sizes tried for each strategy on a network, and at each bandwidth.
 _CAPS, _SWEPT_CAPS = 48, 10
-_LATENCY_S = 50e-6  # of a link, for networks that do not specify it
+_LATENCY_S = 50e-6  # latency of a link, for networks that do not specify one
 ACCURACY = "a lossy strategy may cost accuracy, which is not predicted here: see `paceline scale strategies`"
 
 
@@ -139,8 +139,8 @@ class StrategyStepsResult(PredictResult):
 
     @cached_property
     def sweeps(self) -> dict[int, Sweep]:
-        """By number of ranks: the steps on links of many bandwidths, with the latency and the nodes of the first
-        network."""
+        """For each number of ranks, the step times over a range of link bandwidths, with the first network's latency
+        and nodes."""
         config, latency = self.config, self._latency
         ordered, per_node = prefer(self.strategies), config["ranks_per_node"] or 1
         joined = (f.inside for f in self.fabrics if isinstance(f, AssumedFabric) and f.network.ranks_per_node == 1)
@@ -172,7 +172,7 @@ class StrategyStepsResult(PredictResult):
         last = max(self.cells, key=lambda cell: cell.world_size)
         others = [cell for cell in self.cells if cell is not last]
         crossings = [
-            f"on {world_size:,} ranks, from {rate / 1e9:.3g} Gb/s on {above} is fastest, below it {below}"
+            f"on {world_size:,} ranks, {above} is fastest from {rate / 1e9:.3g} Gb/s up, and {below} below that"
             for world_size, sweep in self.sweeps.items()
             for rate, below, above in sweep.crossings
         ]

@@ -281,7 +281,7 @@ def _plot(
     backends = list(dict.fromkeys(map(place, records)))
     counts = sorted({r.world_size for r in records})
     for ((backend, device, memory, note), n, source), rows in sorted(series.items()):
-        # With one backend, colours show the ranks; with several, colours show backends and markers the ranks.
+        # With one backend, colors show the ranks; with several, colors show backends and markers the ranks.
         index = counts.index(n) if len(backends) == 1 else backends.index((backend, device, memory, note))
         kin = [(d, m) for b, d, m, _ in backends if b == backend]
         where = f" {device}" if len({d for d, _ in kin}) > 1 else ""

@@ -91,7 +91,7 @@ class Column:
 
 
 def raw_columns(*paths: str, **named: str) -> list[Column]:
-    """Columns for programs only: the attribute at each dotted path, under its last name or the given one."""
+    """Columns for programs only: the attribute at each dotted path, under the path's last part or the given name."""
     keys = {path.split(".")[-1]: path for path in paths} | named
     return [Column(None, path, key=key) for key, path in keys.items()]
 
@@ -100,7 +100,7 @@ SIMULATED = Column(None, lambda row: "simulated", key="source")
 
 
 def text_columns(*paths: str, **options: Any) -> list[Column]:
-    """The attribute at each dotted path, for people and programs, under its last name."""
+    """Text columns for people and programs: the attribute at each dotted path, named after the path's last part."""
     return [Column(path.split(".")[-1], path, key=path.split(".")[-1], **options) for path in paths]
 
 

@@ -45,7 +45,7 @@ _MOST_FAULTS = 3  # maximum number of faults to list individually
 
 
 class ObservedTraining(AttachedResult):
-    """The steps of a training run, analysed like those of an attached program. Every row has each rank's wait for the
+    """The steps of a training run, analyzed like those of an attached program. Every row has each rank's wait for the
     others."""
 
     def __init__(self, run: Run, rows: Sequence[dict[str, Any]]) -> None:
@@ -144,7 +144,7 @@ class TrainRunResult(Result):
 
     @cached_property
     def observed(self) -> AttachedResult | None:
-        """The steps, analysed like those of an attached program: their bottleneck, and the buckets that they sent."""
+        """The steps, analyzed like those of an attached program: their bottleneck, and the buckets that they sent."""
         if not self.rows or not self.total or not self.total.seconds:
             return None
         labels = {name: str(self.config[name]) for name in ("model", "wrapper", "backend", "device")} | self.outcome
@@ -177,7 +177,7 @@ class TrainRunResult(Result):
         return (f"Recovered from {many} in {took_s:.1f} s and repeated {lost}: {join_words(names)}.",)
 
     def _describe_saves(self) -> Sequence[str]:
-        saves = [row for row in self.saves if "next_s" in row]  # from --save-every auto
+        saves = [row for row in self.saves if "next_s" in row]  # written with --save-every auto
         if not saves:
             return ()
         stall_s, write_s = (statistics.fmean(row[name] for row in saves) for name in ("stall_s", "write_s"))

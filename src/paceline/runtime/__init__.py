@@ -1,1 +1,1 @@
-"""Ranks: identity, rendezvous, start and end. Nothing here moves gradients."""
+"""Ranks: identity, rendezvous, start and end. Nothing here sends gradients."""

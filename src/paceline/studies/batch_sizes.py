@@ -104,7 +104,7 @@ def build_killed(job: TrainSettings, size: int, error: LaunchError) -> list[Reco
 
 
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
-    """Time epochs of the job, the first of them a warm-up. Batches that do not fit into memory are recorded, too."""
+    """Time epochs of the job, the first of them a warm-up. Batches that do not fit into memory are also recorded."""
     import torch
 
     from paceline.measure.engine import build_samples
@@ -118,7 +118,7 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # reset the peak of this process
+            Path("/proc/self/clear_refs").write_text("5")  # reset this process's peak
         times: list[tuple[float, float]] = []
         # A short batch would appear in the table as the larger one.
         num_samples = job.batch_schedule.num_samples
@@ -127,7 +127,7 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         try:
             times.extend(() if failure else _time_epochs(job))
         except (RuntimeError, MemoryError, ConfigError) as error:
-            cause = error.__cause__ or error  # raised by a user's own step
+            cause = error.__cause__ or error  # the user's own step raised it
             if not (isinstance(cause, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(cause))):
                 raise
             failure = f"out of memory in epoch {len(times) + 1}"
@@ -146,9 +146,9 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
 
 
 def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
-    """The seconds of each epoch's steps, and of the rest of the epoch, which is time spent waiting for data.
+    """The seconds of each epoch's steps, and of the rest of the epoch, which is spent waiting for data.
 
-    On a GPU the steps are timed by its own clock: the host runs ahead, and the GPU computes while the host waits for
+    On a GPU the steps are timed by the GPU's clock: the host runs ahead, and the GPU computes while the host waits for
     data or a full queue, so subtracting the host's waits would make steps too short.
     """
     from paceline.measure.engine import follow, synchronize

@@ -1,4 +1,4 @@
-"""The job of `paceline faults`, in its ranks: a small model that trains, saves, and injects a fault into itself.
+"""The job of `paceline faults` on the ranks: a small model that trains, saves, and injects a fault into itself.
 
 `paceline train` gets the model from here (`build`); under torchrun this file is the program (`main`), with Paceline's
 wrapper and monitor or with torch's own. The environment variable PACELINE_FAULT says which fault, as JSON.
@@ -65,7 +65,7 @@ def inject(fault: str) -> None:
             lock.acquire()
             lock.acquire()
         case "endless-kernel":
-            gpu_sleep(1 << 62)  # returns at once, and outlasts any timeout
+            gpu_sleep(1 << 62)  # returns immediately, but runs longer than any timeout
         case "exception":
             raise ValueError("a bad sample")
         case "extra-collective":
@@ -82,7 +82,7 @@ def inject(fault: str) -> None:
             time.sleep(1.0)  # the trial cuts the network or a host during this step
 
 
-# The part of a step in which each disturbance of a healthy rank may happen.
+# The part of a step in which each disturbance of a healthy rank may occur.
 NOISES = {
     "stall": "between",
     "evaluate": "between",
@@ -94,8 +94,8 @@ NOISES = {
 
 
 class Noise:
-    """Disturbs a healthy rank in random order at random times, but never with a fault. The file at `path` counts
-    them."""
+    """Disturbs a healthy rank in random order at random times, but never injects a fault. The file at `path` counts the
+    disturbances."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._draw, self._counts = path, random.Random(seed), Counter[str]()
@@ -159,7 +159,7 @@ class Net(nn.Module):
             return
         if (place, self.num_steps + 1) != (asked.place, asked.step):
             return
-        if asked.fault == "other-shape":  # every rank takes part
+        if asked.fault == "other-shape":  # every rank takes part in this fault
             self._note(self._is_mine)
             dist.all_reduce(torch.ones(1001 if self._is_mine else 1000, device=next(self.parameters()).device))
         elif self._is_mine and asked.fault == "kill-in-save":
@@ -205,7 +205,7 @@ class Net(nn.Module):
 
     def _count(self, *_: Any) -> None:
         self.num_steps += 1
-        self._reach("between")  # and the next step
+        self._reach("between")  # the place between this step and the next
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.layers[:2](inputs.flatten(1)[:, :NUM_INPUTS])

@@ -1,6 +1,6 @@
-"""The request of a fault trial to its job, and environments for faults: a small disk, a memory limit, or two hosts.
+"""The request from a fault trial to its job, and environments for faults: a small disk, a memory limit, or two hosts.
 
-Each is created for one job and then removed. Hosts are network namespaces of this machine, which need root.
+Each environment is created for one job and then removed. Hosts are network namespaces of this machine, which need root.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     device: str = "cpu"
     width: int = 256
     group: str = ""  # the control group whose memory runs out
-    pause_s: float = 0.0  # before the step of the fault, for a spare to get ready
+    pause_s: float = 0.0  # before the step of the fault, so that a spare can get ready
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Place:
         return ["sh", "-c", f"{first} & a=$!; {second} & b=$!; wait $a; code=$?; wait $b && exit $code"]
 
     def act(self, fault: str, rank: int) -> None:
-        """Inject a fault that the job cannot inject itself, once it has reached its step."""
+        """Inject a fault that the job cannot inject itself, once the job has reached the fault's step."""
         match fault:
             case "link-down":
                 _call("ip", "-n", self.spaces[rank], "link", "set", "eth0", "down")
@@ -184,7 +184,7 @@ def _make_group(undo: contextlib.ExitStack) -> Path:
 def _remove_group(group: Path) -> None:
     until_s = time.monotonic() + 5.0
     while group.exists() and time.monotonic() < until_s:
-        with contextlib.suppress(OSError):  # a process in it is still exiting
+        with contextlib.suppress(OSError):  # a process in the group is still exiting
             group.rmdir()
         time.sleep(0.05)
 

@@ -1,6 +1,6 @@
-"""`paceline faults`: inject faults into a small job repeatedly. How quickly and accurately is each one identified?
+"""`paceline faults`: injects faults into a small job repeatedly. How quickly and accurately is each fault identified?
 
-The job is `fault_job`, in processes of its own: under `paceline train`, as a script with Paceline's wrapper and monitor
+The job is `fault_job`, in separate processes: under `paceline train`, as a script with Paceline's wrapper and monitor
 under torchrun, and as a script with torch's wrapper only.
 """
 
@@ -57,8 +57,8 @@ class Fault(NamedTuple):
 
     `place`: where in a step it happens. `cause`: a pattern that a correct report matches; empty for pauses and slow
     networks, which are not faults. `needs`: a prepared environment (`fault_places`). `names_rank`: whether the report
-    names the rank. `rank`: the only rank that can have it. `is_saved`: afterwards a run must resume from its newest
-    checkpoint. `is_final`: a run does not continue, whatever its policy.
+    names the rank. `rank`: the only rank that can have it. `is_saved`: afterward a run must resume from its newest
+    checkpoint. `is_final`: the run ends, whatever its policy.
     """
 
     place: str
@@ -108,10 +108,10 @@ FAULTS: dict[str, Fault] = {
     "noise": Fault("between", "", systems=("train", "script", ATTACHED)),  # every kind of pause, at random times
 }
 _JOB = Path(__file__).with_name("fault_job.py")
-_LONG_STEPS = 1_000_000  # the job ends by its fault
+_LONG_STEPS = 1_000_000  # the fault ends the job
 _START_S = 120.0
 _WARM_S = 8.0  # how long a spare may take to get ready before the fault
-_SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # a state that takes a while to write
+_SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # large enough that writing it takes a while
 _STOP_S = 60.0  # how long a job may take to end after SIGTERM
 _HANGS, _HANG_TIMEOUT = ("gil", "loop", "deadlock", "endless-kernel", "extra-collective"), "5s"
 _TOKEN = "PACELINE_FAULT_TRIAL"  # marks the processes of a job
@@ -153,7 +153,7 @@ class Trial:
 
     @property
     def continues(self) -> bool:
-        """Whether the run should continue after the fault, by its policy."""
+        """Whether the run should continue after the fault, according to its policy."""
         can = self.kind.cause and not self.kind.is_final and not self.kind.is_saved
         return bool(can) and self.policy != "stop" and self.system == "train"
 
@@ -189,7 +189,7 @@ def faults(
     state: str | None = None, device: str = "cpu", out: Place = None, resume: Place = None,
     progress: bool | None = None,
 ) -> FaultsResult:  # fmt: skip
-    """Inject faults into a small job in processes of its own, alternating between systems, and measure the outcome.
+    """Inject faults into a small job in separate processes, alternating between systems, and measure the outcome.
 
     Args:
         faults: all, or a list: kill, stop, gil, loop, nan, oom, link-down, disk-full, stall, ...
@@ -198,7 +198,7 @@ def faults(
         systems: train (`paceline train`), script (a script with Paceline's wrapper and monitor, under torchrun), torch
             (a script with torch's wrapper and torch.save), attached (the same script with PACELINE_MONITOR=1).
         trials: Number of trials per fault. Default: 1, or as in the resumed run.
-        patience: Seconds to wait for a fault to be identified, and to disturb a healthy job.
+        patience: Seconds to wait for a fault to be identified, and duration of the noise in a healthy job.
         restart: Restart each job once from its newest checkpoint.
         on_fault: Recovery policy of `paceline train`: stop, restart, spare or shrink; several are interleaved.
         state: Size of the model and optimizer: 100MB. Default: small.
@@ -281,7 +281,7 @@ def _measure(trial: Trial) -> list[FaultRecord]:
     except MeasurementError as error:
         if error.code != "no-fault":
             raise
-        # The job ended before its fault, which counts as not identified.
+        # The job ended before its fault, which then counts as not identified.
         outcome = {"steps_lost": 0 if trial.kind.cause else None, "said": str(error)[:2000], "left_over": ()}
         return [trial.build_record(detected_s=None, is_right=False, ended_s=None, restart_s=None, **outcome)]
 
@@ -294,7 +294,7 @@ def _describe(records: Sequence[Any]) -> str:
 
 
 def why_not(fault: str, device: str, ranks: int) -> str:
-    """Why it cannot be injected here; empty if it can."""
+    """Why the fault cannot be injected here; empty if it can."""
     needs = FAULTS[fault].needs
     if needs == "hosts" and ranks != 2:
         return "there is one rank on each of two hosts; use --ranks 2"
@@ -313,7 +313,7 @@ def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[
 
 
 class _Job:
-    """The job of a trial in a session of its own, its output with times, and all processes that it started."""
+    """The job of a trial in a separate session, its output with times, and all processes that it started."""
 
     def __init__(self, trial: Trial, asked: Asked, place: fault_places.Place, policy: str = "stop") -> None:
         self.token, self.lines = secrets.token_hex(8), list[tuple[float, str]]()
@@ -321,7 +321,7 @@ class _Job:
         variables |= {"TMPDIR": f"{asked.folder}/tmp", "PYTHONPATH": os.pathsep.join(sys.path)}
         variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables |= {"PACELINE_MONITOR": "1"} if trial.system == ATTACHED else {}
-        # A hang is identified at once, and ended after this time; pauses have the default timeout.
+        # A hang is identified immediately and ended after this time; pauses have the default timeout.
         variables |= {TIMEOUT_VARIABLE: _HANG_TIMEOUT} if asked.fault in _HANGS else {}
         Path(variables["TMPDIR"]).mkdir(exist_ok=True)
         self.process = subprocess.Popen(
@@ -346,7 +346,7 @@ class _Job:
         ]  # fmt: skip
 
     def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
-        """Each match: the time of its last line, this line, and all its lines. A match may span three lines."""
+        """Each match: the time of its last line, that line, and all of its lines. A match may span three lines."""
         lines = [one for one in self.lines if one[0] < before_s]
         for number, (when_s, line) in enumerate(lines):
             text = "\n".join(one for _, one in lines[max(0, number - 2) : number + 1])
@@ -354,7 +354,7 @@ class _Job:
                 yield when_s, line, text[text.rfind("\n", 0, found.start()) + 1 :]
 
     def find_last(self) -> str:
-        """The error, or else the last line that contains a word."""
+        """The error in the output, or else the last line that contains a word."""
         lines = [line for _, line in reversed(self.lines) if re.search("[a-zA-Z]", line)]
         errors = [line for line in lines if re.search(r"^paceline: |\w(Error|Exception): ", line)]
         return next(iter((*errors, *lines)), "").strip()
@@ -465,7 +465,7 @@ def measure_fault(trial: Trial) -> FaultRecord:
 
 
 def _build_pattern(kind: Fault, rank: int) -> str:
-    """The pattern of a correct report; for a pause, of any report, as each is wrong."""
+    """The pattern of a correct report; for a pause, of any report, since every report is wrong."""
     if not kind.cause:
         return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
     named = rf"(?i)rank\s*:?\s*{rank}\b((?!\brank)[^\n])*(\n[^\n]*){{0,2}}"  # no other rank before the cause
@@ -479,8 +479,8 @@ def _names_step(kind: Fault, text: str, step: int) -> bool:
 
 
 def _make_damaged(trial: Trial, asked: Asked) -> int:
-    """Run the job to its step, and flip one bit of the newest checkpoint, so that resuming from it is the fault.
-    Returns how many steps lie between this checkpoint and the one before it."""
+    """Run the job up to its step, and flip one bit of the newest checkpoint, so that resuming from it is the fault.
+    Returns the number of steps between this checkpoint and the previous one."""
     _measure_restart(trial, asked)
     folder = Path(asked.folder)
     paths = sorted(folder.glob(f"{OUT}/*/checkpoints/step-*/model.safetensors")) or [folder / OUT / "saved.pt"]
@@ -507,7 +507,7 @@ def _list_shared() -> set[str]:
 
 
 def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
-    """When the fault happened, and in which step it did."""
+    """When the fault happened, and in which step."""
     until_s, path = time.monotonic() + _START_S, folder / "injected"
     while not path.exists() or not path.read_text():
         if job.process.poll() is not None or time.monotonic() > until_s:
@@ -520,7 +520,7 @@ def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
 
 
 def _measure_restart(trial: Trial, asked: Asked) -> float | None:
-    """Seconds from a restart of the same job to the end of the step of the fault; None if it failed."""
+    """Seconds from a restart of the job until it has completed the step of the fault; None if the restart failed."""
     again = asked._replace(fault="", steps=trial.step)
     begin_s = time.monotonic()
     with contextlib.closing(_Job(trial, again, fault_places.Place())) as job:
@@ -565,10 +565,10 @@ class _Row:
         self.median_s, self.p95_s = _summarize([one.detected_s for one in trials])
         restart_s = [one.restart_s for one in trials if one.restart_s is not None]  # only some trials are restarted
         self.restart_s, self.restart_p95_s = _summarize(restart_s)
-        # From the report of the fault to the end of the next step, where the run continued.
+        # From the report of the fault to the end of the next step, if the run continued.
         recovered_s = [one.recovered_s for one in trials if one.recovered_s is not None]
         self.recovered_s, self.recovered_p95_s = _summarize(recovered_s)
-        # Only of faults that were identified and have a known step.
+        # Only for faults that were identified and have a known step.
         steps = [one.names_step for one in trials if one.names_step is not None]
         self.step_right = f"{sum(steps)} of {len(steps)}" if steps else ""
 

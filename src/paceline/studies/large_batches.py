@@ -35,13 +35,13 @@ def large_batch(
     schedule: str | None = None, batch_size: int = 512, evaluations: int = 6, ranks: int | None = None,
     at_once: int | None = None, out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
 ) -> LargeBatchResult:  # fmt: skip
-    """How much accuracy does a large global batch lose, and which recipe recovers it? Several seeds each.
+    """How much accuracy does a large global batch lose, and which recipe recovers it? Runs several seeds of each.
 
     For regression, test losses are compared. The other arguments are those of `batch`.
     Inside a launched world this is collective: every rank must call it.
 
     Args:
-        model: By default a cnn so small that the study takes minutes.
+        model: By default a cnn small enough for the study to take minutes.
         base_batch_size: The baseline, for which the learning rate was tuned.
         global_batch_size: By default 16 times as large.
         recipes: none, or switches joined by +, each with an optional number: lars:0.2+warmup. Default: all common ones
@@ -99,7 +99,7 @@ class LargeBatchSettings(grid.GridSettings):
         larger = 16 * base_batch_size if global_batch_size is None else global_batch_size
         return cls(
             job=train, base_batch_size=base_batch_size, global_batch_sizes=list_counts(larger, "global_batch_size"),
-            recipes=names if NO_RECIPE in names else (NO_RECIPE, *names),  # to compare the others with
+            recipes=names if NO_RECIPE in names else (NO_RECIPE, *names),  # the reference for the others
             seeds=tuple(train.seed + number for number in range(seeds)),
             updates=updates, most_at_once=batch_size, evaluations=evaluations,
         )  # fmt: skip
@@ -129,7 +129,7 @@ class LargeBatchSettings(grid.GridSettings):
         return self.job.epochs * (math.floor(per_epoch) if self.job.tail == "drop" else math.ceil(per_epoch))
 
     def list_configurations(self, num_samples: int) -> list[TrainingCell]:
-        """The baseline comes first; its first seed probes gradient noise."""
+        """The baseline comes first; its first seed also probes gradient noise."""
         base, larger, found = self.base_batch_size, self.global_batch_sizes, list[TrainingCell]()
         for size, text in [(base, NO_RECIPE), *((size, recipe) for size in larger for recipe in self.recipes)]:
             if size > num_samples:  # otherwise a smaller batch would be recorded under this size
@@ -155,7 +155,7 @@ def _check_length(cell: TrainingCell, num_samples: int) -> None:
 
 
 def _list_growths(start: float, growth: float) -> Growths:
-    """Grow the batch by factors of up to four until it is `growth` times as large, from the share `start` on."""
+    """Grow the batch by factors of up to four until it is `growth` times as large, from the share `start` onward."""
     factors = []
     factor = 1
     while factor < growth:
@@ -179,7 +179,7 @@ SWITCHES: Mapping[str, Switch] = {
     "lars": Switch(0.15, ("lamb",)),
     "lamb": Switch(0.004, ("lars",)),
     "warmup": Switch(0.2, is_share=True),
-    # The others set the rate for the large batch, but this one starts with the small batch.
+    # The others set the rate for the large batch, but this switch starts with the small one.
     "grow": Switch(0.4, ("linear", "sqrt", "lars", "lamb", "warmup"), is_share=True),
     "ghost": Switch(None, ("sync",)),
     "sync": Switch(1.0, ("ghost",)),
@@ -196,7 +196,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        text = "".join(text.split())  # spaces do not matter
+        text = "".join(text.split())  # ignore spaces
         if text == NO_RECIPE:
             return cls(text, ())
         found: list[tuple[str, float | None]] = []
@@ -253,7 +253,7 @@ class Recipe:
                 changes["lr"] = base.lr * growth * value
             elif name == "sqrt":  # preserves the noise of a step (Krizhevsky 2014)
                 changes["lr"] = base.lr * math.sqrt(growth) * value
-            elif name in ("lars", "lamb"):  # need their own learning rate: the number is the one at the base batch
+            elif name in ("lars", "lamb"):  # need their own rate: the number is that at the base batch
                 changes |= {"optimizer": name, "lr": value * math.sqrt(growth)}
                 if name == "lars":
                     # LARS applies the rate to biases and norms without a trust ratio. With a larger coefficient than
@@ -381,7 +381,7 @@ NOISE = (
 
 
 def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
-    """The first and last noise scale of each job, and the cost of a global batch of this size."""
+    """Each job's first and last noise scale, and the cost of a global batch of this size."""
     lines = []
     ordered = sorted(records, key=lambda r: r.step)
     for series in group_by(ordered, lambda r: (r.model, r.data, r.note, r.precision, r.seed)).values():

@@ -56,7 +56,7 @@ def ranks(
     Inside a launched world this is collective: every rank must call it.
 
     Args:
-        ranks: By default 1, 2, 4, ... up to the cores or GPUs, or to the launched world.
+        ranks: By default 1, 2, 4, ... up to the number of cores or GPUs, or to the size of the launched world.
         batch_size: Samples per rank (weak scaling).
         global_batch_size: Samples over all ranks (strong scaling). The default can be divided evenly by every number of
             ranks.
@@ -124,7 +124,7 @@ class ScaleSettings(StudySettings):
     ) -> Self:  # fmt: skip
         refuse_unused(job, ("plan",), "wrappers are compared with their default buckets")
         refuse_unused(job, ("sync_batchnorm",), "it would wait for ranks that do not take part in a turn")
-        find_links(network)  # refuses an unknown one
+        find_links(network)  # refuses an unknown network
         counts = _choose_counts(ranks)
         most = max(counts)
         sizes = list_counts(batch_size, "batch_size")
@@ -141,7 +141,7 @@ class ScaleSettings(StudySettings):
         shares = math.lcm(*counts) * accumulate
         least = shares * -(-2 * max(sizes) // shares)
         strong = list_counts(least if global_batch_size is None else global_batch_size, "global_batch_size")
-        # A rank has the same number of threads alone as among others: the study compares ranks, not machines.
+        # A rank has the same number of threads alone as with others: the study compares ranks, not machines.
         job["threads"] = job.get("threads") or max(1, machine.count_cores() // most)
         data = job.get("data", "synthetic")
         is_synthetic = not brings_data(job["model"], job.get("data")) and data.startswith("synthetic")
@@ -199,7 +199,7 @@ class ScaleSettings(StudySettings):
         )  # fmt: skip
 
     def measure(self, session: Session, at_once: int) -> list[Record]:
-        """The cells of all ranks, the job's layers on one, and the all-reduces alone."""
+        """The cells of all ranks, the job's layers on one rank, and the all-reduces alone."""
         here, most, place = "paceline.studies.rank_steps:", self.num_ranks, session.place
 
         def sweep_up_to_all(records: Sequence[Record]) -> tuple[Any, ...]:
@@ -243,7 +243,7 @@ class ScaleLine(ScalePoint):
 
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
-    """Each point, in order, with its comparisons; MeasurementError where one is above the peak."""
+    """Each point, in order, with its comparisons; MeasurementError if a point is above the peak."""
     records = [point.record for point in points]
     known = {(r.cell, r.world_size, r.wrapper, r.backend): r for r in records}
 
@@ -262,7 +262,7 @@ def _say_cell(record: StepRecord | Prediction, unit: str = " samples") -> str:
     return f"{record.cell_size}{unit} {'per rank' if record.mode == 'weak' else 'in all'}"
 
 
-# The step that a row is about. `cell_size` counts samples per rank (weak) or over all ranks (strong).
+# The step that a row describes. `cell_size` counts samples per rank (weak) or over all ranks (strong).
 _FIRST = (
     *text_columns("record.model", "record.device"),
     *text_columns("record.mode", priority=-2),
@@ -295,7 +295,7 @@ SCALING = (
 )
 
 
-# Null where no steps without communication were timed.
+# Null if no steps without communication were timed.
 COMMUNICATION = (
     *_FIRST,
     Column("step", "record.timing.median_s", "ms", "step_s", priority=0),
@@ -304,7 +304,7 @@ COMMUNICATION = (
     Column("±", "record.exposed_noise_s", "ms", "exposed_noise_s", priority=-1),
     Column("of step", "split.overhead", "percent.1", "exposed_share", priority=4),
     Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
-    # A rank also waits for the others, so exposed time may exceed the time of the messages: then nothing is hidden.
+    # A rank also waits for the others, so exposed time may exceed the message time: then nothing is hidden.
     Column("overlap", "split.overlap", lambda overlap: f"{max(0.0, overlap):.1%}", "overlap", priority=1),
     *_LAST,
 )
@@ -364,7 +364,7 @@ def _say_place(record: StepRecord) -> str:
 
 
 def _say_cause(point: ScalePoint) -> str:
-    """The larger of the two causes of an efficiency below 1; empty where it is unknown."""
+    """The larger of the two causes of an efficiency below 1; empty if unknown."""
     record = point.record
     if 1 - point.efficiency <= (point.efficiency_noise or 0.0):
         return " The loss is within the noise."
@@ -417,7 +417,7 @@ def describe_lines(chosen: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> l
 
 
 def choose_lines(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
-    """The best variant of each cell on the most ranks, and the worst of all curves, to keep the findings few."""
+    """The best variant of each cell on the most ranks, and the worst of all curves, to limit the number of findings."""
     cells = group_by(lines, lambda line: line.record.cell).values()
     best = [max(cell, key=lambda line: (line.record.world_size, line.efficiency)) for cell in cells]
     worst = sorted(lines, key=lambda line: line.efficiency)[:1]
@@ -440,7 +440,7 @@ def describe_comparisons(lines: Sequence[ScaleLine]) -> list[str]:
     """Each variant compared with torch's wrapper over all cells: how often it is better or worse."""
     found: dict[tuple[str, str], list[Ratio]] = {}
     for line in lines:
-        # On gloo both are the same comparison.
+        # On gloo the two comparisons are the same.
         for backend, ratio in {line.record.backend: line.to_torch, "gloo": line.to_torch_on_gloo}.items():
             if ratio is not None and line.record.wrapper != "torch":
                 found.setdefault((line.record.variant, f"torch on {backend}"), []).append(ratio)
@@ -486,7 +486,7 @@ def describe_predictions(points: Sequence[Prediction]) -> list[str]:
             word, value = ("efficiency", point.efficiency) if mode == "weak" else ("speed-up", point.speedup)
             low, high = point.find_bounds(value)
             found.append(f"{word} {value:.2f} ({low:.2f} to {high:.2f}) on {point.world_size:,} ranks")
-        doubt = first.doubt or last.doubt  # the doubt only grows with the ranks
+        doubt = first.doubt or last.doubt  # the uncertainty only grows with the number of ranks
         text = f"More ranks ({last.source}), {last.label}, {_say_cell(last)} ({network}): {', '.join(found)}"
         texts.append(f"{text}; doubtful: {doubt}." if doubt else f"{text}.")
     return texts
@@ -523,9 +523,9 @@ def plot_ranks(mode: str, points: Sequence[ScalePoint], subtitle: str, predicted
 def _draw_ranks(
     axes: Axes, points: Sequence[ScalePoint], predicted: Sequence[Prediction], names: Sequence[str], is_weak: bool
 ) -> None:
-    """A line for each variant and source, starting at one rank. Predictions for measured ranks are crosses; those for
-    more ranks continue the line of the best variant, dashed and with their interval. Lines for all variants would
-    overlap."""
+    """A line for each variant and source, starting at one rank. Predictions for measured rank counts are crosses.
+    Predictions for more ranks continue the best variant's line, dashed and with their interval; lines for all variants
+    would overlap."""
 
     def value(point: ScalePoint | Prediction) -> float:
         return point.efficiency if is_weak else point.speedup
@@ -606,7 +606,7 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _lines(self) -> tuple[list[ScaleLine], str]:
-        """The rows of all tables, and why their bandwidths are not shown."""
+        """The rows of all tables, and the reason if their bandwidths are not shown."""
         try:
             return list_lines(self.points, self.only(CollectiveRecord)), ""
         except MeasurementError as error:
@@ -640,7 +640,7 @@ class RanksResult(StudyResult):
                 found = simulate_scaling(half, [most])
                 found += simulate_scaling(evidence, ranks, networks) if ranks else []
                 lines = describe_assumptions(evidence, networks)
-            except PacelineError as error:  # no model fits the times, such as on a busy machine
+            except PacelineError as error:  # no model fits the times, for example on a busy machine
                 found, lines = [], [f"{NO_PREDICTION} {wrapper} on {backend}, {mode} {size}: {error}"]
             points += found
             notes |= dict.fromkeys(lines)

@@ -39,7 +39,7 @@ def measure_scaling(settings: ScaleSettings, cell: ScalingCell) -> list[Record]:
         with StepBench(world, job.labels | more, loads_inside=isinstance(job.job.train, OwnData)) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
             alone = {backend: dist.new_group([0], backend=backend, timeout=PATIENCE) for backend in settings.backends}
-            for setup in (setup for setup in settings.setups if setup.wrapper != "dp"):  # its cost on one rank
+            for setup in (setup for setup in settings.setups if setup.wrapper != "dp"):  # cost on one rank
                 bench.add(_build_variant(job, cell, world, setup, 1, alone[setup.backend], "local"))
             for world_size in (n for n in settings.ranks if n > 1):
                 bench.add(_build_variant(job, cell, world, Setup("none", ""), world_size, None, "together"))
@@ -69,7 +69,7 @@ def _build_variant(
     role: str = "job",
 ) -> Variant:  # fmt: skip
     """A wrapper, or the bare model, on the first `world_size` ranks; the other ranks have no replica."""
-    is_silent = role != "job" or setup.wrapper in ("none", "dp")  # no rank sends anything to another
+    is_silent = role != "job" or setup.wrapper in ("none", "dp")  # no rank sends anything
     num_ranks = 1 if setup.wrapper == "dp" else world_size
     kinds = ("plain",) if is_silent else ("plain", "no_comm", "timed")
     batch_size = cell.batch_size(world_size, job.job.batches.accumulate)

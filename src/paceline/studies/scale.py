@@ -69,7 +69,7 @@ def report(
                 opened = open_session(verb, config, ranks=session.ranks, progress=session.progress)
             else:
                 opened = session.open_part(name, verb, config, same_machine=each.is_timed)
-            with opened as study:  # one that is resumed has its own settings
+            with opened as study:  # a resumed study has its own settings
                 study.share_load(session)
                 parts.append(finish_study(study, type(each).from_json(study.config)))
         if session.is_finished and session.folder is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BASELINE, _FULL = "bf16", "dense"
 _STRATEGIES = "int8,int4,topk:0.01,powersgd:4"
-# Above this test accuracy there is no room for a difference.
+# Above this test accuracy strategies cannot be told apart.
 _SATURATED = 0.995
 
 
@@ -36,7 +36,7 @@ def strategies(
     target: float | None = None, at_once: int | None = None, out: Place = None, resume: Place = None,
     progress: bool | None = None, **job: Any,
 ) -> StrategiesResult:  # fmt: skip
-    """How much test accuracy does sending less cost? The same job with each strategy, several seeds each.
+    """How much test accuracy does sending less cost? Trains the same job with each strategy, several seeds each.
 
     The other arguments are those of `large_batch`.
 
@@ -53,8 +53,8 @@ def strategies(
 
 @dataclass(frozen=True, kw_only=True)
 class StrategiesSettings(grid.GridSettings):
-    """The job with every strategy. `target` is a test accuracy, or a test loss in regression: how long does each
-    strategy take to reach it?"""
+    """The job with every strategy. `target` is the test accuracy (in regression, the test loss) for which the time of
+    each strategy is reported."""
 
     verb = staticmethod(strategies)
 
@@ -110,7 +110,7 @@ class StrategiesResult(grid.GridResult):
         return found
 
     def find_ratio(self, summary: SeedSummary) -> float | None:
-        """The bytes of an all-reduce of float32 divided by the bytes that it sends."""
+        """The bytes of a float32 all-reduce divided by the bytes that the strategy sends."""
         full = next((s.first.sent_bytes for s in self.summaries if s.first.recipe == _FULL), None)
         sent = summary.first.sent_bytes
         return full / sent if full and sent else None

@@ -27,8 +27,8 @@ PAGE = "report.md"
 
 @dataclass(frozen=True, kw_only=True)
 class StudySettings:
-    """The settings of a study, and how to measure it. `is_timed`: its cells are times, which must not be mixed with
-    times from another machine."""
+    """The settings of a study, and how to measure it. `is_timed` means that its cells are times, which must not be
+    mixed with times from another machine."""
 
     verb: ClassVar[Callable[..., Any]]
     is_timed: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class StudySettings:
 
     @classmethod
     def get_defaults(cls) -> dict[str, Any]:
-        """The default arguments of the verb that are settings."""
+        """Defaults of those arguments of the verb that are settings."""
         leave_out = ("out", "resume", "progress", "at_once", "job")
         return {n: p.default for n, p in inspect.signature(cls.verb).parameters.items() if n not in leave_out}
 
@@ -65,7 +65,7 @@ class StudySettings:
         check_options(self)
 
     def check_size(self) -> None:
-        """Refuse cells that do not fit into memory here, or that would not end."""
+        """Refuse cells that do not fit into memory here, or that would never finish."""
         given = asdict(self)
         sizes = (*given.get("batch_sizes", ()), given.get("most_at_once", 1))
         check_size(replace(self.job, batch_size=max(sizes), global_batch_size=None, accumulate=None))
@@ -111,7 +111,7 @@ def run_study(kind: type[StudySettings], given: dict[str, Any]) -> Any:
 
 
 def finish_study(session: Session, settings: StudySettings, at_once: int = 1) -> Any:
-    """Measure the missing cells. A finished study has all its records, and starts no rank."""
+    """Measure the missing cells. A finished study has all of its records and starts no ranks."""
     session.is_timed = settings.is_timed
     return finish(session, [] if session.is_finished else settings.measure(session, at_once))
 
@@ -135,7 +135,7 @@ class StudyResult(Result):
 
     topic: ClassVar[str] = ""
     sentences: Sequence[str] = ()
-    assumptions: Sequence[str] = ()  # of the predictions
+    assumptions: Sequence[str] = ()  # assumptions of the predictions
 
     @property
     def title(self) -> str:
@@ -164,15 +164,15 @@ class StudyResult(Result):
 
 
 _DEFINITIONS = (
-    ("weak scaling", "the samples per rank stay the same; efficiency is T(1) / T(n), 1 is ideal, and some call that "
-     "ratio the speed-up"),
-    ("strong scaling", "the samples over all ranks stay the same; speed-up is T(1) / T(n), efficiency is that over n"),
+    ("weak scaling", "the samples per rank stay the same; efficiency is T(1) / T(n), 1 is ideal, and the ratio "
+     "is sometimes called the speed-up"),
+    ("strong scaling", "the samples over all ranks stay the same; speed-up is T(1) / T(n), efficiency is speed-up / n"),
     ("speed-up", "samples/s of n ranks over those of one; T(1) is one rank alone, without a wrapper"),
     ("compute", "the step with communication off"),
     ("exposed", "the step minus the same step with communication off; of step: exposed over compute plus exposed"),
     ("busy", "how long at least one message was in flight in a step; overlap is 1 - exposed / busy"),
-    ("bandwidth", "busbw = 2(n-1)/n * bytes / t, with the bytes that a rank hands to all-reduce and t = busy"),
-    ("peak", "the largest busbw of an all-reduce alone, on the same backend and number of ranks"),
+    ("bandwidth", "busbw = 2(n-1)/n * bytes / t, with the bytes that a rank passes to all-reduce and t = busy"),
+    ("peak", "the largest busbw of an all-reduce without a step, on the same backend and number of ranks"),
     ("disturbed", "one rank was slower than the others even without communication; do not use the cell"),
     ("knee", "the smallest batch size with nine tenths of the best samples/s; none if only the largest reaches it"),
     ("gap", "the mean test accuracy of the baseline (the smallest batch without a recipe) minus this one's, in points; "

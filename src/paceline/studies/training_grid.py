@@ -106,7 +106,7 @@ def _describe_run(records: Sequence[Record]) -> str:
 
 
 def choose_small_job(model: str | None, job: dict[str, Any]) -> dict[str, Any]:
-    """Fill in a schedule, and a small model with which the study takes minutes."""
+    """Fill in a schedule, and a model small enough for the study to take minutes."""
     if job["schedule"] is None:
         job["schedule"] = "piecewise" if job.get("lr_drops") else "cosine"
     is_given = model is not None or {"channels", "hidden"} & set(job)
@@ -157,20 +157,20 @@ class SeedSummary:
 
     @property
     def score(self) -> Spread | None:
-        """The score that configurations are compared by: test accuracy, or test loss in regression."""
+        """The score by which configurations are compared: test accuracy, or test loss in regression."""
         return self.accuracy or self.test_loss
 
     @property
     def gap(self) -> float | None:
-        """The baseline's mean test accuracy minus this one's, as a fraction. In regression, this one's mean test loss
-        minus the baseline's."""
+        """The baseline's mean test accuracy minus this configuration's, as a fraction. In regression, this
+        configuration's mean test loss minus the baseline's."""
         if self.baseline is None or self.baseline.score is None or self.score is None:
             return None
         return (self.baseline.score.mean - self.score.mean) * (1 if self.accuracy else -1)
 
     @property
     def widest(self) -> float | None:
-        """The larger of the deviations over seeds of this one and the baseline; None if both have one seed."""
+        """The larger deviation over seeds of this configuration and the baseline; None if both have one seed."""
         scores = [summary.score for summary in (self, self.baseline) if summary is not None]
         return max((s.deviation for s in scores if s is not None and s.deviation is not None), default=None)
 
@@ -180,7 +180,7 @@ def summarize_seeds(records: Sequence[LargeBatchRecord], baseline: str = "none")
     cells = group_by(records, lambda record: record.cell)
     found = {cell: SeedSummary(tuple(runs)) for cell, runs in cells.items()}
     plain = sorted((cell for cell in found if cell[2] == baseline), key=lambda cell: cell[1], reverse=True)
-    baselines = {cell[0]: found[cell] for cell in plain}  # the smallest is the last of its budget
+    baselines = {cell[0]: found[cell] for cell in plain}  # the last one of a budget is the smallest
     pairs = [(summary, baselines.get(summary.first.budget)) for summary in found.values()]
     return [summary if summary is base else SeedSummary(summary.runs, base) for summary, base in pairs]
 
@@ -263,7 +263,7 @@ class GridResult(StudyResult):
 
     def _plot_curves(self, records: Sequence[LargeBatchRecord]) -> Figure:
         """Test accuracy, or loss, during training, against epochs and against updates: the mean over seeds of each
-        cell, with a band from the worst to the best seed. Runs that failed are left out."""
+        cell, with a band from the worst to the best seed. Failed runs are omitted."""
         cells = group_by((record for record in records if not record.failure), lambda record: record.cell)
         title = f"{self.topic.lower()}: {self.score_name} during training"
         figure, panels = build_panels(["against epochs", "against updates"], title, self.machine)
@@ -271,7 +271,7 @@ class GridResult(StudyResult):
             seeds_of = format_number_of(len(runs), "seed")
             label = f"{self.name_line(recipe)} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
             first, seeds = runs[0], [{point.update: _read_score(point) for point in run.curve} for run in runs]
-            # Where every seed was evaluated.
+            # Points at which every seed was evaluated.
             points = [point for point in first.curve if all(point.update in seed for seed in seeds)]
             rows = [[seed[point.update] for seed in seeds] for point in points]
             epochs = [point.num_samples * first.epochs / first.curve[-1].num_samples for point in points]
@@ -304,7 +304,7 @@ def say_score(summary: SeedSummary, value: float) -> str:
 
 
 def say_gap(summary: SeedSummary, baseline: str = "the baseline") -> str:
-    """The distance of its score from the baseline's, and whether that is within the spread over seeds."""
+    """The difference between its score and the baseline's, and whether that is within the spread over seeds."""
     gap, widest = summary.gap or 0.0, summary.widest
     inside = " (less than the spread over seeds)" if widest is not None and abs(gap) <= widest else ""
     points, worse, better = (" points", "below", "above") if summary.accuracy else ("", "above", "below")

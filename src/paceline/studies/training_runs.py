@@ -53,7 +53,7 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
 def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
     """Train the cell to its end. Collective: call on every rank of the launched world.
 
-    Synthetic data has the same seed in all cells: another seed would be another task, not another run of the same one.
+    Synthetic data has the same seed in all cells: another seed would be another task, not another run.
     """
     with open_world(cell.settings) as world:
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
@@ -82,7 +82,7 @@ def train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         num_targets += taken.num_targets
         num_samples += taken.num_samples
         largest = max(largest, taken.num_samples)
-        # By samples, since a growing batch has most of its updates at the beginning; by updates if they end the run.
+        # By samples, because a growing batch has most of its updates at the beginning; by updates if they end the run.
         done = step / num_steps if settings.steps is not None else num_samples / (epochs * epoch_samples)
         passed = sum(share <= done + 1e-9 for share in due)
         due = due[passed:]
@@ -97,11 +97,11 @@ def train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
                 failure = f"the loss was not finite after {step} updates"
                 break
             curve.append(CurvePoint(step, num_samples, train_loss, test.loss, test.accuracy, reached_s))
-            begin_s += time.perf_counter() - begin_s - reached_s  # without the time of evaluations
+            begin_s += time.perf_counter() - begin_s - reached_s  # exclude the time of evaluations
             loss_sum.zero_()
             num_targets = 0
         if step in probed:
-            # Gradients that are not finite have no noise scale; the next evaluation reports the failure.
+            # Non-finite gradients have no noise scale; the next evaluation reports the failure.
             with contextlib.suppress(MeasurementError):
                 noise.append(measure_noise_scale(job, step=step, epoch=num_samples / epoch_samples, **asked))
         report(done)
@@ -127,16 +127,16 @@ def measure_noise_scale(
     """Probe the model after `step` steps and `epoch` epochs; every rank gets the record.
 
     A probe is `num_small` gradients of `batch_size` samples each on every rank, and one message of a gradient's size.
-    The model trains as it does in the job (mode, precision, label smoothing, augmentation), but is not compiled.
-    Samples are drawn with replacement, so that they are independent, as the formulas assume. Samples and dropout follow
-    from the job's seed, `step` and the probe, not from the ranks. BatchNorm sees `batch_size` samples, SyncBatchNorm
-    those of all ranks. Parameters, gradients, buffers, the optimizer and random states are unchanged afterwards.
-    Collective: every rank must call this, between steps.
+    The model trains as in the job (mode, precision, label smoothing, augmentation), but is not compiled.
+    Samples are drawn with replacement, so that they are independent, as the formulas assume. Samples and dropout depend
+    on the job's seed, `step` and the probe, not on the ranks. BatchNorm sees `batch_size` samples, SyncBatchNorm those
+    of all ranks. Parameters, gradients, buffers, the optimizer and random states are unchanged afterward. Collective:
+    every rank must call this, between steps.
     """
-    # Gradients that fit half precision in training may overflow here: the losses of smaller batches weigh more.
+    # Gradients that fit half precision in training may overflow here, because smaller batches weigh more.
     scale = job.learner.scaler.get_scale()
     probes: list[NoiseProbe] = []
-    # A second batch size would make torch.compile switch to dynamic shapes, and training would use other kernels.
+    # A second batch size would make torch.compile switch to dynamic shapes, and training would use different kernels.
     eager: Any = torch.compiler.set_stance("force_eager") if job.settings.compile else contextlib.nullcontext()
     with _restoring(job.learner.module), eager:
         job.learner.module.train()
@@ -160,8 +160,8 @@ def measure_noise_scale(
 def _take_probe(
     job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, num_small: int, scale: float
 ) -> tuple[tuple[float, ...], float]:
-    """The squared norms of all ranks' gradients, and of their mean. `scale` multiplies losses and not these norms.
-    Small batches are numbered over all ranks, and their samples follow from their number. Collective."""
+    """The squared norms of all ranks' gradients, and of their mean. `scale` multiplies the losses but not these norms.
+    Small batches are numbered over all ranks, and their samples depend on their number. Collective."""
     params, world = job.learner.parameters, job.world
     widest = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize)
     dtype = torch.float64 if widest == torch.float64 else torch.float32
@@ -175,7 +175,7 @@ def _take_probe(
         torch._foreach_add_([piece for piece, _ in used], [grad for _, grad in used])
     if world.world_size > 1:
         dist.all_reduce(total)
-    # The only synchronisation with the device: all small batches are queued by now.
+    # The only wait for the device: all small batches are queued by now.
     *small, big = (torch.stack([*squares, _square(pieces)]) / scale**2).tolist()
     everyone: list[tuple[list[float], float]] = world.share((small, big / (num_small * world.world_size) ** 2))
     # Backends may round sums differently on each rank, and all must return the same record.
@@ -204,7 +204,7 @@ def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _restoring(module: nn.Module) -> Iterator[None]:
-    """Restore buffers, modes and random state at the end, also after an error."""
+    """Restore buffers, modes and random state at the end, even after an error."""
     modes = [(part, part.training) for part in module.modules()]
     buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
         (part._buffers, name, buffer, buffer.clone())

@@ -1,4 +1,4 @@
-"""Builds a job from settings: data, model, wrapper and optimizer. Every rank builds its own; `loop` runs it."""
+"""Builds a job from settings: data, model, wrapper and optimizer. Every rank builds its own job; `loop` runs it."""
 
 import contextlib
 import copy
@@ -215,7 +215,7 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
         train = train.at(settings.batches.batch_size)
         everyone = _check_shares(train, world)
         if train.is_sharded:
-            train.checksum = 0  # a checkpoint has a single checksum, but shards differ
+            train.checksum = 0  # a checkpoint has a single checksum, but shards have different ones
             # 0 if the length is unknown on any rank.
             train.num_batches = min(size // (train.batch_size or 1) for size, _ in everyone)
         is_tested = isinstance(test, OwnData) and learner.can_evaluate
@@ -235,7 +235,7 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
 
 
 def _check_shares(data: OwnData, world: World) -> list[tuple[int, int]]:
-    """Refuse ranks whose data differs although it should be shared, or is the same although it should be sharded.
+    """Refuse ranks whose data differs when it should be shared, or is the same when it should be sharded.
 
     Returns the number of samples and the checksum of each rank. Collective.
     """
@@ -300,7 +300,7 @@ def build_learner(
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.compile:
         _compile_blocks(module)
-    # From here on random numbers (dropout) differ between ranks.
+    # From here on, random numbers (dropout) differ between ranks.
     set_seed(settings.seed, per_rank=True)
     if settings.plan is not None:
         plan = load_plan(Path(settings.plan))
@@ -361,7 +361,7 @@ def _get_caps(module: nn.Module, plan: Plan | None) -> dict[str, Any]:
     """The arguments that make torch's wrapper use the plan."""
     if plan is None:
         return {}
-    # Refuse a plan for another model: torch only gets the bucket sizes and would not notice.
+    # Refuse a plan for another model: torch only gets the bucket sizes and would not detect it.
     planned = {gradient.name: gradient.num_bytes for gradient in plan.gradients}
     here = {name: param.nbytes for name, param in module.named_parameters() if param.requires_grad}
     if planned != here:
@@ -370,7 +370,7 @@ def _get_caps(module: nn.Module, plan: Plan | None) -> dict[str, Any]:
         raise ConfigError(f"{found}: make a plan for this model")
     kwargs = plan.as_torch_kwargs()
     if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
-        found = "--plan needs a cap for each bucket, which torch supports from version 2.13 on"
+        found = "--plan needs a cap for each bucket, which torch supports since version 2.13"
         raise ConfigError(f"{found}: use --wrapper paceline, or a plan from `tune --wrapper torch` with this torch")
     return kwargs
 

@@ -26,7 +26,7 @@ from paceline.records.store import write_new
 from paceline.runtime.ranks.messages import pack, unpack
 from paceline.units import format_bytes
 
-# Errors raised by malformed files or structures; running out of memory (RuntimeError, MemoryError) is not among them.
+# Errors raised by malformed files or structures; they exclude running out of memory (RuntimeError, MemoryError).
 _INVALID = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError, struct.error)
 
 _DTYPES = {
@@ -181,7 +181,7 @@ def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove a folder, if it exists, so that no reader sees half of it."""
+    """Remove a folder, if it exists, so that no reader sees a partial one."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path.rename(path.with_name(f".removing-{path.name}")))
 

@@ -33,20 +33,20 @@ from paceline.units import format_number_of, parse_duration
 from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
-# The ranks of a killed run live on for a moment and hold its lock.
+# The ranks of a killed run survive it briefly and hold its lock.
 _LOCK_TIMEOUT_S = 5.0
-# With --save-every auto, the interval grows by at most this factor at a time towards the optimum.
+# With --save-every auto, the interval grows by at most this factor at a time toward the optimum.
 _GROWTH = 4.0
-# Number of recent saves whose stalls are averaged. The first save also allocates its buffers, so it is used only while
-# there are no others.
+# Number of recent saves whose stalls are averaged. The first save also allocates its buffers, so it is used only until
+# there are others.
 _NUM_STALLS = 20
 
 
 class SaveTimes:
-    """A file with one row per save: how long it stalled training, and how long the write then took."""
+    """A file with one row per save: how long it stalled training, and how long the write took afterward."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Continue the file of a run that is at this step."""
+        """Continue the file of a run that has reached this step."""
         self._log = MetricsLog(path, step)
         self.close = self._log.close
         self._begun: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class RunFiles:
         self._lock: int | None = None
 
     def lock(self, resume: bool) -> disk.Loaded | None:
-        """Lock the folder; refuses one that another run is writing to, as each would truncate the other's files.
+        """Lock the folder. Refuses a folder that another run uses, since each would truncate the other's files.
 
         With `resume`, returns the newest intact checkpoint, or None if the run ended before its first one. An error on
         rank 0 is raised on all ranks. Collective: call on every rank.

@@ -108,7 +108,7 @@ class Journal:
     asked: tuple[int, ...] = ()  # ranks that received the signal to stop
     # Returns the age in steps and the message times of a recent step; see `loop.read_messages`.
     read_messages: Callable[[], tuple[int, dict[str, Any]] | None] = lambda: None
-    carried: list[dict[str, Any]] = field(default_factory=list)  # unwritten rows of the previous world
+    carried: list[dict[str, Any]] = field(default_factory=list)  # the previous world's unwritten rows
     _last: list[dict[str, Any]] = field(default_factory=list)  # rows of the last exchange, possibly unwritten
     _num_recorded: int = 0
     _entries: list[_Entry] = field(default_factory=list)

@@ -135,7 +135,7 @@ def _load_stream(
                 yield total, group
 
     with contextlib.closing(read()) as groups:
-        ahead = next(groups, None)  # look one window ahead to recognise the last one
+        ahead = next(groups, None)  # look one window ahead to recognize the last one
         while ahead is not None:
             num_samples, group = ahead
             ahead = next(groups, None)

@@ -116,8 +116,8 @@ class Evaluation:
 def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluation:
     """Loss and accuracy on a whole data set, counting each sample once. Collective: call on every rank.
 
-    Batches do not depend on the number of ranks, and neither do rounding and padding: each rank takes whole batches.
-    Replicas that have diverged since the last sync are synchronised first.
+    Batches, and therefore rounding and padding, do not depend on the number of ranks: each rank takes whole batches.
+    Replicas that have diverged since the last sync are synchronized first.
     """
     learner.sync_parameters()
     if any(is_torchs(model) for model in list_models(learner.model)):
@@ -160,7 +160,7 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
 @dataclass(frozen=True)
 class TrainOutcome:
     """How a run ended. `signal` is the signal that stopped it, or 0, and `asked` lists the ranks that received it;
-    `facts` describe where it ran; `notes` are remarks for the user."""
+    `facts` describe where it ran; `notes` are messages for the user."""
 
     step: int
     signal: int
@@ -179,7 +179,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
     if settings.stays_in_memory:
         import_compiler()  # the first optimizer would import it in the middle of the run
         gc.collect()
-        gc.freeze()  # a rank that leaves its world collects garbage; keep older objects out of that scan
+        gc.freeze()  # a rank that leaves its world collects garbage, which should not scan older objects
     is_lost = False
     with catch_stop() as request:
         if os.environ.pop(SPARE, ""):
@@ -192,7 +192,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
                 if not settings.stays_in_memory or not may_stay(error):
                     raise
                 is_lost = not isinstance(error, MoreRanksError)
-            gc.collect()  # free unused process groups, since only then do the other ranks notice that this one has left
+            gc.collect()  # free unused process groups, because the other ranks notice only then that this one has left
             stand_by(carried.step, is_lost)
 
 
@@ -239,7 +239,7 @@ def _train(
 def _close(files: RunFiles, world: World, error: BaseException | None, carried: Carried | None) -> None:
     """Wait on all ranks until everything is on disk: a launcher may kill the other ranks as soon as one exits."""
     if carried is not None and error is not None and may_stay(error):
-        # Close the files later: a checkpoint may still be being written, and the other ranks wait for this one.
+        # Close the files later: a checkpoint may still be in progress, and the other ranks wait for this one.
         carried.files = files.leave_world()
         return
     with pulse.slow("save", _PAUSE_S):
@@ -318,7 +318,7 @@ def _run(
             carried.taken = None
             if number:
                 break
-            clock.end()  # time between two steps counts towards neither
+            clock.end()  # the time between two steps belongs to neither
             clock.enter("step")
     if not number:
         with pulse.slow("save", _PAUSE_S):

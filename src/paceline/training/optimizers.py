@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError, refuse
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-# Numeric settings of a group with their exclusive upper bounds.
+# The numeric settings of a group, with their exclusive upper bounds.
 _LIMITS = {"lr": math.inf, "weight_decay": math.inf, "eps": math.inf, "trust_coefficient": math.inf, "momentum": 1.0}
 
 
@@ -30,7 +30,7 @@ def _compute_ratios(wanted: Tensor, found: Tensor) -> tuple[Tensor, ...]:
 
 
 class _LayerwiseOptimizer(Optimizer):
-    """An optimizer that works on lists of tensors: no loop over parameters, no GPU synchronisation.
+    """An optimizer that works on lists of tensors: it has no loop over parameters and never waits for the GPU.
 
     A group's key `adapt` says whether its layers have trust ratios. Gradients that are None are skipped; sparse
     gradients are refused. Subclasses implement `_update` for tensors of one device and dtype.
@@ -63,7 +63,7 @@ class _LayerwiseOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _find_buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
-        """The state tensors of this name for all parameters, initialised to zeros."""
+        """The state tensors of this name for all parameters, initialized to zeros."""
         for param in params:
             if self.state[param].get(name) is None:
                 self.state[param][name] = torch.zeros_like(param, memory_format=torch.preserve_format)

@@ -57,7 +57,7 @@ def check_policy(job: Job) -> None:
          f"{asked}: {job.train.describe()}, which cannot be re-sharded within an epoch; use spare"),
         ("nccl" in job.world.backend and not pulse.is_open(),
          f"{asked} on nccl, whose ranks cannot detect a lost peer, and there is no monitor here to tell them: use "
-         "restart, or the backend gloo"),
+         "restart, or the gloo backend"),
         (stream is not None and stream.is_sharded,
          f"{asked}: {job.train.describe()}, and no other rank can read a lost rank's part; use restart"),
         code="on-fault",
@@ -70,8 +70,8 @@ class Carried:
 
     A spare has only the data and an untrained model, and no `position`. `snapshot` is the state at `position`, taken
     when a world ends. `taken` is the last step, if its follow-up work (metrics, evaluation, saving) is not finished.
-    Nothing here may reference a process group: gloo closes its connections with the last reference, and only then do
-    the other ranks notice that this one has left.
+    Nothing here may reference a process group: gloo closes its connections with the last reference, and the other ranks
+    notice only then that this one has left.
     """
 
     sets: Sets | None = None
@@ -115,7 +115,7 @@ class Carried:
         """The settings for the current number of ranks, and the rank that holds the state, or None in a new run.
         Collective: call on every rank."""
         files, self.files = self.files, None
-        if files is not None:  # close them before any rank opens them in this world
+        if files is not None:  # close the files before any rank opens them in this world
             files.close()
         settings = dataclasses.replace(settings, ranks=world.world_size)
         if not settings.stays_in_memory:
@@ -161,7 +161,7 @@ class Carried:
 
 
 def warm_up(settings: TrainSettings) -> Carried:
-    """Prepare this process to become a rank: import modules and build data and model in a world of its own."""
+    """Prepare this process to become a rank: import modules and build data and model in a separate world."""
     carried = Carried()
     if settings.batch_size or settings.global_batch_size or not (settings.is_whole or is_own_data(settings.data)):
         settings = settings.on_ranks(1)  # keeps the number of steps

@@ -46,7 +46,7 @@ class Schedule:
         refuse(
             (self.shape not in SCHEDULES, f"unknown schedule {self.shape!r}: use one of {', '.join(SCHEDULES)}"),
             (not 0 <= self.peak < math.inf, f"peak {self.peak}: must be finite and at least 0"),
-            (steps < 1 or warmup < 0, f"{steps} steps, {warmup} of warm-up: must be at least 1 and 0"),
+            (steps < 1 or warmup < 0, f"{steps} steps with {warmup} warm-up steps: must be at least 1 and at least 0"),
         )
         check_drops(self.drops, self.shape, "drops")
         refuse((first * steps < warmup, f"a drop at {first} of {steps} steps, inside the warm-up of {warmup}: move it"))
@@ -82,7 +82,7 @@ Growths = tuple[tuple[float, int], ...]
 
 
 def parse_growths(text: str) -> Growths:
-    """Parse `0.5:4,0.75:16`: from each fraction of the run on, the initial batch is multiplied by the factor."""
+    """Parse `0.5:4,0.75:16`: from each fraction of the run onward, the initial batch is multiplied by the factor."""
     growths = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d*\.?\d+)\s*:\s*(\d+)\s*", part, re.ASCII)
@@ -185,4 +185,4 @@ class BatchSchedule:
                 raise ConfigError(f"{flag} {found}; use a smaller factor")
             if step is None:
                 why = "it comes too late, or the next one replaces it"
-                raise ConfigError(f"{flag} no step uses the growth at {share}: {why}; move it, or leave it out")
+                raise ConfigError(f"{flag}: the growth at {share} never takes effect: {why}; move it, or leave it out")

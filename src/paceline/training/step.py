@@ -164,7 +164,7 @@ class Learner:
         raise ConfigError(f"the {what} of {self.name} returned {found}: {needed}", code="own-type")
 
     def sync_parameters(self) -> None:
-        """Synchronise replicas whose schedule lets them differ between syncs. Collective."""
+        """Synchronize replicas whose schedule lets them differ between syncs. Collective."""
         for model in (*list_models(self.model), self.workers):
             if hasattr(model, "sync_parameters"):
                 model.sync_parameters()
@@ -184,7 +184,7 @@ class Learner:
         """Apply the averaged gradients, and clear them."""
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            if isinstance(self.model, DataParallel):  # knows where the gradients are, also when they are sharded
+            if isinstance(self.model, DataParallel):  # it also finds sharded gradients
                 self.model.clip_grad_norm_(self.clip)
             else:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
@@ -202,7 +202,7 @@ class StepOutcome:
     bad_parameter: str = ""
 
     def add(self, other: StepOutcome) -> StepOutcome:
-        """The sums of both."""
+        """Add up two outcomes."""
         correct = self.num_correct
         if correct is not None and other.num_correct is not None:
             correct = correct + other.num_correct
@@ -294,7 +294,7 @@ def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
 
     @functools.wraps(backward)
     def run_backward(*args: Any, **kwargs: Any) -> None:
-        nonlocal depth  # reentrant checkpointing runs backward inside of backward
+        nonlocal depth  # reentrant checkpointing runs a nested backward
         if not depth:
             phases.enter("backward")
         depth += 1
@@ -320,7 +320,7 @@ def find_bad_parameter(module: nn.Module) -> str:
     grads = [(f"the gradient of {name}", param.grad) for name, param in params if param.grad is not None]
     tensors = [(name, tensor.detach()) for name, tensor in (*params, *module.named_buffers(), *grads) if tensor.numel()]
     named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    # One fused pass over all tensors, and one GPU synchronisation.
+    # One fused pass over all tensors, and a single wait for the GPU.
     norms = torch._foreach_norm([tensor for _, tensor in named], ord=float("inf"))
     finite = torch.isfinite(torch.stack([norm.float() for norm in norms])).tolist()
     return next((name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite), "")

@@ -122,7 +122,7 @@ class TrainSettings:
     epochs: int = option(1, "Number of passes over the data.", LEARNING, least=1, each_s=STEP_S)
     steps: int | None = option(None, "Optimizer steps, instead of --epochs.", LEARNING, least=1, each_s=STEP_S)
     batch_growth: Growths = option(
-        (), "SHARE:FACTOR,...: multiply the batch by FACTOR from this fraction of the run on.", LEARNING
+        (), "SHARE:FACTOR,...: multiply the batch by FACTOR from this fraction of the run onward.", LEARNING
     )
     grow: str = option("accumulate", "What to grow on each rank: accumulate or batch-size.", LEARNING, choices=GROWS)
     clip: float | None = option(None, "Clip gradients to this norm.", LEARNING, above=0)
@@ -156,7 +156,7 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if isinstance(self.backend, str):
             object.__setattr__(self, "backend", machine.canonical_backend(self.backend))
-        if self.device is not None:  # a torch.device is as good as its name
+        if self.device is not None:  # a torch.device is accepted in place of its name
             object.__setattr__(self, "device", str(self.device))
 
     @property

@@ -1,7 +1,7 @@
 """Several workers of a data-parallel job in one process, to study the accuracy of a strategy on a single device.
 
-Each worker has a model and an optimizer, and computes its part of every batch. The codecs that ranks use for their
-messages also do the exchange here.
+Each worker has a model and an optimizer, and computes its part of every batch. The exchange uses the same codecs as
+messages between ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Workers:
         return [self._rate] * len(self._names)
 
     def _average_gradients(self, rate: float) -> None:
-        if rate > 0 and rate != self._rate > 0:  # residuals have the unit of gradients
+        if rate > 0 and rate != self._rate > 0:  # residuals are in units of gradients
             for codec in self._senders:
                 codec.rescale(self._names, self._rate / rate)
         grads = [[_gradient(param) for param in learner.parameters] for learner in self.learners]
@@ -134,7 +134,7 @@ class Workers:
 
 
 def build_workers(learner: Learner, count: int, strategy: Strategy, build: BuildCodec = build_codec) -> Learner:
-    """The learner with `count` identical workers, itself the first: each of its steps is a step of all of them."""
+    """The learner with `count` identical workers, of which it is the first. Its steps are steps of all workers."""
     learners = [replace(learner, world_size=count * learner.world_size)]
     for _ in range(count - 1):
         # Copied together, because the optimizer references the module's tensors.

@@ -1,4 +1,4 @@
-"""The process group of the backend `shm`: shared memory between ranks of one host, and gloo for everything else.
+"""The process group of the `shm` backend: shared memory between ranks of one host, and gloo for everything else.
 
 The path of an operation depends only on facts known to all ranks (collective, dtype, sizes, hosts), never on how one
 rank calls it.
@@ -65,7 +65,7 @@ class PacelineGroup(_TorchGroup):
         kind = dist.ProcessGroup.BackendType.GLOO
         for group in (self, self._plain):
             group._register_backend(torch.device("cpu"), kind, self._gloo)
-            group._set_default_backend(kind)  # torch 2.15 asks it for the group's name, to attach a flight recorder
+            group._set_default_backend(kind)  # torch 2.15 reads the group's name from it, for the flight recorder
         self._cuda: Any = None
         self._futures, self._pending = works.Futures(), dict[int, works.NativeWork]()
         self._finished = works.FinishedWork([])  # shared by all small messages
@@ -134,7 +134,7 @@ class PacelineGroup(_TorchGroup):
         self._native.run((*_BARRIER[:-1], num_bytes))  # a different size on any rank is an error on all
         mapping = self._share(num_bytes, self._pass_by_broadcast)
         self._serial += 1
-        self._native.run(_BARRIER)  # every rank has touched its own part, which places it nearby
+        self._native.run(_BARRIER)  # every rank has touched its own part, so it is on a nearby NUMA node
         mapping.populate(0, mapping.num_bytes)
         part = mapping.part(self._index)
         if self._native.add_arena(self._serial, mapping.address, mapping.part_bytes):
@@ -161,14 +161,14 @@ class PacelineGroup(_TorchGroup):
     abort = shutdown
 
     def __del__(self) -> None:
-        for part in ("_levels", "_native"):  # the constructor may have failed half-way
+        for part in ("_levels", "_native"):  # the constructor may have failed halfway
             if getattr(self, part, None) is not None:
                 getattr(self, part).close()
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if self._is_quick and type(opts) is _AllreduceOptions and type(tensors) is list and len(tensors) == 1:
-            # Fast path for common arguments. The code below handles everything, but for small messages Python
-            # dominates.
+            # Fast path for common arguments: the code below handles everything, but its Python time would dominate
+            # small messages.
             tensor = tensors[0]
             dtype, op = DTYPES.get(tensor.dtype), _OPS.get(hash(opts.reduceOp))
             address = 0
@@ -211,7 +211,7 @@ class PacelineGroup(_TorchGroup):
 
     def average_rounded(self, tensor: torch.Tensor, words: torch.Tensor, opts: Any) -> Any:
         """Average a float32 vector as if ranks sent bfloat16 (each share is rounded, then their sum), and sum `words`
-        exactly. Takes one pass over the vector. Needs ranks that share memory."""
+        exactly. Takes one pass over the vector. Requires ranks that share memory."""
         operations = [(native.ALL_REDUCE, native.F32, native.ROUNDED, 0, tensor, tensor, tensor.numel())]
         if words.numel():
             operations.append((native.ALL_REDUCE, DTYPES[words.dtype], native.SUM, 0, words, words, words.numel()))
@@ -339,8 +339,8 @@ class PacelineGroup(_TorchGroup):
         return works.FinishedWork(tensors)
 
     def _sweep(self) -> None:
-        """Finish the works that have completed: callers need not keep or wait for them."""
-        for oldest in list(self._pending.values()):  # a copy, because the Futures thread may remove works meanwhile
+        """Finish works that have completed, since callers need not keep or wait for them."""
+        for oldest in list(self._pending.values()):  # a copy, because the Futures thread may remove works concurrently
             if not oldest.try_finish():
                 break
             oldest.find_error()
@@ -383,7 +383,7 @@ def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
 
 
 def _last_of(started: Sequence[Any]) -> Any:
-    """The work to wait for after several operations. Ours finish in order; others are waited for here."""
+    """The work to wait for after several operations: the last, since ours finish in order; waits for others here."""
     if not all(isinstance(work, works.NativeWork | works.FinishedWork) for work in started):
         for work in started[:-1]:
             work.wait()

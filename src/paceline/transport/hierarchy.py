@@ -1,4 +1,4 @@
-"""All-reduce over several hosts: in shared memory inside each host, and over gloo between one leader per host.
+"""All-reduce over several hosts: in shared memory inside each host, and over gloo between the leaders of the hosts.
 
 It is pipelined: while the leaders exchange one piece, the hosts reduce the next. Results return by broadcast inside
 each host. A rank that fails stores the reason and closes its host's group, so that no rank on any host waits for it.
@@ -26,7 +26,7 @@ _REDUCE: dict[int, Any] = {native.SUM: dist.ReduceOp.SUM, native.MIN: dist.Reduc
 
 
 class _AllReduce(threading.Event):
-    """One all-reduce of a contiguous tensor, in place; set when it has ended. `op` is the core's number."""
+    """One all-reduce of a contiguous tensor, in place; set once it has finished. `op` is the core's number."""
 
     def __init__(self, flat: torch.Tensor, op: int, timeout_s: float) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class TwoLevels:
     """Ranks on several `hosts`, given in rank order. The ranks of this host share memory in `inside`. Collective.
 
     `names` are the ranks in error messages. All-reduces run one after another on a thread. The interface is that of
-    `native.Lanes`, but with tensors in place of addresses.
+    `native.Lanes`, with tensors instead of addresses.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class TwoLevels:
             if before is not None:
                 self._spread(work, *before)
             before = piece, between
-        assert before is not None  # an empty tensor is one piece, too
+        assert before is not None  # even an empty tensor is one piece
         self._spread(work, *before)
 
     def _spread(self, work: _AllReduce, piece: torch.Tensor, between: Any) -> None:

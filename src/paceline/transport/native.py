@@ -1,7 +1,7 @@
 """Bindings to the C core: loading it, memory shared by the ranks of one host, and their group in that memory.
 
 The memory is an anonymous file whose descriptor the first rank passes to the others over a Unix socket. It is freed
-with the last rank, however that ends, and does not count against /dev/shm.
+with the last rank, however that rank ends, and does not count against /dev/shm.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ _ERRORS = {
 
 
 class TransportError(CollectiveError):
-    """A shared-memory group that can no longer be used. A `RuntimeError` too, like the errors of torch's backends."""
+    """A shared-memory group that can no longer be used. Also a `RuntimeError`, like the errors of torch's backends."""
 
 
 def find_library() -> Path | None:
@@ -119,7 +119,7 @@ def why_not() -> str:
 
 
 def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
-    """The lanes of a host's ranks: PACELINE_LANES of the first, else one, or more with spare cores."""
+    """The lanes of a host's ranks: PACELINE_LANES of the first rank, else one, or more if there are spare cores."""
     if not requested:
         return max(1, min(4, min(cores) // len(cores)))
     if requested not in map(str, range(1, 17)):
@@ -160,7 +160,7 @@ class Mapping:
         self.populate(index * self.part_bytes, self.part_bytes)
 
     def part(self, index: int) -> Any:
-        """A rank's bytes, as an object that keeps the memory alive and can be finalised."""
+        """A rank's bytes, as an object that keeps the memory alive and can be finalized."""
         return (ctypes.c_char * self.part_bytes).from_buffer(self._memory, index * self.part_bytes)
 
     def populate(self, begin: int, num_bytes: int) -> None:
@@ -237,8 +237,8 @@ class Lanes:
     """Ranks that share memory, in one or more parallel groups of the core, each with its own segment.
 
     A single core mostly waits for memory. If a host has more cores than ranks, a long vector is cut into pieces, each
-    handled by its own group and thread. The result does not depend on it: every element is summed in rank order. The C
-    objects live as long as this one, not just until `close`, because another thread may be inside a call.
+    handled by its own group and thread. The result does not depend on the split: every element is summed in rank order.
+    The C objects live as long as this one, not just until `close`, because another thread may be inside a call.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class Lanes:
         return [(kind, dtype, op, root, source + at * item, target + at * item, length) for at, length in pieces]
 
     def _fail(self, handle: int, code: int, ticket: Ticket) -> TransportError:
-        """Make the other lanes fail too, so that none writes later to memory that the caller has freed."""
+        """Also make the other lanes fail, so that none writes later to memory that the caller has freed."""
         short, text = _ERRORS[code]
         if not text:
             buffer = ctypes.create_string_buffer(512)

@@ -79,7 +79,7 @@ def check_pairs(backend: Any, name: str) -> None:
         text = f"rejected an unauthenticated connection: {text}; start the job again"
         if _store is not None:
             with contextlib.suppress(RuntimeError):
-                _store.set("stranger", text)  # the other ranks raise it too, because they may wait for this one
+                _store.set("stranger", text)  # the other ranks also raise it, because they may be waiting for this one
     else:
         text = _read_refusal()
     if text:
@@ -101,7 +101,7 @@ def _prove(name: str, source: int, target: int) -> bytes:
 
 
 def _find_strangers() -> list[int]:
-    """Other users whose processes on this host are peers of this process's TCP connections."""
+    """Other users that own the peer of one of this process's TCP connections on this host."""
     own = set()
     for entry in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # closed since

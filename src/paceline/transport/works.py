@@ -28,7 +28,7 @@ DTYPES = {
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor wraps others (as a DTensor does), so that its own memory is meaningless."""
+    """Whether a tensor wraps others, as a DTensor does, so that its own memory is meaningless."""
     return bool(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
 
 
@@ -104,7 +104,7 @@ class FinishedWork(TensorWork):
 class NativeWork(TensorWork):
     """Operations that belong together, in `Lanes` or `TwoLevels`. The first caller to check runs the `after` actions.
 
-    Until then `kept` holds this Work, and with it all `memory` that the operations need.
+    Until then `kept` holds this Work, which keeps all `memory` that the operations need alive.
     """
 
     future: torch.futures.Future | None = None  # created by `Futures` on first use
@@ -232,7 +232,7 @@ class Futures:
             with self._turn:
                 work = self._waiting.get()
                 if work is None:
-                    self._waiting.put(None)  # for the next thread
+                    self._waiting.put(None)  # wakes the next thread
                     return
                 error = work.find_error()
             with self._lock:

@@ -304,7 +304,7 @@ def _describe_failure(name: str, code: int | None, folder: Path, steps: int) -> 
     ended = f"{name} ended with exit code {code}" if code else f"{name} ended"
     if not (folder / "seen").exists():
         why = "it did not import torch, or its Python does not have this Paceline (pip install it there)"
-        return f"{ended} and was not attached to: {why}"
+        return f"{ended}, and Paceline could not attach to it: {why}"
     if not steps:
         return f"{ended} before a torch optimizer took a second step: is it a training program?"
     return f"{ended} after {steps + 1} steps, which is too few to observe: let it train longer"

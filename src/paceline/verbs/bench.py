@@ -40,7 +40,7 @@ def allreduce(
         op: sum, avg, min, max or prod
         dtype: float32, bfloat16, int64, ...
         device: auto (GPUs if there is one for each rank), cpu or cuda
-        memory: Memory of the vectors: ordinary, shared (only with backend shm), or both, interleaved.
+        memory: Memory of the vectors: ordinary, shared (shm backend only), or both, interleaved.
         limit: Also measure memory bandwidth, and print each row's fraction of it.
         iters: Timed repetitions. Default: as time allows, up to 100.
         warmup: Warm-up repetitions before timing. Default: as time allows, up to 3.

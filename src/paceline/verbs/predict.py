@@ -85,7 +85,7 @@ def predict(
         (not has_network and not has_sweep, "no network to predict for: give --network, --allreduce RUN, or both"),
         (backend is not None and not has_sweep, f"--backend {backend} selects from an --allreduce run: give one"),
         (strategies and gradients is not None, sets_dtype),
-        (strategies and max(counts, default=1) < 2, "--strategy with one rank, which sends nothing: give more --ranks"),
+        (strategies and max(counts, default=1) < 2, "--strategy with one rank, which sends nothing: use more --ranks"),
     )
     _check_place(network, counts, ranks_per_node, inside)
     run = _get_run(profile)
@@ -381,7 +381,7 @@ def _count_usable(result: Result, count: int) -> int | None:
 
 
 def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
-    """A result, and its times that determine a job's productive time."""
+    """A result, and those of its times that determine a job's productive time."""
     from paceline.report.result import load_result
     from paceline.report.training_result import TrainRunResult
 

@@ -169,7 +169,7 @@ def comm_table(
     network: str = "nvlink,pcie4,hdr,10gbe", curves: Sequence[str | Path] = (), ranks: Counts = (2, 4, 8, 64),
     iters: int | None = None, warmup: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
 ) -> CommTableResult:  # fmt: skip
-    """What do the gradients of a step cost on other networks? Measures the computation, and predicts the messages.
+    """What does sending a step's gradients cost on other networks? Measures compute and predicts communication.
 
     Args:
         model: A built-in model (default: cnn), which is measured on one rank, or a result of `profile`.
@@ -228,7 +228,7 @@ def compare(first: str | Path | Result, second: str | Path | Result) -> Comparis
 
     Args:
         first: A result, or a run folder.
-        second: Another one of the same kind.
+        second: Another result or run folder of the same kind.
     """
     from paceline.report.compared import ComparisonResult
     from paceline.report.result import Result, load_result

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.report.compared import TrainComparisonResult
     from paceline.report.training_result import TrainRunResult
 
-# Settings that a resumed run may change: how and how long it runs, but not what it computes. Data may move, too.
+# Settings that a resumed run may change: how and how long it runs, but not what it computes. Data may also move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
     "accumulate", "steps", "grow", "mtbf", "on_fault", "max_faults", "spares", "hang_timeout",

@@ -36,7 +36,7 @@ from paceline.report.training_result import TrainRunResult
 from paceline.units import format_duration, format_ms, format_speed
 
 _POLL_S = 0.4
-_BEAT_S = 5.0  # interval of events without new rows
+_BEAT_S = 5.0  # interval between events if there are no new rows
 _LINGER_S = 60.0
 _RECENT = 50  # steps in the table of recent steps
 _SILENT_S = 2.0  # seconds without a step after which to check whether the run has ended
@@ -75,7 +75,7 @@ class Follower:
         return "killed", "Killed, or its machine stopped: it ended without a final status"
 
     def read(self, place: int) -> tuple[list[str], int, int]:
-        """The complete lines of the metrics from this byte on, and the positions where they start and end.
+        """The complete lines of the metrics from this byte onward, and the positions where they start and end.
 
         They start at 0 if rows were truncated after a fault or a resume: the file is shorter, or no row starts at this
         byte.

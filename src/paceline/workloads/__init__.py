@@ -1,1 +1,1 @@
-"""Models and data, by name. Training and timing them does not belong here."""
+"""Models and data, by name. Code that trains or times them does not belong here."""

@@ -40,7 +40,7 @@ _CLASSES = {"tokens": "AutoModelForCausalLM", "pairs": "AutoModelForSequenceClas
 
 
 def check_source(name: str) -> None:
-    """Refuse a folder without a configuration, and any model where transformers is not installed."""
+    """Refuse a folder without a configuration, and any model if transformers is not installed."""
     if not name:
         raise ConfigError("model hf: has no name: write hf:FOLDER, or hf:NAME as on the hub")
     path = Path(name).expanduser()
@@ -132,7 +132,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
     try:
         folder = fetch_from_hub(is_complete, repo_id=name, allow_patterns=files)
     except Exception as error:
-        if damage is not None:  # damage that the user can repair
+        if damage is not None:  # report damage that the user can repair
             raise damage from error
         reason = shorten_error(error)
     else:
@@ -193,7 +193,7 @@ def check_own(name: str, what: str = "model") -> None:
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{what} file {path} is not Python: {error}") from error
     names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
-    # Names from a star import are known only when it runs.
+    # Names from a star import are known only at run time.
     if function not in names and not re.search(r"import\s*\*", text):
         raise ConfigError(f"{what} file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
 
@@ -205,7 +205,7 @@ def _split(name: str, what: str) -> tuple[Path, str]:
         raise ConfigError(f"{what} {name!r} names no function: {write}")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{what} file {path} does not exist: give the path of a Python file, from {Path.cwd()}")
+        raise ConfigError(f"{what} file {path} does not exist: give a Python file, relative to {Path.cwd()}")
     return path, function
 
 
@@ -276,7 +276,7 @@ def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
 @contextlib.contextmanager
 def own_errors(name: str, what: str = "model", always: bool = False) -> Iterator[None]:
     """Report an error from the user's file, or a file next to it, with its line; other errors propagate unless
-    `always`. Inside, the file can import its neighbours. Does nothing if the name is not of a user's file."""
+    `always`. Inside, the file can import the files next to it. Does nothing if the name is not a user's file."""
     if not is_own(name):
         yield
         return
@@ -319,7 +319,7 @@ def _find_line(error: BaseException, folder: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _load_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
-    """The file as a module. Reloaded only when it has changed, so that it can cache data."""
+    """The file as a module. It is reloaded only after a change, so that it can cache data."""
     name = f"{__name__}.{quote(str(path), safe='/').replace('.', '%2E')}"
     sys.modules.pop(name, None)
     return importlib.import_module(name)
@@ -350,11 +350,11 @@ def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tup
     form, what = facts.get("form"), ", ".join(p.name for p in needed)
     first = "the form of the data, and " * ("form" in facts)
     unknown = f"{name} needs to know the form of the data: choose the data, such as --data synthetic:images"
-    text = f"{name} needs {what}: it is called with {first}{', '.join(FACTS)} where it takes them by name"
+    text = f"{name} needs {what}: it is called with {first}{', '.join(FACTS)} if it takes them by name"
     refuse((len(needed) > ("form" in facts), text), code="own-type")
     refuse((needed and form is None, unknown), code="no-data")
     for parameter in needed:
-        # By position if it comes first, because a decorator may hide its name.
+        # Passed by position if it comes first, because a decorator may hide its name.
         if parameter is next(iter(found)) and parameter.kind != parameter.KEYWORD_ONLY:
             return function(form, **taken), frozenset(taken)
         taken[parameter.name] = form

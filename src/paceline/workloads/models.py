@@ -151,18 +151,18 @@ class GPT2(nn.Module):
         self.classes = nn.Linear(width, num_classes, bias=False) if num_classes else None
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Smaller for the 2 x layers outputs that are added to the residual stream.
+                # Smaller for the 2 x `layers` outputs that are added to the residual stream.
                 into_stream = name.endswith(("project.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_stream else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of every next token, or of the classes. The mask is 1 on tokens and 0 on padding, which must be at the
-        end, where causal attention never sees it."""
+        """The logits of every next token, or of the classes. The mask is 1 on tokens and 0 on padding, which must be at
+        the end, where causal attention never sees it."""
         length, context = ids.shape[1], self.positions.num_embeddings
         if length > context:
-            # On a GPU the failing lookup would give no useful error.
+            # On a GPU a failed lookup would not give a useful error.
             raise ConfigError(f"a sequence of {length} tokens: this model has {context} positions, use fewer tokens")
         x = self.drop(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
         for block in self.blocks:
@@ -221,7 +221,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks by name, in the order of definition. Each is callable, has parameters, and is listed once.
 
-    A module that contains a stack (several layers with children of their own, in a list or a Sequential) is split; the
+    A module that contains a stack (several layers that have children, in a list or a Sequential) is split; the
     layers of a stack are blocks."""
     prefix = ""
     # Descend through modules that only wrap another.
@@ -238,7 +238,7 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     children = _trained_children(module)
     classes = [type(child) for _, child in children]
     for name, child in children:
-        # An entry of a list, or one of several alike, is a layer whatever it contains (such as a list of experts).
+        # An entry of a list, or one of several similar modules, is a layer whatever it contains (such as experts).
         alike = classes.count(type(child)) if isinstance(module, nn.Sequential) else 1
         is_layer = not isinstance(child, _LISTS) and (isinstance(module, nn.ModuleList | nn.ModuleDict) or alike > 1)
         if isinstance(child, nn.ModuleList | nn.ModuleDict) or (not is_layer and _holds_stack(child)):
@@ -253,7 +253,7 @@ def _trained_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _holds_stack(module: nn.Module) -> bool:
-    """Whether the module is or contains a list of layers with children of their own; a Sequential needs several."""
+    """Whether the module is or contains a list of layers that have children; a Sequential needs several."""
     for part in module.modules():
         if isinstance(part, _LISTS):
             num_layers = sum(bool(_trained_children(child)) for _, child in _trained_children(part))

@@ -86,7 +86,7 @@ def check_model(name: str, options: ModelOptions) -> None:
 
 
 def default_form(name: str) -> DataForm:
-    """The form of the synthetic data that a model trains on by default; `check_model` must have accepted the name.
+    """The form of the synthetic data on which a model trains by default; `check_model` must have accepted the name.
     Does not import torch."""
     if is_own(name):
         advice = "name it, such as synthetic:images, or return it: (model, data, step)"
@@ -116,7 +116,7 @@ def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
         what = f"model {name} takes {' or '.join(kinds)}, and the data is {form.kind}"
         raise ConfigError(f"{what}: models for {form.kind} are {', '.join(fit)}")
     if form.num_classes < 0:
-        advice = "give the data set num_classes, or classes, or use a model of your own"
+        advice = "add num_classes or classes to the data set, or use your own model"
         raise ConfigError(f"model {name} needs the number of classes, which the data does not provide: {advice}")
     if is_hf:
         return external.build_hf(name.removeprefix(HF_PREFIX), form)

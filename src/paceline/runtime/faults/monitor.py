@@ -4,9 +4,9 @@
 `HangDetector` decides from the snapshots so far. The launcher monitors its own ranks; elsewhere a separate process does
 (`monitored`), which outlives every rank. Does not import torch.
 
-There is one rule. A proven fault ends the job: a rank is dead or suspended, or all ranks wait for different things.
-Anything else may be a healthy but slow rank: it is named in a warning within seconds, and ended only after the hang
-timeout.
+There is one rule. A proven fault ends the job: a rank is dead or suspended, or all ranks are waiting for different
+things. Anything else may be a healthy but slow rank: it is named in a warning within seconds, and ended only after the
+hang timeout.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TIMES, _AT_LEAST_S = 4.0, 3.0
 # The same limit before the first step and for the first few, when there are not enough steps to learn from.
 _FIRST_S, _EARLY_S, _NUM_EARLY = 1800.0, 30.0, 8
 _NUM_FIRST = 3
-# Between steps a program loads, evaluates or saves, perhaps on one rank only. This may take at least this long, or as
+# Between steps a program loads, evaluates or saves, possibly on one rank only. This may take at least this long, or as
 # long as it already took before. Pickling a large state holds the GIL.
 _BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
 _PATIENCE = 5.0  # factor on the limits if no other rank waits for this one
@@ -72,7 +72,7 @@ _FOUND = {
     "blocked": "has been blocked",
     "disk": "has waited for a disk or a driver (state D)",
     "kernel": "has been waiting for its GPU",
-    "collective": "has waited in a collective of its own",
+    "collective": "has waited in a collective that the others have not joined",
     "desynchronised": "has started a different number of collectives than the others",
     "left": "has left, and others have waited",
     "all-wait": "all ranks have waited for each other",
@@ -84,7 +84,7 @@ _ADVICE = {
     "loop": f"it is slow in this stack, or stuck in a loop; {_MARK}",
     "blocked": f"it waits for something other than a rank: a lock, a file, a child process; {_MARK}",
     "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",
-    "kernel": "a kernel that it launched does not end, or the GPU has failed (dmesg, nvidia-smi)",
+    "kernel": "a kernel that it launched never finishes, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all ranks must make the same calls in the same order",
     "desynchronised": "all ranks must make the same collectives in the same order",
     "left": "give every rank the same number of batches, or train inside `with model.join():`",
@@ -113,7 +113,7 @@ def find_hang_timeout(given: str | None = None) -> float:
 
 
 class Suspicion(NamedTuple):
-    """A suspected rank, judged by the numbers alone; None stands for all ranks. The job must end after `end_s`, with a
+    """A suspected rank, based on numbers alone; None stands for all ranks. The job must end after `end_s`, with a
     warning before that; None means that the fault is proven. If `is_certain` is False, the rank's stack must also be
     inside a collective."""
 
@@ -132,7 +132,7 @@ class Suspicion(NamedTuple):
 class Verdict:
     """The fault of one rank: what happened, where, for how long, who waits for it, and its position in the code.
 
-    `kind` is a key of `_ADVICE`; "all-wait" has no rank to blame. `ends` means that the job must end: because the fault
+    `kind` is a key of `_ADVICE`; "all-wait" blames no rank. `ends` means that the job must end: because the fault
     is proven, or because it lasted longer than `limit`. Otherwise this is a warning.
     """
 
@@ -165,7 +165,7 @@ class Verdict:
 
 
 class RankSnapshot(NamedTuple):
-    """One rank at one moment: the state of its process (R, S, D, T; "" if it is gone), and its page."""
+    """The state of one rank at one time: the state of its process (R, S, D, T; "" if it is gone), and its page."""
 
     state: str
     cpu_s: float
@@ -201,7 +201,7 @@ class _Span:
 
 
 class _History:
-    """The snapshots of one rank: how long it has been in its current phase, and how long without a heartbeat."""
+    """The snapshots of one rank: how long it has been in its current phase, and how long it has sent no heartbeat."""
 
     def __init__(self, snapshot: RankSnapshot) -> None:
         self.snapshot = snapshot
@@ -244,7 +244,7 @@ class _History:
 
     @property
     def may_wait(self) -> bool:
-        """Whether it waits, or may wait, for other ranks: a program's own collectives are not marked."""
+        """Whether it is or may be waiting for other ranks: a program's own collectives are not marked."""
         return self.phase.lasted_s > 1.0 and (self.waits or self.phase.is_asleep)
 
 
@@ -332,7 +332,7 @@ class HangDetector:
             return self._suspect("blocked", rank, phase.lasted_s, end_s)
         if snapshot.cpu_s - phase.cpu_s < cpu_s or snapshot.phase == START:
             return None
-        # Between steps, a loop cannot be told from an evaluation, and ranks that wait for it have their own timeouts.
+        # Between steps, an infinite loop looks like an evaluation, and ranks that wait for it have their own timeouts.
         return self._suspect("loop", rank, phase.lasted_s, math.inf if snapshot.phase == BETWEEN else end_s)
 
     def _find_unmatched(self) -> Suspicion | None:
@@ -345,7 +345,7 @@ class HangDetector:
                 return self._suspect("kernel", rank, one.phase.lasted_s, self.hang_timeout_s)
         if not waiting or self.has_others:
             return None
-        spins = any(one.snapshot.num_started for one in waiting.values())  # waiting for NCCL does not sleep
+        spins = any(one.snapshot.num_started for one in waiting.values())  # a rank that waits for NCCL does not sleep
         for rank, one in there.items():
             is_outside = one.snapshot.phase in (BETWEEN, START) and not one.waits
             if is_outside and one.phase.lasted_s > limit_s and (spins or one.phase.is_asleep):
@@ -369,7 +369,7 @@ class HangDetector:
     @staticmethod
     def _find_odd(waiting: Mapping[int, _History]) -> int | None:
         """The rank that has started a different number of collectives than most ranks; of two ranks, the one with more.
-        NCCL matches calls by order alone: after one extra call, all ranks wait, each for something else."""
+        NCCL matches calls by order alone: after one extra call, all ranks wait for different things."""
         counts = {rank: one.snapshot.num_started for rank, one in waiting.items()}
         if not all(counts.values()):
             return None
@@ -462,7 +462,7 @@ class _Process:
         return f"in step {step}, {where}"
 
     def tell(self, text: str) -> None:
-        """Make the rank print this text; it has a thread for that (`pulse`)."""
+        """Have the rank print this text, on a dedicated thread (`pulse`)."""
         pulse.write_text(self.page, pulse.NOTICE, text)
         self.words[pulse.NUM_NOTICES] += 1
 
@@ -524,7 +524,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def announce(self, text: str, rank: int | None = None, stack: str = "") -> None:
         """Print this on stderr with the main thread's stack, and have ranks with a different stderr print it, so that
-        it is in every rank's log. This `rank` may be unable to print, so it is asked last."""
+        it appears in every rank's log. The given `rank` may be unable to print, so it is asked last."""
         frames = "".join(f"\n  {name} ({file}:{line})" for file, line, name in find_frames(stack)[:_MOST_FRAMES])
         print(f"paceline: {text}{frames}", file=sys.stderr, flush=True)
         outputs = {None, _find_output("self")}
@@ -552,7 +552,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 handle.signal(number)
 
     def tell_lost(self) -> None:
-        """Tell the ranks that another one is lost: some collectives would wait for it forever."""
+        """Tell the ranks that another rank is lost, since some collectives would wait for it forever."""
         for one in self._processes.values():
             one.words[pulse.IS_LOST] = 1
 
@@ -582,7 +582,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 continue
             status, error = one.handle.find_status(), one.error
             has_left = one.words[pulse.PHASE] == LEFT
-            if status == 0 or (status is None and not error and has_left):  # it handled an error of its world
+            if status == 0 or (status is None and not error and has_left):  # it handled an error in its world
                 continue
             where = self.describe(rank)
             if error:
@@ -657,7 +657,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._asked_s = time.monotonic()
         stack = process.read_stack()
         is_inside = is_in_collective(stack)
-        if not is_certain or (kind == "blocked" and is_inside):  # torch's wrapper synchronises buffers in forward
+        if not is_certain or (kind == "blocked" and is_inside):  # torch's wrapper synchronizes buffers in forward
             history.is_in_collective = is_inside
             again = self._detector.find() if is_inside and not is_certain else None
             return self._make_verdict(again) if again is not None and again.is_certain else None

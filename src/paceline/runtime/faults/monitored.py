@@ -35,8 +35,8 @@ from paceline.units import name_ranks
 
 _MEET_S = 60.0  # how long a rank waits for the others and for its host's monitor
 _AFTERMATH_S = 0.5
-# The failed rank is killed first, so that its launcher reports it. The others then get the first time to exit on their
-# own, and the second to obey a signal.
+# The failed rank is killed first, so that its launcher reports it. The others then get the first period to exit on
+# their own, and the second to obey a signal.
 _TURN_S, _GRACE_S = 0.5, 3.0
 _BEAT_S, _SILENT_S = 0.5, 4.0  # heartbeats between hosts
 _PAUSE_S = 0.1  # before the next attempt to reach rank 0's monitor
@@ -80,7 +80,7 @@ def monitor(hang_timeout_s: float | None = None) -> None:
 
 
 def name_place() -> str:
-    """A name that two ranks share exactly if each can see the other's process."""
+    """A name that two ranks share if and only if each can see the other's process."""
     from paceline import machine
 
     return f"{platform.node()} {machine.name_host()}"
@@ -120,8 +120,8 @@ def _start_process(
 
 
 def _note_errors(rank: int) -> None:
-    """Report an error that ends this process to the monitor, and close the world as failed: with NCCL, closing it at
-    exit, as after a success, would wait for collectives that never end."""
+    """Report an error that ends this process to the monitor, and close the world as failed: with NCCL, a normal close
+    at exit would wait for collectives that never end."""
     from paceline.runtime.ranks.world import current_world
 
     before = sys.excepthook
@@ -132,7 +132,7 @@ def _note_errors(rank: int) -> None:
             pulse.fail(failure.summary, failure.is_secondary)
         before(kind, error, trace)
         if isinstance(error, Exception) and (world := current_world()) is not None:
-            pulse.note_exit()  # closing may take seconds, and a rank that has left for long has handled its error
+            pulse.note_exit()  # closing may take seconds, and a rank that left long ago has handled its error
             world.__exit__(kind, error, None)
 
     sys.excepthook = note
@@ -388,7 +388,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         return found
 
     def look(self) -> str | None:
-        """Send heartbeats. Returns the verdict of another host, if there is one."""
+        """Send heartbeats. Returns another host's verdict, if any."""
         if len(self._hosts) > 1 and time.monotonic() - self._sent_s > _BEAT_S:
             self._sent_s = time.monotonic()
             self.send({"left": sorted(self._left)})
@@ -412,7 +412,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         return None
 
     def _read(self, link: socket.socket, number: int = -1) -> None:
-        """Read a connection until it is closed, in a thread; without a number, its first line says which host it is."""
+        """Read a connection in a thread until it is closed; the first line gives the host's number if unknown."""
         try:
             with contextlib.suppress(OSError, ValueError, TypeError), link, link.makefile("rb") as lines:
                 for line in lines:

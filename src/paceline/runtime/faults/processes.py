@@ -53,8 +53,8 @@ class Handle:
         return self.fd < 0 or bool(multiprocessing.connection.wait([self.fd], 0))
 
     def read_state(self) -> tuple[str, float]:
-        """Its state as in /proc (R runs, S sleeps, D waits for a disk or driver, T is suspended; "" if it is gone), and
-        its CPU time in seconds."""
+        """The process state as in /proc (R runs, S sleeps, D waits for a disk or driver, T is suspended; "" if it is
+        gone), and its CPU time in seconds."""
         return ("", 0.0) if self.is_gone else read_state(self.pid)
 
     def signal(self, number: int) -> None:

@@ -1,6 +1,6 @@
 """A rank's status on a shared page: its step, phase, bucket and heartbeat, for the monitor.
 
-Updating it takes a few memory writes, with no lock, message or system call. Without a monitor it does nothing.
+Updating it takes a few memory writes, without a lock, message or system call. Without a monitor it does nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = ("start", "between two steps", "forward", "backward", "wait", "optimizer
 # Indices of words (int64) on the page.
 PID, SERIAL, STEP, PHASE, BUCKET, SINCE_NS, BEAT_NS, NUM_STEPS, IN_STEP_NS, IS_SECONDARY, NUM_BUCKETS = range(11)
 LONGEST_NS = 16  # for each phase
-COUNTED, BEGUN, COMPLETE = 11, 1, 2  # a word, which is 0 if steps are not marked, and its other values
+COUNTED, BEGUN, COMPLETE = 11, 1, 2  # index of a word that is 0 if steps are not marked, and its other values
 IS_BUSY = 12  # whether the GPU has unfinished work of this rank while it waits for other ranks
 IS_COMPILING = 13  # in any phase
 IS_ENDING = 14  # the interpreter is exiting, which may take seconds
@@ -146,7 +146,7 @@ def slow(label: str, at_most: float | None = None) -> Iterator[None]:
 
 
 def progress() -> None:
-    """Mark progress within a pause: its time limit starts again."""
+    """Mark progress within a pause, which restarts its time limit."""
     if _words is not None and _words[PHASE] == SLOW:
         enter(SLOW)
 
@@ -229,7 +229,7 @@ class _Rank:
         self._undo.callback(register_optimizer_step_post_hook(after).remove)
 
     def _beat(self) -> None:
-        """Heartbeat thread. It needs the GIL: while it does not run, no Python code does."""
+        """Heartbeat thread. It needs the GIL, so it stops if no Python code can run."""
         words, num_notices, has_left = _words, 0, False
         while not self._stop.wait(BEAT_S):
             if words[NUM_NOTICES] != num_notices:

@@ -1,8 +1,8 @@
 """The launcher's side of a world of local ranks: it sends them their job, receives their messages, diagnoses failures,
-and after a fault decides which ranks are in the next world.
+and decides after a fault which ranks are in the next world.
 
-Surviving ranks have left the old world and wait for their new places (`worker.stand_by`); a spare waits there from the
-start. The ranks themselves decide which state they keep, and how they agree on it. Does not import torch.
+Surviving ranks have left the old world and wait for their new places (`worker.stand_by`); a spare waits for one from
+the start. The ranks themselves decide which state they keep, and how they agree on it. Does not import torch.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Recovery:
         return any(fault.step is not None or fault.recovered_s is not None for fault in self.faults)
 
     def check_over(self) -> None:
-        """Raise LaunchError if the run was asked to stop, since ranks started now would not know."""
+        """Raise LaunchError if the run was asked to stop, since new ranks would not have received the request."""
         if self.is_over():
             raise LaunchError("the run was asked to stop while it recovered from a fault", code="interrupted")
 
@@ -184,7 +184,7 @@ class Recovery:
 class RankProcess:
     """The launcher's handle on one rank."""
 
-    process: Any  # a `multiprocessing.Process`, or one with its methods
+    process: Any  # a `multiprocessing.Process`, or an object with its methods
     link: Connection
     stacks: Connection
     was_heard: bool = False
@@ -274,7 +274,7 @@ def hear(ranks: Sequence[RankProcess], timeout_s: float) -> Iterator[tuple[RankP
     for rank in ranks:
         if rank.link.closed:  # since the last message
             continue
-        # A dead rank closes its link; if a grandchild holds the link open, its exit code shows it.
+        # A dead rank closes its link. If a grandchild holds the link open, the exit code shows that the rank has died.
         is_gone = not rank.is_alive
         if not is_gone and rank.link not in ready:
             continue
@@ -359,8 +359,8 @@ class LocalWorld:
 
     def run(self, variables: dict[str, str]) -> str:
         """Run the job and decide what follows: "stop" (with `values`, or `error`), "restart", or the policy of the
-        recovery. The world's store must stay open meanwhile: without it, ranks would no longer be where they were
-        stuck."""
+        recovery. The world's store must stay open meanwhile: closing it would wake stuck ranks, whose stacks would be
+        lost."""
         recovery = self._job.recovery
         for number, rank in enumerate(self.ranks):
             own = variables | recovery.variables | {"RANK": str(number), "LOCAL_RANK": str(number)}
@@ -494,7 +494,7 @@ class LocalWorld:
         for number in {failure.rank for failure in self.failures if failure.rank is not None}:
             self.ranks[number].process.kill()
             late.pop(self.ranks[number])
-        if self.failures and monitor is not None:  # after its death: later messages would be too late
+        if self.failures and monitor is not None:  # once it is dead: later messages would not arrive in time
             monitor.tell_lost()
         stay = {rank for rank in late if rank.step is not None}
 
@@ -513,7 +513,7 @@ class LocalWorld:
                 elif kind in ("value", "failure", "ended"):
                     late.pop(rank, None)
             if (verdict := self._look()) is not None and verdict.rank is not None:
-                late.pop(self.ranks[verdict.rank], None)  # this rank is lost, too
+                late.pop(self.ranks[verdict.rank], None)  # this rank is also lost
         return stay
 
 

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 MARK = "paceline-agent "
 # Placeholders in a command (no argument can contain a null byte): a temporary folder, and a prefix that runs the rest
-# of the command and has it killed when its parent dies.
+# of the command, to be killed when its parent dies.
 LOGS, GUARD = "\0logs", "\0guard"
 _GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {}, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 _SILENCE_S = 30.0  # a launcher silent for this long is considered lost
@@ -73,7 +73,7 @@ def list_addresses() -> dict[str, list[str]]:
 
 
 def tell_facts(folder: str, program: str, script: str) -> dict[str, Any]:
-    """Facts about this host. `program` and `script` are looked up from `folder`, where the ranks will run."""
+    """Facts about this host. `program` and `script` are resolved relative to `folder`, where the ranks will run."""
     problem = ""
     try:
         os.chdir(folder)
@@ -92,7 +92,7 @@ def tell_facts(folder: str, program: str, script: str) -> dict[str, Any]:
 
 
 def tell_route(address: str) -> dict[str, Any]:
-    """The interface, and its address, that packets to `address` would use; sends nothing."""
+    """The interface that packets to `address` would use, and its address; sends nothing."""
     family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as asked:
         asked.connect(place)

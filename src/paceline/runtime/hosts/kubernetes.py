@@ -72,4 +72,4 @@ def render_manifest(
         mounts=_dump(mounts),
         volumes=_dump(volumes),
     )
-    return re.sub(r'\n *\w+: ({}|"")(?=\n)', "", text)  # without empty fields
+    return re.sub(r'\n *\w+: ({}|"")(?=\n)', "", text)  # remove empty fields

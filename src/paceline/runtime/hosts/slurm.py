@@ -31,7 +31,7 @@ def render_script(
     command: Sequence[str], name: str, nodes: int, ranks_per_node: int, gpus_per_node: int, time: str, partition: str,
     sbatch: str, variables: Mapping[str, str], folder: str, grace_s: float,
 ) -> str:  # fmt: skip
-    """The script for `sbatch`. `sbatch` is further options as typed; empty and 0 leave the choice to the cluster.
+    """The script for `sbatch`. `sbatch` holds further options as typed; empty and 0 leave the choice to the cluster.
 
     The job is asked to save `grace_s` before its time limit.
     """
@@ -68,7 +68,7 @@ def render_script(
 
 def _call(*command: str, given: str = "") -> str:
     """The output of a Slurm command, with `given` as its input."""
-    # In a session of its own: Ctrl-C is for the caller.
+    # In a separate session: Ctrl-C is for the caller.
     options: dict[str, Any] = {"input": given, "capture_output": True, "text": True, "start_new_session": True}
     try:
         done = subprocess.run(command, timeout=_COMMAND_S, check=False, **options)
@@ -104,8 +104,8 @@ def _find_lost_nodes(nodes: str) -> set[str]:
 def follow(job: str, log: Path, show: Show) -> int:
     """Show a job's output, its states and lost nodes until it ends, and return its exit code.
 
-    Keeps following a job that is requeued, and keeps asking when Slurm does not answer. An interrupt stops the
-    following, not the job.
+    Keeps following a job that is requeued, and keeps asking when Slurm does not answer. An interrupt ends this
+    function, not the job.
     """
     state, nodes, trouble = "", "", ""
     lost: set[str] = set()

@@ -33,11 +33,11 @@ CHECK_S = 5.0  # time limit for all checks of a host, from the start of ssh
 _FOR_PYTHON = ("PYTHON", "PATH", "LD_")  # prefixes of variables that affect what the agent finds
 _BEAT_S = 5.0
 _LOOK_S = 0.05
-_KILL_S = 3.0  # for torchrun to kill ranks after their grace period
-_AFTERMATH_S = 1.0  # for the other hosts to report too after the first failure, which may not be the cause
-_LEAVE_S = 3.0  # for ssh to exit after its agent
+_KILL_S = 3.0  # time for torchrun to kill ranks after their grace period
+_AFTERMATH_S = 1.0  # after the first failure, wait for reports of other hosts, one of which may be the cause
+_LEAVE_S = 3.0  # time for ssh to exit after its agent
 _HANG_UP_S = 0.5  # the same if no ranks were started, when killing ssh is harmless
-# Text that ssh prints, the error code, the finding, and the advice. The first match counts.
+# Text that ssh prints, the error code, the finding, and the advice. The first match is used.
 _SSH_SAYS = (
     ("IDENTIFICATION HAS CHANGED", "host-key", "its host key has changed",
      "if the host was reinstalled, run `ssh-keygen -R {0}`, then `ssh {0}` once"),
@@ -52,7 +52,7 @@ _SSH_SAYS = (
 
 
 def parse_hosts(text: str) -> dict[str, int | None]:
-    """Parse `a:8,user@b:8,[fe80::1]:2` into hosts and their numbers of ranks, None where left out."""
+    """Parse `a:8,user@b:8,[fe80::1]:2` into hosts and their numbers of ranks; None where omitted."""
     hosts: dict[str, int | None] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*((?:[\w.-]+@)?(?:\w[\w.%-]*|\[[\w:.%]+\]))(?::(\d+))?\s*", part)
@@ -106,7 +106,7 @@ class Agent:
         own = [f"{key}={value}" for key, value in variables.items() if key.startswith(_FOR_PYTHON)]
         there = shlex.join(["env", *own, python, "-c", begin])
         words = [*ssh, *_OPTIONS, f"-oConnectTimeout={max(1, round(0.6 * limit_s))}", name, there]
-        try:  # in a session of its own: Ctrl-C is for the launcher
+        try:  # in a separate session: Ctrl-C is for the launcher
             self._process = subprocess.Popen(words, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
         except OSError as error:
             raise ConfigError(f"cannot run {ssh[0]}: {error.strerror}; install ssh, or name it with --ssh") from None
@@ -141,7 +141,7 @@ class Agent:
     def _write(self, content: bytes) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # the connection is lost; `ask` will find out why
-            while content:  # unbuffered: a signal handler may write in between
+            while content:  # unbuffered, because a signal handler may write in between
                 content = content[os.write(self._process.stdin.fileno(), content) :]
 
     def tell(self, ask: str, **values: Any) -> None:

@@ -44,7 +44,7 @@ _UNRESPONSIVE_S = 4.0  # and before it is reported as unresponsive
 _STUCK_S = 2.0  # after one rank has failed, a rank that has been blocked for this long waits for it
 _NOTICE_S = 10.0  # report a possible deadlock once every rank has been blocked for this long
 _TICK_S = 0.1  # how often to check these limits
-_LOCATE_S = 0.2  # how often to ask where ranks are
+_LOCATE_S = 0.2  # how often to ask ranks for their position
 # Messages from this process to itself: the ranks were closed, or one of them died; and Ctrl-C, which is a message
 # because an exception could be raised between receiving a message and handling it.
 _RANKS_ENDED, _INTERRUPTED = object(), object()
@@ -140,10 +140,10 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
             self._thread.join(10.0)
 
     def run(self, source: str, ranks: Sequence[int] | None = None, name: str = "") -> None:
-        """Run source on these ranks, by default on all, and return when it has ended on all of them.
+        """Run source on these ranks, by default on all, and return when it has finished on all of them.
 
         Raises CellError if it fails on a rank, once the ranks that waited for that rank have also ended it, and
-        CellInterrupted after Ctrl-C. The ranks can be used afterwards: if collectives were left incomplete, they have
+        CellInterrupted after Ctrl-C. The ranks can be used afterward: if collectives were left incomplete, they have
         opened a new world.
         """
         chosen = tuple(range(self.settings.num_ranks)) if ranks is None else tuple(dict.fromkeys(ranks))
@@ -298,7 +298,7 @@ class _CellRun:
         self._number = number
         self._pending = set(chosen)
         self._ended: dict[int, Ended] = {}
-        self._asked: set[int] = set()  # ranks that have yet to say where they are
+        self._asked: set[int] = set()  # ranks that have not yet reported their position
         self._asked_s = -math.inf
         self._places: dict[int, tuple[Located, float]] = {}  # where a rank waits, and since when
         self._interrupt_s = math.inf
@@ -327,7 +327,7 @@ class _CellRun:
         return self._ended
 
     def _locate(self) -> None:
-        """Ask ranks where they are, but at most once until they answer: a rank that holds the GIL does not read
+        """Ask ranks for their position, but at most once until they answer: a rank that holds the GIL does not read
         messages."""
         if time.monotonic() - self._asked_s > _LOCATE_S:
             self._asked_s = time.monotonic()
@@ -447,7 +447,7 @@ class RankLines:
         self._open = None if made.endswith("\n") else source
 
     def close(self) -> None:
-        """Finish every line."""
+        """Terminate all unfinished lines."""
         for (rank, stream), text in list(self._held.items()):
             del self._held[rank, stream]
             self.add(rank, stream, text.strip("\r") + "\n")

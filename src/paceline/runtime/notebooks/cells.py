@@ -67,8 +67,8 @@ class Cell(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """Raise KeyboardInterrupt in the cell of this number, if it still runs. If `pids` (of all ranks) are given, abort
-    the collectives that it waits in instead."""
+    """Raise KeyboardInterrupt in the cell with this number, if it is still running. If `pids` (of all ranks) are given,
+    abort the collectives that it is waiting in instead."""
 
     number: int
     pids: tuple[int, ...] = ()
@@ -240,7 +240,7 @@ class RankShell(InteractiveShell):
 
 
 class CellRank:
-    """One rank: it opens the world, runs one cell after another, and listens to the notebook meanwhile."""
+    """One rank: it opens the world, runs one cell after another, and listens to the notebook in the meantime."""
 
     def __init__(self, settings: CellSettings) -> None:
         self._settings = settings
@@ -353,7 +353,7 @@ class CellRank:
             return {}
         counts = dict[str, int]()
         for group, name in list_groups().items():
-            with contextlib.suppress(Exception):  # a group that cannot tell
+            with contextlib.suppress(Exception):  # a group without a counter
                 counts[name] = int(group._get_sequence_number_for_group())
         return counts
 
@@ -403,7 +403,7 @@ class CellRank:
                     return
             elif request.number == self._running and request.pids:
                 self._aborted = request.number
-                # On a thread of its own, because closing may wait, and further requests must be read.
+                # On a separate thread, because closing may block, and further requests must be read.
                 threading.Thread(target=abort_collectives, args=(request.pids,), daemon=True).start()
             elif request.number == self._running:
                 signal.pthread_kill(self._main, signal.SIGINT)
@@ -445,9 +445,9 @@ def _strip(error: BaseException, name: str) -> str:
 
 
 def abort_collectives(pids: tuple[int, ...]) -> None:
-    """Abort every collective that this process waits in. Its groups cannot be used afterwards.
+    """Abort every collective that this process is waiting in. Its groups cannot be used afterward.
 
-    Our backend and NCCL have a call for it. gloo has none: it notices when a connection is shut down.
+    Our backend and NCCL have a call for it. gloo does not, but it fails when a connection is shut down.
     """
     from paceline.runtime.ranks.world import abort_groups
     from paceline.torch_internals import list_groups

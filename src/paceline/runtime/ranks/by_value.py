@@ -27,7 +27,7 @@ def dumps(value: Any) -> bytes:
         return _dump_session(value)
     try:
         data = pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError):  # a lambda, or a function inside of another one
+    except (pickle.PicklingError, AttributeError):  # a lambda or a nested function
         data = b"__main__"
     if b"__main__" in data:
         found = "functions and classes of a notebook or prompt are sent to ranks by cloudpickle, which is not installed"
@@ -53,7 +53,7 @@ def _dump_session(value: Any) -> bytes:
             return super().reducer_override(one)
 
     file = io.BytesIO()
-    Pickler(file).dump((value, names, sources))  # in this order: pickling the value fills the other two
+    Pickler(file).dump((value, names, sources))  # in this order, because pickling the value fills the other two
     return pickle.dumps(_Session(file.getvalue()))
 
 

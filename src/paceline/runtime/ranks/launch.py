@@ -94,7 +94,7 @@ class _Server:
         self.close = weakref.finalize(self, _end_server, os.getpid(), self.process, self._control)
 
     def is_usable(self, modules: Sequence[str]) -> bool:
-        """Whether a rank forked by this server would be the same as one started now that imported these modules."""
+        """Whether a rank forked by this server would be equivalent to one that starts and imports these modules now."""
         is_fresh = (self.owner, self.imports) == (os.getpid(), _describe_imports())
         return is_fresh and self.process.poll() is None and self.modules >= set(modules)
 
@@ -121,7 +121,7 @@ def _end_server(owner: int, process: subprocess.Popen[bytes], control: socket.so
     if os.getpid() == owner:
         process.kill()  # it may be importing torch; the ranks it forked end with it
         process.wait()
-    control.close()  # last: a server that finds it closed reports that
+    control.close()  # closed last, because a live server reports the closed link
 
 
 class _Forked:
@@ -166,8 +166,8 @@ class _Forked:
             self._handle.signal(number)
 
     def join(self, timeout_s: float = math.inf) -> None:
-        """Wait until the process ends. Does not wait for one that is not forked yet: without its link, it ends at
-        once."""
+        """Wait until the process ends. Does not wait for one that is not forked yet: without its link, it ends
+        immediately."""
         deadline = time.monotonic() + timeout_s
         while self.exitcode is None and self._handle is not None and (left_s := deadline - time.monotonic()) > 0:
             self._status.poll(min(left_s, _LONG_S))
@@ -209,15 +209,15 @@ def _join(ranks: Sequence[RankProcess], timeout_s: float) -> None:
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """Warm local ranks that run one job after another; new ones after a failure. `modules` are imported once."""
+    """Warm local ranks that run one job after another, replaced after a failure. `modules` are imported once."""
 
     def __init__(self, num_ranks: int, modules: Sequence[str] = ()) -> None:
         check_rank_count(num_ranks)
         self.num_ranks = num_ranks
         self._modules = modules
         self._ranks: list[RankProcess] = []
-        self._spares: list[RankProcess] = []  # only during a run that recovers
-        self._size = 0  # of the current or last world; further ranks are idle
+        self._spares: list[RankProcess] = []  # used only during a run with recovery
+        self._size = 0  # size of the current or last world; further ranks are idle
         self._server: _Server | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -241,7 +241,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         if not 1 <= num_ranks <= self.num_ranks:
             raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
         if hang_timeout_s is None and num_ranks > 1 and is_wanted():
-            # Here rather than in the ranks: the process that ends a rank must be the one that reports it.
+            # Not in the ranks: the process that ends a rank must also report it.
             hang_timeout_s = find_hang_timeout()
         recovery = recovery or Recovery("stop", num_ranks)
         job = LocalJob(_pickle_job(fn, args), timeout_s, on_message, hang_timeout_s, recovery)
@@ -266,7 +266,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 raise
 
     def _run_world(self, job: LocalJob) -> dict[int, Any] | None:
-        """The values of one world; None if the ranks of a next world are in their places."""
+        """The values of one world; None if the ranks of the next world are in place."""
         spares = Spares(self._spares, job.recovery, lambda: self._start_spare(job))
         monitor = None
         if job.hang_timeout_s is not None and not why_no_monitor():
@@ -277,7 +277,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 policy = world.run(_job_variables(self._size, store))
                 if policy == "restart" or (policy == "stop" and world.is_certain):
                     for rank in [*self._ranks, *self._spares]:
-                        rank.process.kill()  # while the store is up: without it they would print their own errors
+                        rank.process.kill()  # while the store is open: without it they would print their own errors
                     _join(self._ranks, _GRACE_S)
             if policy == "stop":
                 if world.error is not None:
@@ -497,7 +497,7 @@ def defer_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwind_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP unwind this process like Ctrl-C, instead of ending it immediately."""
+    """Make SIGTERM and SIGHUP unwind this process, as Ctrl-C does, instead of ending it immediately."""
 
     def unwind(number: int, frame: FrameType | None) -> None:
         forget_terminal(number)
@@ -509,7 +509,7 @@ def unwind_on_signals() -> Iterator[None]:
 
 
 def forget_terminal(number: int) -> None:
-    """After SIGHUP the terminal is gone, so redirect its outputs: later writes must not fail."""
+    """Redirect output after SIGHUP: the terminal is gone, and later writes must not fail."""
     for descriptor in (1, 2) if number == signal.SIGHUP else ():
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):

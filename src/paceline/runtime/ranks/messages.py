@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveError, ConfigError, LaunchError, PacelineError
 
-# Tags for values that JSON lacks, each written as an object with this one key. A dict that itself has a key starting
-# with "$" is written as pairs, so it cannot be mistaken for a tag. Checkpoints on disk contain these four.
+# Tags for values that JSON lacks, each written as an object with the tag as its only key. A dict that itself has a key
+# starting with "$" is written as pairs, so it cannot be mistaken for a tag. Checkpoints on disk contain these four.
 _TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
 _PLAIN = (bool, int, str, type(None))
 _MOST_LEVELS = 100  # far deeper than any real value

@@ -1,7 +1,7 @@
 """Timestamps of a device: readings of the host's clock or, on a GPU, events in its stream. Needs only torch.
 
-The host launches work and runs ahead of the GPU, so its clock does not show when that work is done. An event does, and
-nothing has to wait for it.
+The host launches work and runs ahead of the GPU, so its clock does not show when that work is done. An event does,
+without anything having to wait for it.
 """
 
 from __future__ import annotations

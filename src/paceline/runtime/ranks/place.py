@@ -22,7 +22,7 @@ class Place:
 
 
 # Name, and the variables of rank, world size, local rank and local world size. If there are several for one value, the
-# first that is set counts.
+# first that is set is used.
 _Launcher = tuple[str, str, tuple[str, ...], str, tuple[str, ...]]
 # In order of precedence: torchrun may itself run inside a Slurm job.
 _LAUNCHERS: tuple[_Launcher, ...] = (

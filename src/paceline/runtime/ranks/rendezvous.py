@@ -35,11 +35,11 @@ from paceline.transport import proof
 
 # How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.
 _STORE_S, _LINGER_S = 120.0, 3.0
-_STALE = "{0} is left over from an earlier run, or in use by another: remove it and {0}.*, or use a new path"
+_STALE = "{0} is left over from an earlier run, or in use by another run: remove it and {0}.*, or use a new path"
 # Stores by address and job, with how often each was opened. A second world at the same address reuses the store under
 # its own prefix: the keys of the first are still there, and a store that rank 0 reopened could be mistaken for the old.
 _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
-# The address of our launcher's store, and the secret that ranks of several hosts prove to know.
+# The address of our launcher's store, and the secret that ranks on several hosts must know.
 STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
 _BIND_S = 3.0  # how long the store of an earlier world may take to release its name
 _ANSWER_S = 3.0  # time allowed for an answer in transit, on top of the timeout for waiting for a key
@@ -183,7 +183,7 @@ class PrivateStore(dist.Store):
                 link.settimeout(limit_s)
                 link.sendall(request)
                 return store_server.receive_message(link, until_s)[1]
-            except BaseException as error:  # also after an interrupt: nothing would read the rest of the answer
+            except BaseException as error:  # also after an interrupt, because nothing would read the rest of the answer
                 if self._link is not None:
                     self._link.close()
                 self._link = None
@@ -272,7 +272,7 @@ def find_key(store: dist.PrefixStore) -> bytes:
 
 
 def serve_env_for_torch() -> None:
-    """Make `torch.distributed.init_process_group()` use the private store, too, in ranks of our own launcher."""
+    """Make `torch.distributed.init_process_group()` also use the private store in ranks of our own launcher."""
     from paceline.torch_internals import rendezvous_handlers as handlers
 
     by_torch = handlers["env"]
@@ -347,7 +347,7 @@ def _open_at(host: str, port: int, place: Place, served: bool, timeout_s: float)
 
 
 def _read_port(known: dist.Store, key: str) -> int:
-    """The port on which rank 0 listens. Anyone may have written it, so what listens there must prove to be rank 0."""
+    """Rank 0's port. Anyone may have written it, so the listening process must prove that it is rank 0."""
     text = known.get(key).decode(errors="replace")
     return int(text) if text.isdigit() and int(text) < 65536 else 0
 
@@ -460,7 +460,7 @@ def _call_host(host: str, port: int, secret: bytes, place: Place, timeout_s: flo
 
 
 def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> dist.Store:
-    if not serve:  # torch would also wait for rank 0, but end with a page of output
+    if not serve:  # torch would also wait for rank 0, but print a page of output on failure
         _dial(lambda left_s: socket.create_connection((host, port), left_s), place, timeout_s, f"{host}:{port}").close()
     limit = timedelta(seconds=timeout_s)
     try:
@@ -503,7 +503,7 @@ def _check_owner(path: Path) -> None:
     about = path.stat()
     if about.st_uid != os.geteuid() or about.st_mode & 0o022:
         found = f"{path} belongs to uid {about.st_uid} with mode {about.st_mode & 0o777:o}"
-        hint = "use a path in a folder of your own"
+        hint = "use a path in a folder that you own"
         raise LaunchError(f"{found}, but must be writable only by this user; {hint}", code="stranger")
 
 
@@ -552,7 +552,7 @@ def _read_claim(path: Path) -> str:
 
 
 def find_host_id() -> str:
-    """A name that two ranks share exactly if they run on the same booted host."""
+    """A name that two ranks share if and only if they run on the same host since its last boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -593,11 +593,11 @@ def _exchange(
     store: Any, place: Place, topic: str, mine: bytes, timeout_s: float, late: str,
     is_over: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:  # fmt: skip
-    """Every rank's bytes in rank order, by the store alone; empty once it `is_over`. `late` ends the error text."""
+    """Every rank's bytes in rank order, over the store only; empty once it `is_over`. `late` ends the error text."""
     store.set(f"{topic}/{place.rank}", mine)
     keys = [f"{topic}/{rank}" for rank in range(place.world_size)]
     deadline, pause_s = time.monotonic() + timeout_s, 0.005
-    # Polled: on a timeout, `wait` would log a page of its own and cannot say which key is missing.
+    # Polled, because on a timeout `wait` logs a page of output and does not name the missing key.
     while not store.check(keys):
         if is_over():
             return []

@@ -105,9 +105,9 @@ class Session:
 
     `place` is None if ranks are started here, or if only this process is measured (`here`). `folder` is None if nothing
     is written; ranks other than 0 have one only to read from, when a run is resumed. `is_finished` means that a resumed
-    run has all of its records. `warnings` are doubts added by the verb. `is_timed` is False if no result is a time, so
-    that the machine's load does not matter. A verb that saves on its own sets `saved`, which describes what is on disk
-    ("step 40") for the message of an interrupt.
+    run has all of its records. `warnings` are added by the verb. `is_timed` is False if no result is a time, so the
+    machine's load does not matter. A verb that saves on its own sets `saved`, which describes what is on disk ("step
+    40") for the message of an interrupt.
     """
 
     verb: str
@@ -149,7 +149,7 @@ class Session:
     def run(self, tasks: Sequence[Task], describe: Describe | None = None, at_once: int = 1) -> list[Record]:
         """The records of all tasks, in order: loaded if they were saved before, otherwise run and saved now.
 
-        `at_once` tasks run concurrently, each on its own ranks. `describe` summarises a finished task in a few words.
+        `at_once` tasks run concurrently, each on its own ranks. `describe` summarizes a finished task in a few words.
         """
         if self.place is not None and at_once > 1:
             text = f"--at-once {at_once} in a launched world: its ranks run one task after another; omit the option"
@@ -261,7 +261,7 @@ class Session:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             numbers.append(signal.SIGHUP)
         with handle_requests(forward, end, *numbers):
             yield
@@ -288,7 +288,8 @@ class Session:
         return dataclasses.replace(self.environment, stolen=stolen)
 
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
-        """The finished run; rank 0 saves it as `run.json` if there is a folder. Its warnings are reasons to doubt it.
+        """The finished run, saved by rank 0 as `run.json` if there is a folder. Its warnings are reasons to distrust
+        it.
 
         `details` are facts about the environment that only a rank knows. If a resumed run was already finished, returns
         the saved one.
@@ -400,7 +401,7 @@ def open_session(
     itself can resume it. `progress` True shows a bar on a terminal and lines elsewhere, None only a bar, False nothing.
     `here` starts no ranks, for objects that cannot be sent to them (a user's own model): this process runs the tasks,
     as a rank of its open process group, of the launched world, or alone. A part of another run (`Session.open_part`)
-    prints no message of its own; that run does.
+    prints no message itself; that run does.
 
     Inside a launched world this is collective: every rank opens the session.
     """
@@ -420,7 +421,7 @@ def open_session(
             if is_leader:
                 folder = stack.enter_context(create_folder(out, verb, name))
             else:
-                check_folder(out)  # if rank 0 cannot write, the other ranks must fail, too, instead of waiting for it
+                check_folder(out)  # if rank 0 cannot write, the other ranks must also fail instead of waiting for it
         if folder is not None and cells:
             machine = environment.machine_and_torch
             if resume is not None:

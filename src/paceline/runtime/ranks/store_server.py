@@ -92,7 +92,7 @@ def check_client(link: socket.socket, secret: bytes) -> str:
 
 def check_server(link: socket.socket, secret: bytes) -> bool:
     """The client's half of the handshake: whether the server knows the secret. OSError if it does not begin the
-    handshake, which is worth another try: it may have too many connections. Waits for at most HELLO_S."""
+    handshake, which is worth retrying: it may have too many connections. Waits for at most HELLO_S."""
     until_s = time.monotonic() + HELLO_S
     mine = secrets.token_bytes(NONCE_BYTES)
     nonce = bytes(receive(link, NONCE_BYTES, until_s))
@@ -155,8 +155,8 @@ def keep_alive(link: socket.socket, values: tuple[int, int, int, int]) -> None:
 
 
 class Gate:
-    """Accepts connections and authenticates each in its own thread, so that a silent one delays no other. `serve(link)`
-    then runs in that thread if the connection belongs to this job; the link is closed when it returns."""
+    """Accepts connections and authenticates each in its own thread, so that a silent one does not delay the others.
+    `serve(link)` then runs in that thread if the connection belongs to this job; the link is closed when it returns."""
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ def _print(text: str) -> None:
 class Server:
     """Serves a listening socket until `stop`; with `secret`, only to clients that prove that they know it.
 
-    It answers at once: clients that wait for a key ask again.
+    It answers immediately: clients that wait for a key ask again.
     """
 
     def __init__(

@@ -59,14 +59,14 @@ SPARE = "PACELINE_SPARE"
 
 def stand_by(step: int, is_lost: bool = False) -> None:
     """Wait for a place in a new world, and take it, after this rank has left the previous one. `step` is the last
-    completed step, -1 without any state. `is_lost` means that the rank left because it lost another one, not because it
-    was asked to."""
+    completed step, -1 without any state. `is_lost` means that the rank left because it lost another rank, not because
+    it was asked to."""
     import torch.distributed as dist
 
     from paceline.runtime.ranks import rendezvous
 
     if dist.is_initialized():
-        raise LaunchError("this rank could not leave the world of a lost one")
+        raise LaunchError("this rank could not leave the world of a lost rank")
     rendezvous.close_stores()
     _answer("standby", (step, is_lost))
     while not isinstance(variables := receive(), dict):
@@ -114,7 +114,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
     global _link
     for number in (signal.SIGINT, signal.SIGHUP):  # they reach all processes of a terminal; the launcher decides
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked while this process started
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked during the start of this process
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     _link = link
     from paceline.runtime.ranks.rendezvous import serve_env_for_torch  # imports torch, which makes a rank warm
@@ -138,7 +138,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
             _close_groups()
             _answer("value", value)
         except BaseException as error:
-            # Answer before closing the groups, which makes the peers fail, too.
+            # Answer before closing the groups, which makes the peers fail as well.
             with contextlib.suppress(OSError):  # the launcher has given up
                 _answer("failure", describe_failure(int(os.environ.get("RANK", rank)), error))
             with contextlib.suppress(Exception):
@@ -189,7 +189,7 @@ def _close_groups() -> None:
 # -- the fork server --------------------------------------------------------------------------------------------------
 #
 # One process imports torch and forks every rank, so that a rank costs milliseconds instead of an import. Forking is
-# safe because it has one thread, has not initialised CUDA, and has run no OpenMP region. It ends with the launcher,
+# safe because it has one thread, has not initialized CUDA, and has run no OpenMP region. It ends with the launcher,
 # which it watches through a pidfd, and ranks end with it. The link to a rank carries what `multiprocessing` would send
 # to a spawned process.
 
@@ -222,9 +222,9 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
                 pid, status = children.pop(fd)
                 ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                 with status:
-                    with contextlib.suppress(OSError):  # the launcher may no longer be interested
+                    with contextlib.suppress(OSError):  # the launcher may have closed its end
                         status.send(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-                    # last: afterwards the id may be reused, and signals for this process would reach another one
+                    # last: afterward the id may be reused, and signals for this process would reach another one
                     os.waitpid(pid, 0)
                 os.close(fd)
                 continue
@@ -268,7 +268,7 @@ def _run_child(link: Connection, descriptors: list[int], launcher_fd: int, launc
 
 def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> int:
     stacks = Connection(descriptors[0], readable=False)
-    for standard, descriptor in zip((1, 2), descriptors[1:], strict=True):  # the launcher's current ones
+    for standard, descriptor in zip((1, 2), descriptors[1:], strict=True):  # the launcher's current descriptors
         os.dup2(descriptor, standard)
         os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)

@@ -119,8 +119,8 @@ def init(
     either it is a world of one. Use it as a context manager, or call `paceline.shutdown()` at the end.
 
     Args:
-        backend: `auto` is nccl on CUDA; on CPU shm if all ranks share a host and gloo if not. Or a name, or a list such
-            as `cpu:shm,cuda:nccl`. `paceline` is another name of shm.
+        backend: `auto` is nccl on CUDA; on CPU shm if all ranks share a host and gloo if not. Also accepts a name, or a
+            list such as `cpu:shm,cuda:nccl`. `paceline` is another name for shm.
         device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
         rendezvous: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
         rank: This process's number, without a launcher.
@@ -160,7 +160,7 @@ def init(
             # Before any collective: NCCL and object collectives use the current device, and hang on the wrong one.
             torch.cuda.set_device(torch_device)
             shorten_nccl_dump()
-            if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # for this group or a later one
+            if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # may hold for this group or a later one
                 separate_hosts()
         torch.set_num_threads(num_threads)
         default = dist.PrefixStore("default", store)
@@ -213,7 +213,7 @@ def join_world(backend: str = "auto", device: str = "auto", threads: int | None 
 
 
 def share_first(place: Place, value: Any) -> Any:
-    """Rank 0's value on every rank, over the open group or the launcher's store. Collective."""
+    """Give every rank rank 0's value, over the open group or the launcher's store. Collective."""
     if dist.is_initialized():
         with join_world() as world:
             return world.share(value)[0]
@@ -343,7 +343,7 @@ def _run_keeper() -> None:
         if not _kept:
             break
     _keeping.release()
-    if not _arriving.empty() and not _is_leaving.is_set():  # since the last look
+    if not _arriving.empty() and not _is_leaving.is_set():  # queued since the last check
         _start_keeper()
 
 
@@ -355,7 +355,7 @@ def _drop_unreferenced() -> None:
     """
     while not _arriving.empty():
         group = _arriving.get()
-        if all(group is not other for other in _kept):  # held twice, neither reference would be the last
+        if all(group is not other for other in _kept):  # if it were held twice, neither reference would be the last
             _kept.append(group)
         del group
     (alone,) = _count_holders([object()])
@@ -427,7 +427,7 @@ def _choose_device(device: str, backend: str, local_rank: int, local_size: int) 
         raise ConfigError(f"device {device!r} is unknown: use auto, cpu, cuda or cuda:INDEX")
     if gpus == 0:
         built = "" if torch.backends.cuda.is_built() else f" and torch {torch.__version__} is built without CUDA"
-        raise ConfigError(f"device {device!r} needs a GPU, but none is visible{built}: use the device cpu")
+        raise ConfigError(f"device {device!r} needs a GPU, but none is visible{built}: use the cpu device")
     number = int(index) if index else local_rank % gpus
     if number >= gpus:
         raise ConfigError(f"device {device!r} does not exist: GPUs count from 0 to {gpus - 1} here")
@@ -435,8 +435,8 @@ def _choose_device(device: str, backend: str, local_rank: int, local_size: int) 
 
 
 def separate_hosts() -> None:
-    """Let NCCL ranks share a GPU. NCCL refuses two ranks with the same host and bus id, so each process poses as a
-    separate host, connected through loopback sockets. NCCL reads these variables when it creates its first
+    """Let NCCL ranks share a GPU. NCCL refuses two ranks with the same host and bus id, so each process presents itself
+    as a separate host, connected through loopback sockets. NCCL reads these variables when it creates its first
     communicator."""
     os.environ["NCCL_HOSTID"] = f"{os.uname().nodename}-{os.getpid()}"
     os.environ["NCCL_SHM_DISABLE"] = "1"
@@ -472,16 +472,16 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
             raise ConfigError(f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda")
         if name == "nccl":
             if not (torch.cuda.is_available() and dist.is_nccl_available()):
-                raise ConfigError("backend nccl needs CUDA, but torch sees no GPU here: use the backend gloo")
+                raise ConfigError("the nccl backend needs CUDA, but torch sees no GPU here: use the gloo backend")
             if not machine.can_serve_nccl(gpus, local_world_size):
-                found = f"backend nccl needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here"
+                found = f"the nccl backend needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here"
                 shared = f"{machine.SHARE_GPUS}=1 to share GPUs"
-                hint = f"use at most {gpus}, the backend gloo with the device cuda, or {shared}"
+                hint = f"use at most {gpus}, the gloo backend with the cuda device, or {shared}"
                 raise ConfigError(f"{found}; {hint}")
             if backend == "nccl" and device_type != "cuda":
-                raise ConfigError("backend nccl works only on GPUs, but the device is cpu: use the backend gloo")
+                raise ConfigError("the nccl backend works only on GPUs, but the device is cpu: use the gloo backend")
         if name == "shm" and (why := why_not()):
-            raise ConfigError(f"backend shm is not available here: {why}; use the backend gloo")
+            raise ConfigError(f"the shm backend is not available here: {why}; use the gloo backend")
 
 
 def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:
@@ -514,7 +514,7 @@ def _need_world() -> None:
 
 
 def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of exactly the mesh's ranks; a mesh of several dimensions has one only if it spans the world."""
+    """The group that has exactly the mesh's ranks; a mesh of several dimensions has one only if it spans the world."""
     long = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     if len(long) <= 1:
         return mesh.get_group(long[0] if long else 0)
@@ -595,7 +595,7 @@ def set_seed(seed: int, per_rank: bool = False) -> int:
         raise ConfigError(f"seed {seed}: use 0 to 2^32 - 1, numpy's range")
     if per_rank:
         _need_world()
-        # Far apart: callers count seeds up, and rank 1 in epoch 0 must not draw the same numbers as rank 0 in epoch 1.
+        # Far apart, because callers increment seeds: rank 1 in epoch 0 must not draw the numbers of rank 0 in epoch 1.
         seed = (seed + 0x9E3779B9 * dist.get_rank()) % 2**32
     random.seed(seed)
     numpy.random.seed(seed)

@@ -36,7 +36,7 @@ def shorten_error(error: Exception) -> str:
 def import_hf(name: str) -> Any:
     """Import a Hugging Face library. Only the first rank on a host shows progress bars."""
     if read_place().local_rank:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers honours it too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also honored by transformers
     return importlib.import_module(name)
 
 
@@ -49,7 +49,7 @@ class DataForm:
     `tokens`: inputs (batch, context) of ids; the target of each id is the next one.
     `pairs`: token ids with a mask, padded at the end to the longest in the batch, and one class per pair.
     `own`: a user's data; `shape` holds the number of targets per sample.
-    `num_classes` is -1 where it is unknown.
+    `num_classes` is -1 if unknown.
     """
 
     kind: str
@@ -95,7 +95,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class OwnBatch(Batch):
-    """A batch of a user's data, unchanged, in `inputs`. `count` is its number of samples where known."""
+    """A batch of a user's data, unchanged, in `inputs`. `count` is its number of samples, if known."""
 
     targets: Any = None
     count: int | None = None
@@ -135,7 +135,7 @@ class OwnBatch(Batch):
         return inputs, targets.float() if targets.is_floating_point() else targets.long()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """Moves everything in the batch that has a method `to`."""
+        """Move everything in the batch that has a `to` method."""
         return replace(self, inputs=map_parts(self.inputs, "to", lambda part: part.to(device)))
 
 
@@ -167,7 +167,7 @@ def map_parts(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
 
 
 def list_parts(value: Any) -> list[Any]:
-    """The members of a dict, list, tuple, dataclass, or object with a method `to`."""
+    """The members of a dict, list, tuple, dataclass, or object with a `to` method."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -188,8 +188,8 @@ def list_leaves(value: Any) -> Iterator[Any]:
 
 SPLITS = ("train", "test")
 BATCHES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
-# The reader, and a glob pattern for each file that it takes. One pattern alone may match several files, all of which
-# are read.
+# The reader, and a glob pattern for each file that it takes. A single pattern may match several files, all of which are
+# read.
 _Layout = tuple[str, tuple[str, ...]]
 
 
@@ -295,7 +295,7 @@ def load_from_hub(name: str) -> Path:
     folder = source.folders[0]
 
     def is_complete(place: Path) -> bool:
-        return all(find_files(name, place / folder, split) for split in SPLITS)  # raises an error if it is not
+        return all(find_files(name, place / folder, split) for split in SPLITS)  # raises an error if it is incomplete
 
     try:
         wanted = {"repo_id": source.repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
@@ -314,7 +314,7 @@ DATA_NAMES = (*_IMAGES, "mrpc", "text", "synthetic", *(f"synthetic:{kind}" for k
 class DataRequest:
     """Which data set to load, from where, and in what shape.
 
-    `path` None means the hub. `context` is tokens per sequence; None picks what fits. `tokenizer` is `auto` (the
+    `path` None means the hub. `context` is tokens per sequence; None chooses automatically. `tokenizer` is `auto` (the
     model's own if it has one, else bytes), `bytes`, or a folder. `samples` limits the training split, or is the number
     of synthetic samples. `augment` None means the data set's default; `cutout` is the side, in pixels, of the square
     that augmentation masks.
@@ -340,7 +340,7 @@ def is_own(name: str) -> bool:
 
 
 def is_own_data(text: str) -> bool:
-    """The same for `--data`, where `text:FILE.py` is a text file."""
+    """`is_own` for `--data`, where `text:FILE.py` is a text file."""
     return is_own(text) and text.partition(":")[0] not in DATA_NAMES
 
 

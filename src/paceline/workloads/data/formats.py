@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.int32]
 Images = tuple[Bytes, Labels]
-NUM_CLASSES = 10  # in every image data set
+NUM_CLASSES = 10  # the same in every image data set
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T:
@@ -87,7 +87,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (wanted := f"{module}.{name}") not in _ALLOWED:
-            raise ConfigError(f"refused: the pickle asks for {wanted}, but a batch only needs numpy arrays")
+            raise ConfigError(f"refused: the pickle requests {wanted}, but a batch needs only numpy arrays")
         return _ALLOWED[wanted]
 
 

@@ -58,8 +58,8 @@ class OwnData:
     drops_last: bool = False
     is_sharded: bool = False
     form: DataForm = OWN_FORM
-    head: OwnBatch = field(default_factory=lambda: OwnBatch(()))  # the first sample, or a stream's first batch
-    num_batches: int | None = None  # per epoch of a stream, once all ranks have agreed on it
+    head: OwnBatch = field(default_factory=lambda: OwnBatch(()))  # the first sample, or the first batch of a stream
+    num_batches: int | None = None  # batches per epoch of a stream, once all ranks have agreed on the number
     checksum: int = 0  # of the first sample and, by index, also the middle and last ones
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class OwnData:
         yield from (OwnBatch(content, count=count).to(device) for content, count in zip(found, counts, strict=False))
 
     def describe(self) -> str:
-        """A one-line description for people."""
+        """A one-line description for the user."""
         count = f"{len(self):,} samples" if len(self) else "samples"
         stream = "a stream per rank" if self.is_sharded else "a stream"
         how = f"in {stream}" if self.is_stream else "by index"
@@ -151,13 +151,13 @@ class OwnData:
                 if not found:
                     return
                 yield found
-        finally:  # at once: the traceback of an error would keep worker processes alive
+        finally:  # immediately: the traceback of an error would keep worker processes alive
             getattr(items, "_shutdown_workers", lambda: None)()
 
 
 class _OwnRandom:
     """A context with its own random state of torch (CPU), numpy and random. It starts from a seed, continues where the
-    previous context ended, and leaves the state outside untouched."""
+    previous context ended, and does not change the outer state."""
 
     def __init__(self, seed: int) -> None:
         self._other: Any = seed  # the state that is not installed, or the seed for it
@@ -186,13 +186,13 @@ def _seed_all(seed: int) -> None:
 
 class _Seeded(torch.utils.data.Dataset[Any]):
     """A map-style data set whose samples draw random numbers that depend only on the seed, the epoch and the index, not
-    on the number of ranks or workers, nor on where a run was resumed."""
+    on the number of ranks or workers, or on where a run was resumed."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
         self._dataset, self._seed, self._epoch = dataset, seed, epoch
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        if hasattr(dataset, "__getitems__"):  # it reads a batch at once, so the first index seeds the batch
+        if hasattr(dataset, "__getitems__"):  # it reads a whole batch, so the first index seeds the batch
             self.__getitems__ = self._get_items
 
     def __getitem__(self, index: int) -> Any:
@@ -258,7 +258,7 @@ def _look(data: OwnData) -> OwnData:
     _check_batch(data, leaves)
     if data.is_stream:
         data.batch_size = data.batch_size or len(data.head)
-    # Use only one sample of a batch, whose size may change on resume; but shards may start with equal samples.
+    # Use one sample, because the batch size may change on resume; but shards may start with equal samples.
     if not data.is_sharded:
         leaves = [leaf[:1] if is_tensor(leaf) and leaf.dim() else leaf for leaf in leaves]
     data.checksum = digest([leaves, *(data.take(place).content for place in places[1:] if not data.is_stream)])
@@ -274,7 +274,7 @@ def _check_batch(data: OwnData, leaves: Sequence[Any]) -> None:
     if hidden:
         kind = type(hidden[0]).__name__
         what = f"data {data.name}, {data.split}: a batch holds a {kind}, whose tensors cannot be found"
-        advice = "use dicts, lists, tuples or dataclasses of tensors, or give the class a method to(device)"
+        advice = "use dicts, lists, tuples or dataclasses of tensors, or give the class a to(device) method"
         raise ConfigError(f"{what}: {advice}", code="batch")
 
 
@@ -308,7 +308,7 @@ _CLASSES = ("num_classes", "classes", "targets")
 
 
 def _ask(dataset: Any, *names: str) -> int:
-    """The first of these attributes that the data set has, else the maximum over the data sets it is made of."""
+    """The first of these attributes that the data set has, else the maximum over the data sets that it consists of."""
     for name in names:
         with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # absent, or of another type
             return _SAID[name](getattr(dataset, name))

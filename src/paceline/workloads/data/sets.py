@@ -18,7 +18,7 @@ from paceline.workloads.data.sharding import cut_range, derive_seed
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DataSet:
-    """Samples in memory. `source` says where they come from, for people."""
+    """Samples in memory. `source` describes their origin for the user."""
 
     is_stream: ClassVar[bool] = False
     shuffles: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class DataSet:
             yield self.prepare(self.take(indices).to(device), indices, 0)
 
     def describe(self) -> str:
-        """A one-line description for people."""
+        """A one-line description for the user."""
         size = " x ".join(map(str, self.form.shape))
         what = {
             "images": f"images of {size} in {self.form.num_classes} classes",
@@ -98,7 +98,7 @@ class PairData(DataSet):
     lengths: torch.Tensor
 
     def take(self, indices: torch.Tensor) -> Batch:
-        # Trim padding here: the lengths are on the host, so no device has to be synchronised.
+        # Trim padding here: the lengths are on the host, so no device has to be synchronized.
         lengths = _select(self.lengths, indices)
         longest = int(lengths.max())
         batch = super().take(indices)
@@ -106,7 +106,7 @@ class PairData(DataSet):
         return Batch(batch.inputs[:, :longest], batch.targets, _send(mask.long(), batch.inputs.device))
 
 
-# The centre of a cutout is drawn in units of 1 / _PARTS of the image, whose size is not known yet.
+# The center of a cutout is drawn in units of 1 / _PARTS of the image, whose size is not known yet.
 _PARTS = 1 << 14
 
 
@@ -123,7 +123,7 @@ class Augmentation:
     @functools.lru_cache(maxsize=4)  # noqa: B019 - the instances it keeps alive are small
     def draw(self, num_samples: int, epoch: int) -> torch.Tensor:
         """One row per sample, on the host: shift down, shift right, flip and, with a cutout, the row and column of its
-        centre in units of 1 / `_PARTS`."""
+        center in units of 1 / `_PARTS`."""
         generator = torch.Generator().manual_seed(derive_seed("augment", self.seed, epoch))
         shifts = torch.randint(-self.pad, self.pad + 1, (num_samples, 2), generator=generator, dtype=torch.int16)
         flips = torch.randint(2, (num_samples, 1), generator=generator, dtype=torch.int16)
@@ -143,7 +143,7 @@ class Augmentation:
         return images.reshape(count, channels, -1).gather(2, places).reshape(images.shape)
 
     def hide(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """The normalised images with each one's square set to 0, the mean."""
+        """The normalized images, each with its square set to 0, the mean."""
         centres = _send(draws[:, 3:].long(), images.device)
         inside = []
         for axis, size in enumerate(images.shape[2:]):
@@ -155,7 +155,7 @@ class Augmentation:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageData(DataSet):
-    """Images as bytes. `prepare` normalises them by the `mean` and `std` of each channel (pixels from 0 to 1)."""
+    """Images as bytes. `prepare` normalizes them by the `mean` and `std` of each channel (pixels from 0 to 1)."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -205,7 +205,7 @@ _FORMS = {
     "pairs": DataForm("pairs", (32,), 2, vocabulary=64),
     "tokens": DataForm("tokens", (64,), 64, vocabulary=64),
 }
-# Only this many ids occur, regardless of the vocabulary: more would take too long to learn.
+# Only this many ids occur, whatever the vocabulary: more would take too long to learn.
 _USED_IDS = 64
 _SLAB = 256
 # Contrast of noisy images: low enough that a small CNN gets most of them right, but not all.
@@ -235,7 +235,7 @@ def build_synthetic(
     if kind == "pairs":
         context = form.shape[0]
         what = f"synthetic pairs of {context} tokens with a vocabulary of {form.vocabulary}"
-        refuse((form.vocabulary < 4 or context < 3, f"{what}: must be at least 3 tokens and a vocabulary of 4"))
+        refuse((form.vocabulary < 4 or context < 3, f"{what}: needs at least 3 tokens and a vocabulary of at least 4"))
         # Lengths are drawn on the host, where `take` reads them.
         host = torch.Generator().manual_seed(derive_seed(f"lengths of {split}", request.seed))
         labels["lengths"] = torch.randint(max(3, context // 2), context + 1, (count,), generator=host)
@@ -297,7 +297,7 @@ def _pairs(form: DataForm, count: int, rule: torch.Generator, draw: torch.Genera
     return PairData(form=replace(form, num_classes=2), inputs=inputs, targets=targets, **labels)
 
 
-# Mean and standard deviation of each channel, crop padding, and whether flips keep the class (those of digits do not).
+# Mean and standard deviation of each channel, crop padding, and whether a flip keeps the class (not for digits).
 _LOOKS = {
     "mnist": ((0.1307,), (0.3081,), 2, False),
     "fashion-mnist": ((0.2860,), (0.3530,), 2, True),

@@ -35,7 +35,7 @@ class EpochOrder:
         refuse((self.tail not in TAILS, f"tail {self.tail!r} is unknown: use {', '.join(TAILS)}"))
         if self.num_samples < 1 or min(size if isinstance(size, tuple) else (size,), default=0) < 1 or self.epoch < 0:
             what = f"{self.num_samples} samples in global batches of {size}, epoch {self.epoch}"
-            raise ConfigError(f"{what}: must be at least 1, 1 and 0")
+            raise ConfigError(f"{what}: the first two must be at least 1, and the epoch at least 0")
         if isinstance(size, tuple) and not sum(size[:-1]) < self.num_samples <= sum(size):
             what = (
                 f"global batches of {sum(size)} samples in all, the last of {size[-1]}, for {self.num_samples} samples"
@@ -53,7 +53,7 @@ class EpochOrder:
 
     @property
     def num_windows(self) -> int:
-        """The number of global batches, and so of optimizer steps, in the epoch."""
+        """The number of global batches, and therefore of optimizer steps, in the epoch."""
         is_short = self._ends[-1] > self.num_samples
         return len(self._ends) - 1 - (is_short and self.tail == "drop")
 
