@@ -166,7 +166,7 @@ def test_measured_steps_need_the_step_in_the_tables(tables, tmp_path):
     result = predict_csv(tables, measured=table)
     for curve in (result.caps, result.expected):
         assert result.predict_s(result.measured[0], curve) == pytest.approx(curve.points[0].backward_s + 0.04)
-    assert result.expected.points[0].step.step_s > result.caps.points[0].backward_s + 0.04
+    assert result.expected.points[0].step_s > result.caps.points[0].backward_s + 0.04
 
 
 def write_hidden(folder: Path) -> None:
@@ -249,7 +249,7 @@ def test_the_picture_has_every_measured_size_and_the_text_says_which_is_best(tab
 def test_other_ranges_are_those_that_are_not_the_answer(tables):
     result = predict_csv(tables)
     best = result.caps.best
-    slow = replace(best, low_bytes=5_000_001, high_bytes=5_999_999, step=replace(best.step, over_s=9.0))
+    slow = replace(best, low_bytes=5_000_001, high_bytes=5_999_999, backward_s=9.0)
     first, last = (
         replace(best, low_bytes=low, high_bytes=high) for low, high in ((4 * 10**6, 5 * 10**6), (6_000_000, 10**8))
     )

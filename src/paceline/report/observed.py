@@ -121,7 +121,7 @@ class TracedResult(Result):
         torch 2.13 accepts, is used if that is better and as certain. Gradients are in ready order."""
         cuts, label = self.best.cuts, "traced"
         if self.verdict == "use":
-            free, label = tuple(find_cuts(self.job, self.costs.curve, self.costs.launch_s)), "from a trace"
+            free, label = find_cuts(self.job, self.costs), "from a trace"
             other = self.build_row(label, free)
             if other.step_s < self.best.step_s and _is_sure(other.ratios[TRACED]):
                 cuts, label = free, "free, from a trace"
@@ -249,7 +249,7 @@ def plot_traced(result: TracedResult) -> Figure:
     points, best = estimate_caps(result.job, result.costs).points, result.candidate
     points = tuple(point for point in points if point.high_bytes >= rows[0].cap_bytes)
     ends = best.cap_bytes, best.step_s
-    draw_caps(axes, points, lambda point: point.step.step_s, ends, result.job.local_s, rows)
+    draw_caps(axes, points, lambda point: point.step_s, ends, result.job.local_s, rows)
     seconds, where = [step.step_s * 1e3 for step in result.traced.steps], max(result.traced.layout) / MIB
     axes.plot([where] * len(seconds), seconds, ".", color=COLORS[1], alpha=0.5, label="traced steps (measured)")
     axes.axhline(result.traced.step_s * 1e3, color=COLORS[1], lw=1, label="traced: median")

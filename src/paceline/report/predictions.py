@@ -204,7 +204,7 @@ POINTS = (
     *raw_columns("low_bytes", "high_bytes"),
     Column("buckets", lambda p: len(p.cuts), "count", "num_buckets", priority=2),
     Column("backward", "backward_s", "ms", "backward_s", priority=3),
-    Column("exposed", "step.exposed_s", "ms", "exposed_s", priority=1),
+    Column("exposed", "exposed_s", "ms", "exposed_s", priority=1),
     SIMULATED,
 )
 CHANGES = (
@@ -214,7 +214,7 @@ CHANGES = (
     *raw_columns(plateau_low_bytes="plateau.0", plateau_high_bytes="plateau.1"),
     Column("buckets", lambda c: len(c.chosen.cuts), "count", "num_buckets", priority=1),
     Column("backward", "chosen.backward_s", "ms", "backward_s", priority=2),
-    Column("exposed", "chosen.step.exposed_s", "ms", "exposed_s"),
+    Column("exposed", "chosen.exposed_s", "ms", "exposed_s"),
     Column("beyond the table", lambda c: c.is_beyond or None, "yes", priority=1),
     *raw_columns("is_beyond"),
     SIMULATED,
@@ -227,7 +227,7 @@ SPLITS = (
     Column("best bucket size", lambda s: join_sizes(*s.caps.plateau), priority=3),
     *raw_columns(plateau_low_bytes="caps.plateau.0", plateau_high_bytes="caps.plateau.1"),
     Column("backward", "caps.best.backward_s", "ms", "backward_s", priority=3),
-    Column("exposed", "caps.best.step.exposed_s", "ms", "exposed_s", priority=3),
+    Column("exposed", "caps.best.exposed_s", "ms", "exposed_s", priority=3),
     Column("best free plan", "free.exposed_s", "ms", "free_exposed_s", priority=3),
     Column("best free plan, 1/10 latency", "quick.exposed_s", "ms", "quick_exposed_s", priority=1),
     *raw_columns("late_bytes"),
@@ -340,7 +340,7 @@ class CapsResult(Result):
     def predict_s(self, record: CapTimeRecord, curve: CapCurve) -> float:
         """The prediction for a measured record."""
         point = self._find_point(record, curve)
-        return point.step.step_s if record.of == "step" else point.backward_s
+        return point.step_s if record.of == "step" else point.backward_s
 
     def _find_point(self, record: CapTimeRecord, curve: CapCurve) -> CapPoint:
         cap_bytes = min(record.cap_bytes, self.job.num_bytes)
@@ -472,9 +472,9 @@ def plot_caps(result: CapsResult) -> Figure:
     figure, axes = new_figure(f"{of.capitalize()} time against bucket size", subtitle)
     sizes = [curve.points[0].low_bytes, result.closed_form_bytes, *(record.cap_bytes for record in measured)]
     least, most = min(sizes) / MIB, max(*sizes, result.job.num_bytes) / MIB
-    around_s = best.step.step_s - best.step.over_s if of == "step" else 0.0
+    around_s = best.step_s - best.backward_s if of == "step" else 0.0
     ends = best.high_bytes, best.backward_s + around_s
-    alone_s = best.step.local_s + around_s
+    alone_s = result.job.backward_s + around_s
     draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, alone_s)
     if result.is_on_gpu:
         ends_s = [(p, p.backward_s + around_s) for p in result.expected.points]
@@ -504,8 +504,8 @@ def plot_sensitivity(result: CapsResult) -> Figure:
     for axes, what in zip(grid, named, strict=True):
         curves = sorted((c for c in result.changes if c.what in ("", what)), key=lambda curve: curve.factor)
         for curve in curves:
-            for sizes in curve.plateaus:
-                axes.plot([curve.factor] * 2, [size / MIB for size in sizes], color=COLORS[2], alpha=0.35, lw=4)
+            lows, highs = ([size / MIB for size in sizes] for sizes in zip(*curve.plateaus, strict=True))
+            axes.vlines([curve.factor] * len(lows), lows, highs, color=COLORS[2], alpha=0.35, lw=4)
             face = "white" if curve.is_beyond else COLORS[0]
             ends = [size / MIB for size in curve.plateau]
             axes.plot([curve.factor] * 2, ends, "o-", color=COLORS[0], mfc=face, lw=2)
@@ -837,7 +837,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
     caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
     best = tuning.best_predicted
-    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s, points)
+    draw_caps(axes, caps, lambda cap: cap.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s, points)
     axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
     timings = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
     if measured := [(size, *(1e3 * s for s in (t.median_s, t.p10_s, t.p90_s))) for size, t in timings]:
