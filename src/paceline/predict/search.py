@@ -27,7 +27,6 @@ _EPSILON = 1e-12
 Floats = NDArray[np.float64]
 
 
-
 @functools.lru_cache(8)  # many predictions share one job
 def enumerate_caps(sizes: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, int]]:
     """Every distinct partition that one cap produces from gradients of these sizes (in ready order, of one dtype), with
@@ -272,9 +271,11 @@ def find_cuts(job: Job, costs: MachineCosts) -> tuple[int, ...]:
     # A state is a place, where messages end on the clock of compute (without launches), the cost so far, and the state
     # before it. At each place only states remain that no other beats in both; if none slows the other, this is one.
     places, ends_s, costs_s, parents = (np.zeros(1, dtype) for dtype in (np.int64, np.float64, np.float64, np.int64))
+    lasts, firsts = np.tril_indices(count)
+    times = work.time_messages(work.totals[lasts + 1] - work.totals[firsts])
     for place in range(1, count + 1):
-        starts = np.arange(place)
-        alone_s, hiding_s, hidden = work.time_messages(work.totals[place] - work.totals[:place])
+        starts, first = np.arange(place), place * (place - 1) // 2
+        alone_s, hiding_s, hidden = (values[first : first + place] for values in times)
         ready_s, rows_s = np.full(place, work.latest_s[place - 1]), np.zeros(place)
         if place == count:
             ready_s, rows_s = work.estimate_tails(starts)
