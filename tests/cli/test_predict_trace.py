@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.errors import ConfigError
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.traces import RankTrace, merge_traces, read_ranks, render_trace
@@ -66,6 +67,24 @@ def test_the_best_buckets_stay(tmp_path):
     assert get_saved(result.candidate)[0] == pytest.approx(0, abs=0.01)
     assert result.to_json()["best_bucket_cap_mb"] == pytest.approx(result.now.cap_mib)
     assert result.next_steps and not paceline.predict_trace(tmp_path / "again.json", network="hdr").next_steps
+
+
+def test_a_step_measured_without_the_profiler_sets_the_level(command, one_bucket, tmp_path):
+    before = paceline.predict_trace(one_bucket)
+    size = f"{sum(before.traced.layout)}B"
+    for factor in (0.8, 1.0, 1.2):
+        asked = f"{size}={factor * 1e3 * before.now.step_s:.6f}ms"
+        result = paceline.predict_trace(one_bucket, measured=asked)
+        assert result.now.step_s == pytest.approx(factor * before.now.step_s, rel=0.01)
+    assert result.measured and not any("--measured" in line for line in result.next_steps)
+    document = json.loads(
+        command("predict", "--trace", str(one_bucket), "--measured", asked, "--json", "--out", str(tmp_path)).out
+    )
+    assert document["step_s"] == pytest.approx(result.best.step_s)
+    table = tmp_path / "times.csv"
+    table.write_text("bucket_size,backward_s\n25MiB,0.1\n")
+    with pytest.raises(ConfigError, match="backward_s"):
+        paceline.predict_trace(one_bucket, measured=table)
 
 
 @pytest.mark.parametrize(

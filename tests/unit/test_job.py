@@ -8,9 +8,10 @@ from paceline.errors import ConfigError, RecordError
 from paceline.predict.curves import MeasuredCurve
 from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_sensitivity
-from paceline.predict.simulate import BucketSpan, MachineCosts, SimulatedStep
+from paceline.predict.simulate import MachineCosts
 from paceline.records import LayerSizeRecord, LayerTimeRecord, Summary
 
+from .made_jobs import make_job
 from .test_records_layers import build_profile
 from .test_records_layers import build_times as samples
 
@@ -122,8 +123,8 @@ def test_the_curve_has_each_partition_once_and_a_floor_that_no_bucket_size_remov
     assert len(find_point(curve, 2**40).cuts) == 1
     # The tied embedding alone takes this long, and cannot start before the end of backward.
     floor_s = CURVE.estimate_s(4 * VOCABULARY * WIDTH)
-    assert all(point.step.exposed_s >= floor_s - 1e-9 for point in curve.points)
-    assert curve.best.step.exposed_s < 1.2 * floor_s
+    assert all(point.exposed_s >= floor_s - 1e-9 for point in curve.points)
+    assert curve.best.exposed_s < 1.2 * floor_s
     low, high = curve.plateau
     assert low <= 25 * mib <= high
     # Every size of every range is within 1 %, every other is not, and the answer is the widest range.
@@ -138,8 +139,8 @@ def test_the_curve_has_each_partition_once_and_a_floor_that_no_bucket_size_remov
 def test_the_widest_range_is_chosen():
     # (low, high, backward): of those within 1 % of the best.
     steps = [(100, 150, 1.0), (151, 200, 2.0), (201, 600, 1.005), (601, 700, 2.0), (701, 800, 1.0)]
-    buckets = (BucketSpan(100), BucketSpan(700))
-    points = (CapPoint(a, b, (1, 2), SimulatedStep(buckets, 1.0, s, 0.0, 0.0, 1.0)) for a, b, s in steps)
+    job, costs = make_job([100, 700], [0.5, 1.0], 1.0), MachineCosts(curve=CURVE)
+    points = (CapPoint(a, b, (1, 2), s, job, costs) for a, b, s in steps)
     curve = CapCurve(tuple(points))
     assert curve.plateaus == [(100, 150), (201, 600), (701, 800)]
     assert curve.plateau == (201, 600) and curve.chosen is curve.points[2]

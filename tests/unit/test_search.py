@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.plan import cut_by_cap
+from paceline.predict import search
 from paceline.predict.curves import MeasuredCurve
-from paceline.predict.search import choose_caps, enumerate_caps, estimate_least_s, find_best_cuts, find_cuts
+from paceline.predict.job import Job, Lookup
+from paceline.predict.search import (
+    choose_caps,
+    enumerate_caps,
+    estimate_backwards,
+    estimate_caps,
+    estimate_least_s,
+    find_best_cuts,
+    find_cuts,
+)
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from tests.unit.made_jobs import line, make_job
 from tests.unit.test_simulate import steps
@@ -51,26 +62,63 @@ def test_caps_to_try_are_even_on_a_log_axis_where_gradients_allow_it():
     assert choose_caps([5], 8) == (1,)
 
 
-@given(
-    st.lists(st.integers(1, 1000), min_size=1, max_size=7),
-    st.floats(0, 1.0),
-    st.floats(10, 1e5),
-    st.floats(0, 0.3),
-    st.randoms(use_true_random=False),
-)
-def test_without_contention_the_dynamic_program_is_exact(sizes, alpha_s, rate, overhead_s, random):
-    ready = sorted(random.uniform(0, 1) for _ in sizes)
-    job = make_job(sizes, ready, ready[-1])
-    # The overhead of a launch is counted in the message here: the programme knows no computing that it delays.
-    costs = MachineCosts(curve=line(alpha_s + overhead_s, rate))
-    count = len(sizes)
-    best_s = min(
-        simulate(job, [*chosen, count], costs).over_s
-        for length in range(count)
-        for chosen in itertools.combinations(range(1, count), length)
-    )
-    found = simulate(job, find_cuts(job, line(alpha_s, rate), overhead_s), costs)
-    assert found.over_s == pytest.approx(best_s, rel=1e-9, abs=1e-12)
+@st.composite
+def one_at_a_time(draw: st.DrawFn) -> tuple[Job, MachineCosts]:
+    """A step whose messages are sent one at a time, perhaps with contention and with rows of a tied tensor."""
+    job, costs = draw(steps())
+    compute = draw(st.tuples(st.floats(0.4, 1.0), st.floats(0.4, 1.0)))
+    message = [max(1 - rate, draw(st.floats(0.3, 1.0))) for rate in compute]
+    contention = draw(st.sampled_from([Contention(), Contention((1000, 10**6), compute, tuple(message))]))
+    if draw(st.booleans()):  # neither convex nor monotone
+        seconds = draw(st.lists(st.floats(1e-6, 1e-2), min_size=4, max_size=4))
+        costs = replace(costs, curve=MeasuredCurve((1000, 30_000, 10**6, 3 * 10**7), tuple(seconds)))
+    if draw(st.booleans()):
+        lookup = Lookup(job.gradients[-1].name, 10, 40, draw(st.floats(0, job.backward_s)))
+        job = replace(job, lookups=(lookup,)).split(8)
+    return job, replace(costs, servers=1, contention=contention, finish_s=draw(st.floats(-1e-3, 1e-3)))
+
+
+def list_partitions(job: Job) -> list[tuple[int, ...]]:
+    count = len(job.sizes)
+    found = [(*chosen, count) for length in range(count) for chosen in itertools.combinations(range(1, count), length)]
+    return found[::-1]
+
+
+@given(one_at_a_time())
+def test_many_partitions_take_as_long_as_in_the_simulator(case):
+    job, costs = case
+    partitions = list_partitions(job)
+    each = [simulate(job, cuts, costs).over_s for cuts in partitions]
+    assert estimate_backwards(job, partitions, costs) == pytest.approx(each, rel=1e-9, abs=1e-11)
+
+
+@given(one_at_a_time(), st.booleans())
+def test_no_partition_is_better_than_the_one_that_is_found(case, is_free):
+    job, costs = case
+    costs = replace(costs, launch_s=0.0 if is_free else costs.launch_s)
+    best_s = min(simulate(job, cuts, costs).over_s for cuts in list_partitions(job))
+    found_s = simulate(job, find_cuts(job, costs), costs).over_s
+    # A message at the end of backward is slowed a little longer by launches that follow it, which is not searched.
+    assert best_s - 1e-9 <= found_s <= best_s + 1e-9 + costs.launch_s * len(job.sizes)
+
+
+def test_the_search_simulates_only_the_answer(monkeypatch):
+    """A stopwatch would measure the machine, so this counts: one at a time, 400 gradients took thousands."""
+    source, simulated = random.Random(3), []
+    sizes, ready = ([source.uniform(*ends) for _ in range(400)] for ends in ((3, 7), (0, 0.3)))
+    job = make_job([round(10**size) for size in sizes], sorted(ready), 0.3)
+    costs = MachineCosts(line(1e-3, 1e9), contention=Contention((1000, 10**7), (0.6, 0.8), (0.5, 0.7)), launch_s=1e-4)
+
+    def count(*inputs):
+        simulated.append(inputs)
+        return simulate(*inputs)
+
+    monkeypatch.setattr(search, "simulate", count)
+    curve = estimate_caps(job, costs)
+    cuts, step = find_best_cuts(job, costs, [curve.best.cuts])
+    assert len(curve.points) > 1000 and len(simulated) == 1
+    assert step.over_s <= curve.best.backward_s and cuts[-1] == 400
+    assert curve.best.step.over_s == pytest.approx(curve.best.backward_s, rel=1e-9)
 
 
 @given(sizes_lists, st.floats(0, 0.1), st.floats(100, 1e6), st.floats(0.2, 1), st.integers(1, 2))

@@ -183,7 +183,7 @@ Command(
 )
 
 
-_FOR_CSV, _FOR_TRACE = "ranks backend measured", "network ranks ranks_per_node inside algorithm"
+_FOR_CSV, _FOR_TRACE = "ranks backend measured untied", "network ranks ranks_per_node inside algorithm measured"
 
 
 def _predict(
@@ -191,7 +191,8 @@ def _predict(
     traces: Sequence[str | Path] | None = None,
     profile: Path | None = None,
     csv: Path | None = None,
-    measured: Path | None = None,
+    measured: str | None = None,
+    untied: bool = False,
     out: Path,
     **given: Any,
 ) -> Any:
@@ -201,17 +202,20 @@ def _predict(
         traces: Traces of your job from torch.profiler: one file per rank.
         profile: Folder of a run of `profile layers`.
         csv: Folder with layer-sizes, layer-times and allreduce-times, instead of a profile.
-        measured: With --csv: a table of bucket_size and step_s or backward_s to compare with.
+        measured: With --csv or --trace: a step of your job, to which the prediction is fitted: 25MiB=724ms, several, or
+            a table of bucket_size and step_s or backward_s.
+        untied: With --csv: the token embedding and the head are two tensors, although their sizes are equal.
     """
     from paceline.verbs.predict import predict, predict_csv, predict_trace
 
-    given |= {} if measured is None else {"measured": measured}
+    given |= ({} if measured is None else {"measured": measured}) | ({"untied": True} if untied else {})
     sources = [flag for flag, value in (("--model-profile", profile), ("--csv", csv), ("--trace", traces)) if value]
     others = [name for name in given if name not in (_FOR_CSV if csv else _FOR_TRACE).split()]
     refuse(
         (not sources, "nothing to predict from: give --trace FILE, --model-profile RUN or --csv FOLDER"),
         (len(sources) > 1, f"{' and '.join(sources)} are {len(sources)} sources: give one of them"),
-        (not csv and measured, "--measured needs --csv"),
+        (profile and measured, "--measured needs --csv or --trace"),
+        (not csv and untied, "--untied needs --csv"),
         (not profile and "strategy" in given,
          f"--strategy with {''.join(sources)}: tables and traces have neither gradient shapes nor codec costs; give "
          "--model-profile, a run of `paceline profile layers`"),

@@ -221,22 +221,39 @@ _GPT2_BLOCK = (
 )  # fmt: skip
 
 
-def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord]) -> Job:
+def build_job_from_tables(
+    sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord], untied: bool = False
+) -> Job:
     """The job described by two tables. Layers run backward in the reverse of their order in `sizes`; a layer without a
     time is assumed to take none. If the first and the last layer of a language model have equal sizes, they are one
-    tied tensor, whose gradient is complete only when the first layer's is. Blocks of GPT-2's size are divided into
+    tied tensor, whose gradient is complete only when the first layer's is, unless they are `untied` or the row `total`
+    counts both. Blocks of GPT-2's size are divided into
     their tensors, since buckets consist of tensors."""
     if not sizes:
         raise RecordError("no layers: the table of sizes is empty")
+    totals = [record.num_params for record in sizes if record.layer.strip().lower() == "total"]
+    sizes = [record for record in sizes if record.layer.strip().lower() != "total"]
+    if not sizes:
+        raise RecordError("no layers: the table of sizes has only a total")
     phases = {record.layer: record.timing.center_s for record in times}
     seconds = {_normalize(layer): time_s for layer, time_s in phases.items() if layer.endswith(" grad")}
     first, last = sizes[0], sizes[-1]
     is_head = "head" in last.layer.lower() and "embedding" in first.layer.lower()
-    is_tied = is_head and last.num_params == first.num_params and len(sizes) > 1
+    is_like_tied = is_head and last.num_params == first.num_params and len(sizes) > 1
+    counts_both = sum(record.num_params for record in sizes) in totals
+    is_tied = is_like_tied and not untied and not counts_both
     notes: list[str] = []
+    all_params = sum(record.num_params for record in sizes) - is_tied * last.num_params
+    if totals and not counts_both and totals != [all_params]:
+        raise RecordError(f"the row `total` has {totals[0]:,} parameters, but the layers have {all_params:,}")
     lookups: list[Lookup] = []
     if is_tied:
-        notes.append(f"{last.layer} and {first.layer} are one tied tensor: counted once, ready at the end of backward")
+        known = "the total counts one" if totals else "assumed, since their sizes are equal; --untied counts both"
+        once = f"are one tied tensor ({known}): counted once, ready at the end of backward"
+        notes.append(f"{last.layer} and {first.layer} {once}")
+    elif is_like_tied:
+        why = "as given" if untied else "the total counts both"
+        notes.append(f"{last.layer} and {first.layer} are two tensors ({why})")
     if untimed := [record.layer for record in sizes if _normalize(record.layer) not in seconds]:
         notes.append(f"no times for {', '.join(untimed)}: assumed to take 0 s")
     unknown = sorted(set(seconds) - {_normalize(record.layer) for record in sizes})

@@ -508,9 +508,9 @@ class Predictor:
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:
         """The best plan; with `only_caps`, the best that a single cap can produce."""
         default, points = self.predict(default_cuts), estimate_caps(self.job, self.costs).points
-        least_s = min(point.step.step_s for point in points)
+        least_s = min(point.step_s for point in points)
         # Among equally good plans, choose the one with the fewest buckets: per-bucket cost is our least certain input.
-        close = [point for point in points if point.step.step_s <= least_s * (1 + _WORTH)]
+        close = [point for point in points if point.step_s <= least_s * (1 + _WORTH)]
         found = min(close, key=lambda point: len(point.cuts))
         cuts, cap_bytes = found.cuts, found.high_bytes
         if not only_caps:

@@ -4,13 +4,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.plan import cut_by_cap
-from paceline.predict.curves import CostCurve, MeasuredCurve, fit_line
+from paceline.predict.curves import MeasuredCurve, fit_line
 from paceline.predict.job import Job
 from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 
@@ -19,6 +20,11 @@ PLATEAU = 0.01
 _MOST_SWEEPS = 30
 # Number of partitions used to show how the best bucket size moves.
 _MOST_CHANGED = 160
+# Buckets that are estimated at once.
+_MOST_CELLS = 200_000
+_EPSILON = 1e-12
+
+Floats = NDArray[np.float64]
 
 
 @functools.lru_cache(8)  # many predictions share one job
@@ -57,11 +63,23 @@ class CapPoint:
     low_bytes: int
     high_bytes: int
     cuts: tuple[int, ...]
-    step: SimulatedStep
+    backward_s: float
+    job: Job = field(repr=False, compare=False)
+    costs: MachineCosts = field(repr=False, compare=False)
+
+    @cached_property
+    def step(self) -> SimulatedStep:
+        return simulate(self.job, self.cuts, self.costs)
 
     @property
-    def backward_s(self) -> float:
-        return self.step.over_s
+    def exposed_s(self) -> float:
+        return self.backward_s - self.job.backward_s
+
+    @property
+    def step_s(self) -> float:
+        if self.costs.sending is not None:  # a sharded update changes the time after backward, too
+            return self.step.step_s
+        return self.job.before_s + self.backward_s + self.job.after_s
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,7 @@ class CapCurve:
 
     @cached_property
     def best(self) -> CapPoint:
-        return min(self.points, key=lambda point: point.backward_s)
+        return min(self.points, key=lambda point: round(point.backward_s, 12))
 
     def is_fast(self, point: CapPoint) -> bool:
         return point.backward_s <= self.best.backward_s * (1 + PLATEAU)
@@ -107,7 +125,7 @@ class CapCurve:
         """The best point in the widest plateau."""
         low, high = self.plateau
         inside = (point for point in self.points if low <= point.high_bytes <= high)
-        return min(inside, key=lambda point: point.backward_s)
+        return min(inside, key=lambda point: round(point.backward_s, 12))
 
 
 def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
@@ -118,8 +136,79 @@ def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
         caps = caps[-1:]  # outer strategies have no buckets
     if 1 < most < len(caps):
         caps = [caps[round(place * (len(caps) - 1) / (most - 1))] for place in range(most)]
-    points = (CapPoint(max(least, low), high, cuts, simulate(job, cuts, costs)) for cuts, (low, high) in caps)
-    return CapCurve(tuple(points))
+    times_s = estimate_backwards(job, [cuts for cuts, _ in caps], costs)
+    points = zip(caps, times_s, strict=True)
+    return CapCurve(tuple(CapPoint(max(least, low), high, cuts, s, job, costs) for (cuts, (low, high)), s in points))
+
+
+def estimate_backwards(job: Job, partitions: Sequence[Sequence[int]], costs: MachineCosts) -> list[float]:
+    """`simulate(job, cuts, costs).over_s` for many cuts; faster than one by one if messages are sent one at a time."""
+    if costs.sending is not None or costs.servers > 1:
+        return [simulate(job, cuts, costs).over_s for cuts in partitions]
+    work, found, place = _Work(job, costs), list[float](), 0
+    while place < len(partitions):
+        # Partitions of caps have ever fewer buckets: the first has the most.
+        chunk = partitions[place : place + max(1, _MOST_CELLS // len(partitions[place]))]
+        place += len(chunk)
+        ends = np.full((len(chunk), max(map(len, chunk))), len(job.sizes))
+        for row, cuts in zip(ends, chunk, strict=True):
+            row[: len(cuts)] = cuts
+        found += work.estimate(ends).tolist()
+    return found
+
+
+class _Work:
+    """The simulator's model in closed form, for one message at a time. The clock is the compute done so far, with
+    launches and copies: while a message is in flight, compute advances by `took_s * compute_rate / message_rate`. The
+    step is the compute plus, for each message, its time except the part that compute hides."""
+
+    def __init__(self, job: Job, costs: MachineCosts) -> None:
+        self.job, self.costs = job, costs
+        self.totals = np.array(job.totals, dtype=np.float64)
+        self.latest_s = np.array(job.latest_s)
+        self.tied = {job.gradients[place].name: place for place in job.tied}
+        self.backward_s = max(job.backward_s, job.latest_s[-1])
+
+    def time_messages(self, sizes: Floats) -> tuple[Floats, Floats, Floats]:
+        """For messages of these sizes: seconds alone, the compute that hides one, and how much of each hidden second
+        of compute does not lengthen the step."""
+        known, places = np.unique(sizes, return_inverse=True)
+        contention, logs = self.costs.contention, np.log(np.maximum(known, 1.0))
+        scale = np.log(np.array(contention.sizes, dtype=np.float64))
+        compute, message = (np.interp(logs, scale, r) for r in (contention.compute_rates, contention.message_rates))
+        alone_s = self.costs.curve.estimate_all(known)
+        found = alone_s, alone_s * compute / message, (compute + message - 1) / compute
+        return tuple(values[places.reshape(sizes.shape)] for values in found)  # type: ignore[return-value]
+
+    def estimate_tails(self, starts: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """For last buckets that start at these gradients: when they are ready, and the seconds of the rows that follow
+        them. A tied gradient in the last bucket is sent whole, when its lookups are ready, too."""
+        ready_s = np.full(starts.shape, self.latest_s[-1])
+        rows_s = np.zeros(starts.shape)
+        for one, num_bytes in self.job.tail:
+            is_late = starts <= self.tied.get(one.name, -1)
+            ready_s[is_late] = self.backward_s
+            rows_s[~is_late] += self.costs.curve.estimate_s(num_bytes)
+        return ready_s, rows_s
+
+    def estimate(self, ends: NDArray[np.int64]) -> Floats:
+        """Seconds until all gradients are reduced, for each row of bucket ends; rows are padded with the last end."""
+        costs, starts = self.costs, np.hstack([np.zeros_like(ends[:, :1]), ends[:, :-1]])
+        sizes, is_bucket = self.totals[ends] - self.totals[starts], ends > starts
+        alone_s, hiding_s, hidden = self.time_messages(sizes)
+        alone_s, hiding_s = alone_s * is_bucket, hiding_s * is_bucket
+        rows, last = np.arange(len(ends)), is_bucket.sum(axis=1) - 1
+        last_s, rows_s = self.estimate_tails(starts[rows, last])
+        ready_s = self.latest_s[ends - 1]
+        ready_s[ends == len(self.latest_s)] = np.repeat(last_s, (ends == len(self.latest_s)).sum(axis=1))
+        launched_s = np.cumsum(costs.launch_s * is_bucket + costs.gather_s_per_byte * sizes, axis=1)
+        over_s = self.backward_s + launched_s[:, -1:]
+        # A message starts when its bucket is launched and the messages before it have ended.
+        before_s = np.cumsum(hiding_s, axis=1) - hiding_s
+        starts_s = before_s + np.maximum.accumulate(ready_s + launched_s - before_s, axis=1)
+        left_s = alone_s - hidden * np.clip(over_s - starts_s, 0.0, hiding_s)
+        found: Floats = over_s[:, 0] + left_s.sum(axis=1) + rows_s + costs.finish_s
+        return np.maximum(found, self.job.backward_s)
 
 
 def scale_curve(curve: MeasuredCurve, alpha: float = 1.0, beta: float = 1.0) -> MeasuredCurve:
@@ -174,38 +263,54 @@ def estimate_closed_form(job: Job, alpha_s: float) -> float:
     return job.num_bytes * math.sqrt(alpha_s / job.backward_s)
 
 
-def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:
-    """Where to cut the ready order so that the last message ends as early as possible; exact for one server and no
-    contention."""
-    # C[j] is the earliest end of the messages up to gradient j: min over i < j of max(C[i], ready_j) + overhead +
-    # a(bytes of i+1..j).
-    count, latest = len(job.sizes), job.latest_s
-    totals = np.array(job.totals, dtype=np.float64)
-    ends = np.zeros(count + 1)
-    previous = [0] * (count + 1)
-    for j in range(1, count + 1):
-        messages_s = curve.estimate_all(totals[j] - totals[:j])
-        found = np.maximum(ends[:j], latest[j - 1]) + overhead_s + messages_s
-        ends[j] = found.min()
-        # On a tie, prefer fewer buckets: their overhead is real.
-        previous[j] = int(np.argmax(found <= ends[j] + 1e-15))
-    cuts, place = [], count
-    while place:
-        cuts.append(place)
-        place = previous[place]
-    return sorted(cuts)
+def find_cuts(job: Job, costs: MachineCosts) -> tuple[int, ...]:
+    """Where to cut the ready order so that the step ends as early as possible. Exact if messages are sent one at a
+    time, launches are free, and a message that is sent during compute costs no more than one sent after it."""
+    work, count = _Work(job, costs), len(job.sizes)
+    compute_s = work.backward_s + costs.gather_s_per_byte * work.totals[-1]
+    # A state is a place, where messages end on the clock of compute (without launches), the cost so far, and the state
+    # before it. At each place only states remain that no other beats in both; if none slows the other, this is one.
+    places, ends_s, costs_s, parents = (np.zeros(1, dtype) for dtype in (np.int64, np.float64, np.float64, np.int64))
+    lasts, firsts = np.tril_indices(count)
+    times = work.time_messages(work.totals[lasts + 1] - work.totals[firsts])
+    for place in range(1, count + 1):
+        starts, first = np.arange(place), place * (place - 1) // 2
+        alone_s, hiding_s, hidden = (values[first : first + place] for values in times)
+        ready_s, rows_s = np.full(place, work.latest_s[place - 1]), np.zeros(place)
+        if place == count:
+            ready_s, rows_s = work.estimate_tails(starts)
+        ready_s += costs.gather_s_per_byte * work.totals[place]
+        starts_s = np.maximum(ends_s - costs.launch_s, ready_s[places])
+        hides_s = np.clip(compute_s - starts_s, 0.0, hiding_s[places])
+        found_s = costs_s + costs.launch_s + (alone_s + rows_s)[places] - hidden[places] * hides_s
+        found_ends_s = starts_s + hiding_s[places]
+        if place == count:
+            break
+        order = np.lexsort((found_s, found_ends_s))
+        least_s = np.minimum.accumulate(found_s[order])
+        kept = order[np.concatenate([[True], found_s[order][1:] < least_s[:-1] - _EPSILON])]
+        places = np.concatenate([places, np.full(len(kept), place)])
+        ends_s, costs_s = np.concatenate([ends_s, found_ends_s[kept]]), np.concatenate([costs_s, found_s[kept]])
+        parents = np.concatenate([parents, kept])
+    # On a tie, prefer the largest last bucket.
+    state = int(np.argmax(found_s <= found_s.min() + _EPSILON))
+    cuts = [count]
+    while state:
+        cuts.append(int(places[state]))
+        state = int(parents[state])
+    return tuple(cuts[::-1])
 
 
 def find_best_cuts(
     job: Job, costs: MachineCosts, seeds: Sequence[tuple[int, ...]] = ()
 ) -> tuple[tuple[int, ...], SimulatedStep]:
-    """The best free cuts: starts from the exact cuts of the simple model and the given seeds, and improves each in the
-    full model, unless the simple model holds."""
-    exact = tuple(find_cuts(job, costs.curve, costs.launch_s))
-    step = simulate(job, exact, costs)
-    if costs == MachineCosts(costs.curve) and len(step.tail) == len(job.tail):
-        return exact, step
-    starts = dict.fromkeys([exact, *seeds])
+    """The best free cuts: those of `find_cuts`, or seeds if they are better. With several messages at a time or a
+    strategy, `find_cuts` is not exact, and all of them are improved in the full model."""
+    starts = list(dict.fromkeys([find_cuts(job, costs), *seeds]))
+    if costs.sending is None and costs.servers == 1:
+        times_s = estimate_backwards(job, starts, costs)
+        cuts = starts[times_s.index(min(times_s))]
+        return cuts, simulate(job, cuts, costs)
     return min((_improve(job, costs, cuts) for cuts in starts), key=lambda pair: pair[1].step_s)
 
 

@@ -19,7 +19,7 @@ from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estima
 from paceline.predict.traced_job import TracedJob
 from paceline.predict.traces import Lateness
 from paceline.predict.whatif import describe_scenario, simulate_what_if
-from paceline.records import StepRecord, TracedStepRecord
+from paceline.records import CapTimeRecord, StepRecord, TracedStepRecord
 from paceline.records.samples import group_by
 from paceline.records.steps import RACED
 from paceline.records.training import list_ranks, pick_like_last
@@ -68,7 +68,12 @@ class TracedResult(Result):
     )
 
     def _derive(self) -> None:
-        self.traced = TracedJob(self.only(TracedStepRecord))
+        self.traced, self.measured = TracedJob(self.only(TracedStepRecord)), self.only(CapTimeRecord)
+        if self.measured:  # the profiler slows its steps down
+            job, model = self.traced.fit.job, self.traced.predictor
+            changes = [one.timing.center_s / model.predict(job.cut(one.cap_bytes)).step_s for one in self.measured]
+            step_s = statistics.geometric_mean(changes) * self.traced.step_s
+            self.traced = TracedJob(remove_recording(self.only(TracedStepRecord), step_s))
         self.model = self.traced.predictor
         self.job, self.costs = self.model.job, self.model.costs
         self._caps = enumerate_caps(self.job.sizes)
@@ -121,7 +126,7 @@ class TracedResult(Result):
         torch 2.13 accepts, is used if that is better and as certain. Gradients are in ready order."""
         cuts, label = self.best.cuts, "traced"
         if self.verdict == "use":
-            free, label = tuple(find_cuts(self.job, self.costs.curve, self.costs.launch_s)), "from a trace"
+            free, label = find_cuts(self.job, self.costs), "from a trace"
             other = self.build_row(label, free)
             if other.step_s < self.best.step_s and _is_sure(other.ratios[TRACED]):
                 cuts, label = free, "free, from a trace"
@@ -180,7 +185,7 @@ class TracedResult(Result):
             f"self-check: with the traced buckets, the simulated step is {off} than the traced one; message times are "
             f"multiplied by {traced.fit.factor:.2f} to match it",
             *traced.notes,
-            "assumed: all times include the profiler's overhead; copies cost the same for every bucket size",
+            f"{self._describe_overhead()}; copies are assumed to cost the same for every bucket size",
             "interval: 90 %, from the spread of the steps, the assumptions, and 10 % of exposed communication",
         ]
         if free.step_s < (1 - PLATEAU) * self.best.step_s:
@@ -206,6 +211,12 @@ class TracedResult(Result):
             lines += describe_rows(self.elsewhere, assumed, "elsewhere")
         return lines
 
+    def _describe_overhead(self) -> str:
+        if not self.measured:
+            return "assumed: all times include the profiler's overhead"
+        steps = ", ".join(f"{format_ms(m.timing.center_s)} ms at {format_bytes(m.cap_bytes)}" for m in self.measured)
+        return f"fitted: all times are scaled to the steps measured without the profiler ({steps})"
+
     def tables(self) -> list[Table]:
         step = self.traced.steps[-1]
         messages = [(number, message, step.backward_s) for number, message in enumerate(step.messages)]
@@ -224,7 +235,8 @@ class TracedResult(Result):
     def next_steps(self) -> Sequence[str]:
         if self.verdict == "use":
             return (f"DistributedDataParallel(model, {name_buckets(self.best)})",)
-        return () if self.elsewhere else ("paceline predict --trace FILE... --network 10gbe --ranks 8,64",)
+        asked = () if self.measured else ("paceline predict --trace FILE... --measured 25MiB=724ms",)
+        return () if self.elsewhere else (*asked, "paceline predict --trace FILE... --network 10gbe --ranks 8,64")
 
 
 def _is_sure(ratio: Interval) -> bool:
@@ -249,7 +261,7 @@ def plot_traced(result: TracedResult) -> Figure:
     points, best = estimate_caps(result.job, result.costs).points, result.candidate
     points = tuple(point for point in points if point.high_bytes >= rows[0].cap_bytes)
     ends = best.cap_bytes, best.step_s
-    draw_caps(axes, points, lambda point: point.step.step_s, ends, result.job.local_s, rows)
+    draw_caps(axes, points, lambda point: point.step_s, ends, result.job.local_s, rows)
     seconds, where = [step.step_s * 1e3 for step in result.traced.steps], max(result.traced.layout) / MIB
     axes.plot([where] * len(seconds), seconds, ".", color=COLORS[1], alpha=0.5, label="traced steps (measured)")
     axes.axhline(result.traced.step_s * 1e3, color=COLORS[1], lw=1, label="traced: median")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
-from paceline.predict.curves import DRAWS, Resample, draw, fit_curve, fit_line
+from paceline.predict.curves import DRAWS, MeasuredCurve, Resample, draw, fit_curve, fit_line
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
@@ -26,7 +26,7 @@ from paceline.predict.networks import (
     find_network,
     find_networks,
 )
-from paceline.predict.predictor import Draw, Prediction, Predictor, find_evidence
+from paceline.predict.predictor import Draw, Prediction, Predictor, calibrate, find_evidence
 from paceline.predict.race import Interval
 from paceline.predict.search import (
     PLATEAU,
@@ -84,6 +84,8 @@ from paceline.units import MIB, format_bytes, format_duration, format_ms, format
 
 # rows shown on the terminal: the widest ranges of bucket sizes, and the last one; the CSV has all of them
 _MOST_ROWS = 24
+# bounds of the factor that measured times are fitted with
+_FACTORS = (0.5, 4.0)
 _ROWS = (256, 1024, 4096)  # assumed distinct tokens per rank, used when the tables do not give the number
 
 
@@ -204,7 +206,7 @@ POINTS = (
     *raw_columns("low_bytes", "high_bytes"),
     Column("buckets", lambda p: len(p.cuts), "count", "num_buckets", priority=2),
     Column("backward", "backward_s", "ms", "backward_s", priority=3),
-    Column("exposed", "step.exposed_s", "ms", "exposed_s", priority=1),
+    Column("exposed", "exposed_s", "ms", "exposed_s", priority=1),
     SIMULATED,
 )
 CHANGES = (
@@ -214,7 +216,7 @@ CHANGES = (
     *raw_columns(plateau_low_bytes="plateau.0", plateau_high_bytes="plateau.1"),
     Column("buckets", lambda c: len(c.chosen.cuts), "count", "num_buckets", priority=1),
     Column("backward", "chosen.backward_s", "ms", "backward_s", priority=2),
-    Column("exposed", "chosen.step.exposed_s", "ms", "exposed_s"),
+    Column("exposed", "chosen.exposed_s", "ms", "exposed_s"),
     Column("beyond the table", lambda c: c.is_beyond or None, "yes", priority=1),
     *raw_columns("is_beyond"),
     SIMULATED,
@@ -227,7 +229,7 @@ SPLITS = (
     Column("best bucket size", lambda s: join_sizes(*s.caps.plateau), priority=3),
     *raw_columns(plateau_low_bytes="caps.plateau.0", plateau_high_bytes="caps.plateau.1"),
     Column("backward", "caps.best.backward_s", "ms", "backward_s", priority=3),
-    Column("exposed", "caps.best.step.exposed_s", "ms", "exposed_s", priority=3),
+    Column("exposed", "caps.best.exposed_s", "ms", "exposed_s", priority=3),
     Column("best free plan", "free.exposed_s", "ms", "free_exposed_s", priority=3),
     Column("best free plan, 1/10 latency", "quick.exposed_s", "ms", "quick_exposed_s", priority=1),
     *raw_columns("late_bytes"),
@@ -265,8 +267,10 @@ class CapsResult(Result):
     """Result of `predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
 
     The tables do not include contention, so there are two curves: `caps` uses the tables alone, and `expected` adds the
-    assumed contention, which is zero on a CPU. `measured` holds times at some bucket sizes. `splits` shows what
-    Paceline's wrapper gains when the first and the last layer share a tied tensor.
+    assumed contention, which is zero on a CPU. `measured` holds times at some bucket sizes, and `fitted` is the curve
+    with the one rate at which messages and compute slow each other down that reproduces them, None without any.
+    `recommended` is the range of sizes to use: at most `risk` slower than the best size of each curve that the answer
+    rests on. `splits` shows what Paceline's wrapper gains when the first and the last layer share a tied tensor.
     """
 
     json_columns = (
@@ -275,6 +279,8 @@ class CapsResult(Result):
         *raw_columns(plateaus="caps.plateaus", expected_plateaus="expected.plateaus", interval_s="interval"),
         *raw_columns(plateau_low_bytes="caps.plateau.0", plateau_high_bytes="caps.plateau.1"),
         *raw_columns("shared", "default_s", "default_expected_s", "closed_form_bytes", notes="findings"),
+        *raw_columns("keeps_default", "risk", "factor", "fitted_s"),
+        *raw_columns(recommended_low_bytes="recommended.0", recommended_high_bytes="recommended.1"),
         *raw_columns(alpha_s="line.alpha_s", beta_bytes_per_s="line.bytes_per_s", local_backward_s="job.backward_s"),
         *raw_columns(expected_s="expected.best.backward_s"),
         Column(
@@ -286,7 +292,8 @@ class CapsResult(Result):
     )
 
     def _derive(self) -> None:
-        self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
+        untied = self.config.get("untied", False)
+        self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord), untied)
         sweep = self.only(CollectiveRecord)
         self.cost = fit_curve((record.num_bytes, record.time_s) for record in sweep)
         self.line = fit_line(zip(self.cost.sizes, self.cost.seconds, strict=True))
@@ -299,23 +306,72 @@ class CapsResult(Result):
         self.contention, self.is_on_gpu = Contention.assume(device, is_on_host=False), device == "cuda"
         slowed = replace(costs, contention=self.contention.spread_over(self.cost))
         self.expected = estimate_caps(self.job, slowed) if self.is_on_gpu else self.caps
-        fast = {point.cuts for point in self.expected.points if self.expected.is_fast(point)}
-        self.shared = self.caps.list_ranges(lambda point: self.caps.is_fast(point) and point.cuts in fast)
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
         self.default_s, self.default_expected_s = (simulate(self.job, default, c).over_s for c in (costs, slowed))
-        self.interval = self._estimate_interval(costs, device)
         self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
+        defaults_s = {"from the tables": self.default_s, "with contention": self.default_expected_s}
+        self.factor: float | None = None
+        self.fitted: CapCurve | None = None
+        self.unexplained = 0.0
+        if self.measured:
+            self.logs, self.unexplained = self._fit()
+            self.factor = math.exp(statistics.fmean(self.logs))
+            fitted = self._scale(self.factor)
+            self.fitted = estimate_caps(self.job, fitted)
+            defaults_s["fitted"] = simulate(self.job, default, fitted).over_s
+        self.shared, self.recommended, self.risk = self._recommend()
+        self.chosen_default_s = [defaults_s[name] for name in self.bases]
+        pairs = zip(self.chosen_default_s, self.bases.values(), strict=True)
+        self.keeps_default = all(default_s <= curve.best.backward_s * (1 + PLATEAU) for default_s, curve in pairs)
+        self.interval = self._estimate_interval(costs, device)
+
+    def _scale(self, factor: float) -> MachineCosts:
+        """The costs with which messages and compute take `factor` times as long while they overlap. Below 1 nothing
+        slows the other, and messages are faster than in the table."""
+        rate, seconds = 1 / max(1.0, factor), tuple(min(1.0, factor) * one for one in self.cost.seconds)
+        contention = Contention((1,), (rate,), (rate,), "fitted to the measured times")
+        return MachineCosts(MeasuredCurve(self.cost.sizes, seconds), contention=contention)
+
+    def _fit(self) -> tuple[list[float], float]:
+        """The logarithm of the factor that reproduces each measured time, and the largest share of a time that no
+        factor explains."""
+        logs, shares = [], []
+        for record in self.measured:
+            job = self.job if record.of == "step" else replace(self.job, before_s=0.0, after_s=0.0)
+            cuts, taken_s = self._find_point(record, self.caps).cuts, record.timing.center_s
+            factor, rest_s = calibrate(job, cuts, self._scale, taken_s, _FACTORS)
+            logs.append(math.log(factor))
+            shares.append(abs(rest_s) / taken_s)
+        return logs, max(shares)
+
+    def _recommend(self) -> tuple[list[tuple[int, int]], tuple[int, int], float]:
+        """The ranges of sizes within 1 % of the best on every curve that the answer rests on; the widest of them or, if
+        there is none, the sizes that lose least; and how much slower than the best these may be."""
+        curves = list(self.bases.values())
+        losses = {
+            points[0].cuts: max(p.backward_s / c.best.backward_s - 1 for p, c in zip(points, curves, strict=True))
+            for points in zip(*(curve.points for curve in curves), strict=True)
+        }
+        shared = self.caps.list_ranges(lambda point: losses[point.cuts] <= PLATEAU)
+        ranges = shared or self.caps.list_ranges(lambda point: losses[point.cuts] == min(losses.values()))
+        low, high = max(ranges, key=lambda sizes: sizes[1] / sizes[0])
+        return shared, (low, high), max(losses[p.cuts] for p in self.caps.points if low <= p.high_bytes <= high)
 
     def _estimate_interval(self, costs: MachineCosts, device: str) -> tuple[float, float]:
         """The 90 % interval of backward with the best buckets, in seconds."""
         job = replace(self.job, before_s=0.0, after_s=0.0)
+        error = 0.0 if len(self.measured) < 2 else statistics.stdev(self.logs) / math.sqrt(len(self.measured))
 
         def build(resample: Resample) -> Draw:
-            contention = Contention.assume(device, is_on_host=False, source=resample.source).spread_over(self.cost)
-            return Draw(job, replace(costs, contention=contention), MODEL_ERROR * resample.error)
+            if self.factor is not None:
+                drawn = self._scale(self.factor * math.exp(error * resample.shift))
+            else:
+                contention = Contention.assume(device, is_on_host=False, source=resample.source).spread_over(self.cost)
+                drawn = replace(costs, contention=contention)
+            return Draw(job, drawn, MODEL_ERROR * resample.error)
 
-        found = Predictor(*draw(build)).predict(self.expected.best.cuts)
+        found = Predictor(*draw(build)).predict((self.fitted or self.expected).best.cuts)
         return found.low_s, found.high_s
 
     def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
@@ -335,12 +391,22 @@ class CapsResult(Result):
     @property
     def curves(self) -> dict[str, CapCurve]:
         """The predicted curves by the inputs they use."""
-        return {"from the tables": self.caps} | ({"with contention": self.expected} if self.is_on_gpu else {})
+        found = {"from the tables": self.caps} | ({"with contention": self.expected} if self.is_on_gpu else {})
+        return found | ({} if self.fitted is None else {"fitted": self.fitted})
+
+    @property
+    def bases(self) -> dict[str, CapCurve]:
+        """The curves that the answer rests on: the fitted one or, without measured times, all."""
+        return self.curves if self.fitted is None else {"fitted": self.fitted}
+
+    @property
+    def fitted_s(self) -> float | None:
+        return None if self.fitted is None else self.fitted.best.backward_s
 
     def predict_s(self, record: CapTimeRecord, curve: CapCurve) -> float:
         """The prediction for a measured record."""
         point = self._find_point(record, curve)
-        return point.step.step_s if record.of == "step" else point.backward_s
+        return point.step_s if record.of == "step" else point.backward_s
 
     def _find_point(self, record: CapTimeRecord, curve: CapCurve) -> CapPoint:
         cap_bytes = min(record.cap_bytes, self.job.num_bytes)
@@ -349,19 +415,30 @@ class CapsResult(Result):
     @property
     def answer(self) -> str:
         beyond = "; some messages are larger than any in the table" if self.changes[0].is_beyond else ""
+        bests = [curve.best.backward_s for curve in self.bases.values()]
         interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
-        text = f"Use a bucket size of {join_sizes(*self.caps.plateau)}: backward with communication is within 1 % of "
-        text += f"the best, {format_ms(self.caps.best.backward_s)} ms"
-        default = f"torch's default takes {format_ms(self.default_s)}"
-        if not self.is_on_gpu:
-            return f"{text}{interval}; {default} ms. Simulated{beyond}."
-        both = "none" if not self.shared else join_sizes(*max(self.shared, key=lambda sizes: sizes[1] / sizes[0]))
-        return (
-            f"{text}, from the tables alone. If NCCL slows down the GPU as published: "
-            f"{join_sizes(*self.expected.plateau)}, within 1 % of "
-            f"{format_ms(self.expected.best.backward_s)} ms{interval}. Sizes good in both cases: {both}; "
-            f"{default} and {format_ms(self.default_expected_s)} ms. Simulated{beyond}."
+        best = f"{' and '.join(map(format_ms, bests))} ms{interval}"
+        default = f"{' and '.join(map(format_ms, self.chosen_default_s))} ms"
+        either = ", whether or not NCCL slows down the GPU (as published)" if len(bests) > 1 else ""
+        if self.keeps_default:
+            text = f"Keep torch's default buckets: backward with communication takes {default}, within 1 % of "
+            text += f"the best, {best}{either}"
+        else:
+            text = f"Use a bucket size of {join_sizes(*self.recommended)}: backward with communication is at most "
+            text += f"{self.risk:.1%} slower than with the best size, {best}{either}; torch's default takes {default}"
+        doubt = ", doubtful: no rate explains the measured times" if self.unexplained > PLATEAU else ""
+        return f"{text}. {self._describe_basis()} Simulated{doubt}{beyond}."
+
+    def _describe_basis(self) -> str:
+        """What the prediction rests on."""
+        if self.factor is None:
+            return "Not fitted to a measured time: --measured 25MiB=724ms does that."
+        times = ", ".join(
+            f"{format_ms(m.timing.center_s)} ms at {format_bytes(m.cap_bytes)}" for m in self.measured[:3]
         )
+        more = f" and {len(self.measured) - 3} more" if len(self.measured) > 3 else ""
+        what = format_number_of(len(self.measured), f"measured {self.measured[0].of} time")
+        return f"Fitted to {what} ({times}{more})."
 
     @property
     def findings(self) -> Sequence[str]:
@@ -380,12 +457,44 @@ class CapsResult(Result):
             f"{format_ms(self.cost.estimate_s(size))} ms are exposed at any bucket size",
             *self._describe_splits(),
             "assumed: one message at a time and no copies; times include waiting for other ranks",
-            f"contention: {self.contention.basis}"
-            f"{'; the tables do not include it, but `paceline tune` measures it' * self.is_on_gpu}",
-            f"interval: 90 % of {DRAWS} draws of contention, plus a model error with a standard deviation of "
-            f"{MODEL_ERROR:.0%} of the communication time; the tables have no repetitions to resample",
-            *(self._describe_measured(name, curve) for name, curve in self.curves.items() if self.measured),
+            *self._describe_contention(),
+            *(self._describe_measured(name, curve) for name, curve in self._list_unfitted()),
+            *self._describe_others(),
         ]
+
+    def _describe_others(self) -> list[str]:
+        """How far each measured time is from a prediction that is fitted to the others."""
+        if len(self.measured) < 2:
+            return []
+        errors = []
+        for number, record in enumerate(self.measured):
+            others = self.logs[:number] + self.logs[number + 1 :]
+            costs = self._scale(math.exp(statistics.fmean(others)))
+            step = simulate(self.job, self._find_point(record, self.caps).cuts, costs)
+            took_s = step.step_s if record.of == "step" else step.over_s
+            errors.append(took_s / record.timing.center_s - 1)
+        off, least, most = statistics.fmean(map(abs, errors)), min(errors), max(errors)
+        return [f"predictions fitted to the other measured times are {off:.1%} off ({least:+.1%} to {most:+.1%})"]
+
+    def _list_unfitted(self) -> list[tuple[str, CapCurve]]:
+        """The curves that the measured times did not change, if there are any to compare with."""
+        return [(name, curve) for name, curve in self.curves.items() if self.measured and curve is not self.fitted]
+
+    def _describe_contention(self) -> list[str]:
+        error = f"a model error with a standard deviation of {MODEL_ERROR:.0%} of the exposed communication"
+        if self.factor is None:
+            return [
+                f"contention: {self.contention.basis}"
+                f"{'; the tables do not include it, but --measured and `paceline tune` do' * self.is_on_gpu}",
+                f"interval: 90 % of {DRAWS} draws of contention, plus {error}",
+            ]
+        fitted = f"messages and compute run at {1 / self.factor:.0%} of their speed while they overlap"
+        if self.factor < 1:
+            fitted = f"messages take {self.factor:.0%} of their time in the table, and nothing slows down compute"
+        found = [f"contention: fitted to the measured times: {fitted}", f"interval: 90 % of {DRAWS} draws of {error}"]
+        if self.unexplained > PLATEAU:
+            found.append(f"doubtful: no rate explains the measured times; up to {self.unexplained:.1%} of one remains")
+        return found
 
     def _describe_splits(self) -> list[str]:
         if not self.splits:
@@ -440,6 +549,7 @@ class CapsResult(Result):
             Column("measured", "timing.center_s", "ms", "measured_s", priority=2),
             *self._compare("predicted", "predicted_s", "error", self.caps),
             *(self._compare("with contention", "expected_s", "expected_error", self.expected) * self.is_on_gpu),
+            *([] if self.fitted is None else self._compare("fitted", "fitted_s", "fitted_error", self.fitted)),
         )
         return [
             Table("caps", "backward against bucket size", columns, self.caps.points, shown=shown),
@@ -461,7 +571,7 @@ class CapsResult(Result):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        return ("paceline profile layers --model gpt2-tiny", "paceline tune --model gpt2-tiny --ranks 2")
+        return () if self.measured else (f"paceline predict --csv {self.config['csv']} --measured 25MiB=724ms",)
 
 
 def plot_caps(result: CapsResult) -> Figure:
@@ -472,15 +582,15 @@ def plot_caps(result: CapsResult) -> Figure:
     figure, axes = new_figure(f"{of.capitalize()} time against bucket size", subtitle)
     sizes = [curve.points[0].low_bytes, result.closed_form_bytes, *(record.cap_bytes for record in measured)]
     least, most = min(sizes) / MIB, max(*sizes, result.job.num_bytes) / MIB
-    around_s = best.step.step_s - best.step.over_s if of == "step" else 0.0
+    around_s = best.step_s - best.backward_s if of == "step" else 0.0
     ends = best.high_bytes, best.backward_s + around_s
-    alone_s = best.step.local_s + around_s
+    alone_s = result.job.backward_s + around_s
     draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, alone_s)
-    if result.is_on_gpu:
-        ends_s = [(p, p.backward_s + around_s) for p in result.expected.points]
-        slowed = [(size / MIB, at_s * 1e3) for p, at_s in ends_s for size in (p.low_bytes, p.high_bytes)]
-        axes.plot(*zip(*slowed, strict=True), ":", color=COLORS[3], lw=1.2, label="predicted, with contention")
-    for color, (name, found) in zip((2, 3), result.curves.items(), strict=False):
+    for color, (name, found) in zip((2, 3, 5), result.curves.items(), strict=False):
+        if found is not curve:
+            ends_s = [(p, p.backward_s + around_s) for p in found.points]
+            line = [(size / MIB, at_s * 1e3) for p, at_s in ends_s for size in (p.low_bytes, p.high_bytes)]
+            axes.plot(*zip(*line, strict=True), ":", color=COLORS[color], lw=1.2, label=f"predicted, {name}")
         for number, (low, high) in enumerate(found.plateaus):
             label = "_" if number else f"within 1 % of the best, {name}"
             first = least if low == curve.points[0].low_bytes else low / MIB  # smaller caps give the same buckets
@@ -493,6 +603,7 @@ def plot_caps(result: CapsResult) -> Figure:
     times = [alone_s, 1.3 * ends[1], *(record.timing.center_s for record in measured)]
     limits = (0.97e3 * min(times), 1.03e3 * max(times))
     axes.set(xlim=(least, most), ylim=limits, ylabel=f"{of} with communication (ms)")
+    axes.minorticks_off()
     place_legend(figure, axes)
     return figure
 
@@ -504,8 +615,8 @@ def plot_sensitivity(result: CapsResult) -> Figure:
     for axes, what in zip(grid, named, strict=True):
         curves = sorted((c for c in result.changes if c.what in ("", what)), key=lambda curve: curve.factor)
         for curve in curves:
-            for sizes in curve.plateaus:
-                axes.plot([curve.factor] * 2, [size / MIB for size in sizes], color=COLORS[2], alpha=0.35, lw=4)
+            lows, highs = ([size / MIB for size in sizes] for sizes in zip(*curve.plateaus, strict=True))
+            axes.vlines([curve.factor] * len(lows), lows, highs, color=COLORS[2], alpha=0.35, lw=4)
             face = "white" if curve.is_beyond else COLORS[0]
             ends = [size / MIB for size in curve.plateau]
             axes.plot([curve.factor] * 2, ends, "o-", color=COLORS[0], mfc=face, lw=2)
@@ -514,6 +625,7 @@ def plot_sensitivity(result: CapsResult) -> Figure:
         axes.plot([curve.factor for curve in curves], form, "--", color=COLORS[3], lw=1)
         axes.set(xscale="log", yscale="log", xlabel="multiplied by")
         label_values(axes, [curve.factor for curve in curves], "x {:g}".format)
+        axes.minorticks_off()  # on a log axis they take half of the time to draw it
     grid[0].set_ylabel("bucket size (MiB)")
     grid[0].plot([], [], "o-", color=COLORS[0], label="widest range within 1 % of the best")
     if any(curve.is_beyond for curve in result.changes):
@@ -837,7 +949,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
     caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
     best = tuning.best_predicted
-    draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s, points)
+    draw_caps(axes, caps, lambda cap: cap.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s, points)
     axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
     timings = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
     if measured := [(size, *(1e3 * s for s in (t.median_s, t.p10_s, t.p90_s))) for size, t in timings]:

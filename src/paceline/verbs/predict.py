@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
-from paceline.records import CodecRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord, TracedStepRecord
+from paceline.records import (
+    CapTimeRecord,
+    CodecRecord,
+    CollectiveRecord,
+    LayerProfileRecord,
+    Record,
+    StepRecord,
+    Summary,
+    TracedStepRecord,
+)
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import (
     list_collectives,
@@ -130,13 +139,19 @@ def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int 
 @naming_damage()
 def predict_csv(
     folder: str | Path, *, ranks: int | None = None, backend: str | None = None, measured: Place = None,
-    out: Place = None,
+    untied: bool = False, out: Place = None,
 ) -> CapsResult:  # fmt: skip
     """Predict backward times by bucket size from a folder with layer-sizes, layer-times and allreduce-times (CSV).
 
-    `ranks` and `backend` select from an all-reduce table that has several. `measured` is a table of times by bucket
-    size (columns `bucket_size` and `step_s` or `backward_s`) to compare with. Predicting a step needs the rows
-    `forward` and `step` (the optimizer) in layer-times.
+    Args:
+        folder: The folder with the three tables.
+        ranks: Select from an all-reduce table with several numbers of ranks.
+        backend: Select from an all-reduce table with several backends.
+        measured: Times of your own job at one or more bucket sizes, to which the prediction is fitted: "25MiB=724ms",
+            or a table (columns `bucket_size` and `step_s` or `backward_s`). These are steps if layer-times has the rows
+            `forward` and `step` (the optimizer), otherwise backward passes with communication.
+        untied: The token embedding and the head are two tensors, although their sizes are equal.
+        out: Save the run in a new subfolder of this folder.
     """
     from paceline.report.predictions import CapsResult
 
@@ -153,20 +168,39 @@ def predict_csv(
     # Our wrapper's buckets are in shared memory.
     chosen = [record for record in chosen if record.memory == "shared"] or chosen
     sizes, times = (_find_file(folder, stem) for stem in ("layer-sizes", "layer-times"))
-    steps = [] if measured is None else load_cap_times(measured)
     timed = load_layer_times(times)
     absent = [name for name in ("forward", "step") if name not in {record.layer for record in timed}]
+    steps = read_measured(measured, "backward" if absent else "step")
     what = f"--measured {measured} has step_s, but {times} has no row {' and no row '.join(absent)}"
     needs_rows = absent and any(record.of == "step" for record in steps)
     refuse((needs_rows, f"{what}, so steps cannot be predicted: add it, or give backward_s"))
     records = (*load_layer_sizes(sizes), *timed, *chosen, *steps)
-    return _finish(CapsResult, "predict csv", {"csv": folder.name}, records, out=out)
+    return _finish(CapsResult, "predict csv", {"csv": folder.name, "untied": untied}, records, out=out)
+
+
+_MEASURED = re.compile(r"\s*([^=]+)=\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*")
+
+
+def read_measured(measured: Place, of: str) -> list[CapTimeRecord]:
+    """Times by bucket size, from text such as `25MiB=724ms,100MiB=0.7s`, or from a table. Text has times `of` a step or
+    of its backward."""
+    if measured is None or "=" not in str(measured) or Path(measured).exists():
+        return [] if measured is None else load_cap_times(measured)
+    found = []
+    for part in str(measured).split(","):
+        if (match := _MEASURED.fullmatch(part)) is None:
+            raise ConfigError(f"--measured {part[:40]!r} is not a bucket size and its time: write it like 25MiB=724ms")
+        seconds = float(match[2]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[3]]
+        size, timing = parse_size(match[1].strip()), Summary(mean_s=seconds)
+        found.append(CapTimeRecord(cap_bytes=size, of=of, timing=timing, source="imported"))
+    return found
 
 
 @naming_damage()
 def predict_trace(
     traces: str | Path | Sequence[str | Path], *, network: str | None = None, ranks: int | Sequence[int] | None = None,
-    ranks_per_node: int | None = None, inside: str | None = None, algorithm: str = "auto", out: Place = None,
+    ranks_per_node: int | None = None, inside: str | None = None, algorithm: str = "auto", measured: Place = None,
+    out: Place = None,
 ) -> TracedResult:  # fmt: skip
     """Which bucket size is best for a DDP job, and what would a step cost elsewhere? Uses only torch.profiler traces.
 
@@ -180,6 +214,8 @@ def predict_trace(
         ranks_per_node: Number of ranks that share a node.
         inside: The network inside a node.
         algorithm: auto, ring, tree, two-level, gloo or shared.
+        measured: Times of steps without the profiler at one or more bucket sizes, to which the prediction is fitted:
+            "25MiB=724ms", or a table (columns `bucket_size` and `step_s`).
         out: Save the run in a new subfolder of this folder.
     """
     from paceline.predict.curves import check_algorithm
@@ -195,7 +231,10 @@ def predict_trace(
         (ranks_per_node is not None and is_here, elsewhere),
     )
     _check_place(network, [1] if counts is None else counts, ranks_per_node, inside)
-    records = load_traced_steps([file for place in places for file in _list_traces(Path(place))])
+    steps = read_measured(measured, "step")
+    only_steps = f"--measured {measured}: a trace is compared with steps, not with backward_s"
+    refuse((any(record.of != "step" for record in steps), only_steps))
+    records = (*load_traced_steps([file for place in places for file in _list_traces(Path(place))]), *steps)
     config = {
         "traces": [Path(place).name for place in places], "network": network, "ranks": counts, "inside": inside,
         "ranks_per_node": ranks_per_node, "algorithm": algorithm,
