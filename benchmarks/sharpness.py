@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Are the minima of large batches sharper, and is that why they generalise worse? An MLP on MNIST, a minute on two cores.
+"""Are the minima of large batches sharper, and is that why they generalise worse? An MLP on MNIST, minutes on a CPU.
 
     benchmarks/sharpness.py MNIST_FOLDER > results/MACHINE/sharpness.md
 
