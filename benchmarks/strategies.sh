@@ -27,7 +27,7 @@ scale scale-strategies strategies "${resnet[@]}" --global-batch-size 512 --lr 0.
 scale scale-strategies-batch-128 strategies "${resnet[@]}" --global-batch-size 128 --lr 0.1 --lr-warmup 1955 \
   --strategies "topk:0.01,dgc,warmup=1564;topk:0.01;topk:0.001,dgc,warmup=1564;powersgd:4;powersgd:2"
 "$python" "$here/strategy_controls.py" --data "cifar10:$cifar" --model resnet18 --device cuda --precision bf16 \
-  --epochs 30 --batch-size 512 --lr 0.4 --weight-decay 0.0005 --lr-warmup 490 --seeds 5
+  --epochs 30 --batch-size 512 --lr 0.4 --weight-decay 0.0005 --lr-warmup 490 --seeds 5 | tee "$out/strategy_controls.txt"
 
 if [ -n "$text" ]; then
   gpt=(--model gpt2-mini --data "text:$text" --device cuda --optimizer adamw --lr 1e-3 --weight-decay 0.1

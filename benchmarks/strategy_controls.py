@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Train two common mistakes, for comparison with `paceline scale strategies`.
+"""Train with two snippets that do not work, and with all gradients averaged, for comparison.
 
     benchmarks/strategy_controls.py --data cifar10:FOLDER --model resnet18 --device cuda --precision bf16 \
         --epochs 30 --batch-size 512 --lr 0.4 --weight-decay 0.0005 --lr-warmup 490 --seeds 5
 
+- dense: every gradient is averaged, as usual.
 - places: each rank keeps its largest gradients, and an all-reduce adds up values at different indices.
 - gradients: the gradients of every 8th step are averaged, and the replicas never.
 
@@ -16,10 +17,11 @@ import argparse
 import dataclasses
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from paceline.parallel.codecs import SUM, Codec, Exchange
+from paceline.parallel.codecs import SUM, Codec, Exchange, build_codec
 from paceline.records import LargeBatchRecord
 from paceline.strategy import count_kept
 from paceline.studies.training_grid import TrainingCell
@@ -52,7 +54,7 @@ class SomeGradients(Codec):
                 grad.copy_(total.view(grad.shape))
 
 
-CONTROLS = {"places": OtherPlaces, "gradients": SomeGradients}
+CONTROLS: dict[str, Any] = {"dense": build_codec, "places": OtherPlaces, "gradients": SomeGradients}
 
 
 def train(settings: TrainSettings, control: str, evaluations: int) -> LargeBatchRecord:
@@ -74,6 +76,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--test-samples", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--channels", type=int, nargs="+")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--weight-decay", type=float, default=0.0)
     parser.add_argument("--lr-warmup", type=int, default=0)

@@ -80,13 +80,17 @@ def train(device: torch.device) -> float:
         optimizer.zero_grad()
     if device.type == "cuda":
         torch.cuda.synchronize()  # a GPU works asynchronously: wait for it before you read the clock
-    step_s = (time.perf_counter() - begin_s) / STEPS
+    times_s = torch.zeros(dist.get_world_size(), device=device)
+    times_s[dist.get_rank()] = time.perf_counter() - begin_s
+    dist.all_reduce(times_s)  # every rank adds its own time to zeros
     check_equal(model)
     if dist.get_rank() == 0:
         print(f"loss {loss.item():.4f} after {STEPS} steps of {dist.get_world_size()} x {BATCH} samples")
-        print(f"a step takes {step_s * 1e3:.2f} ms")
+        for rank, time_s in enumerate(times_s.tolist()):
+            print(f"rank {rank}: {time_s:.2f} s in all, {time_s / STEPS:.4f} s per batch")
         if device.type == "cpu":  # with NCCL the GPU waits, not this process: a profiler shows it
-            print(f"{averaged.wait_s / STEPS / step_s:.0%} of it is spent waiting for messages after backward")
+            share = averaged.wait_s / times_s[0].item()
+            print(f"rank 0 spends {share:.0%} of it waiting for messages after backward")
     return loss.item()
 
 

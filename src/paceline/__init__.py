@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.verbs import bench
     from paceline.verbs.attach import attach
     from paceline.verbs.doctor import doctor
-    from paceline.verbs.predict import predict, predict_goodput, predict_scale, predict_trace
+    from paceline.verbs.predict import predict, predict_csv, predict_goodput, predict_scale, predict_trace
     from paceline.verbs.profile import comm_table, compare, profile, trace
     from paceline.verbs.report import save_report
     from paceline.verbs.train import train
@@ -60,7 +60,7 @@ _HOMES = {
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
     "paceline.studies.fault_trials": ("faults",),
-    "paceline.verbs.predict": ("predict_goodput", "predict_scale", "predict_trace"),
+    "paceline.verbs.predict": ("predict_csv", "predict_goodput", "predict_scale", "predict_trace"),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
     "paceline.verbs.report": ("save_report",), "paceline.verbs.watch": ("watch",),
     "paceline.studies.scale": ("scale",), "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
@@ -73,9 +73,9 @@ __all__ = [
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
     "bench", "comm_hook", "comm_table", "compare", "doctor", "faults", "get", "init", "is_launched", "load_result",
-    "load_run", "monitor", "predict", "predict_goodput", "predict_scale", "predict_trace", "profile", "ranks",
-    "run_ranks", "save_report", "scale", "set_seed", "shutdown", "slow", "split_parameters", "swap_wrapper", "trace",
-    "train", "tune", "watch",
+    "load_run", "monitor", "predict", "predict_csv", "predict_goodput", "predict_scale", "predict_trace", "profile",
+    "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown", "slow", "split_parameters", "swap_wrapper",
+    "trace", "train", "tune", "watch",
 ]  # fmt: skip
 
 

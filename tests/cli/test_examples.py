@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+import paceline
 from paceline.records import CollectiveRecord, Samples
 from paceline.records.environment import capture_environment
+from paceline.records.exchange import load_cap_times
 from paceline.records.store import Run, save_run
 from paceline.transport import why_not
 from tests.cli.test_models_and_data import save_mrpc
@@ -48,9 +50,13 @@ def test_allreduce_by_hand(start, prefix):
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", [(), TORCHRUN])
 def test_minimal_ddp(start, prefix):
-    loss, step, _, _, *sizes = run_example(start, "minimal_ddp.py", prefix=prefix).splitlines()
-    assert re.fullmatch(r"loss 0\.0\d+ after 60 steps of 2 x 32 samples", loss)
-    assert re.fullmatch(r"a step takes [\d.]+ ms", step)
+    loss, *ranks, waits, _, _, _, _, _ = lines = run_example(start, "minimal_ddp.py", prefix=prefix).splitlines()
+    assert re.fullmatch(r"loss 0\.0\d+ after 60 steps of 2 x 32 samples", loss) and "waiting" in waits
+    assert [line.split(":")[0] for line in ranks] == ["rank 0", "rank 1"]
+    for line in ranks:
+        total_s, batch_s = map(float, re.findall(r"[\d.]+(?= s)", line))
+        assert batch_s * 60 == pytest.approx(total_s, abs=0.01)
+    sizes = lines[-4:]
     assert [line.split()[0] for line in sizes] == ["4", "256", "4096", "16384"]
 
 
@@ -106,6 +112,18 @@ def test_read_a_run(start, tmp_path):
     out = run_example(start, "read_a_run.py", str(tmp_path))
     assert "1048576 bytes: 5 repetitions, median 0.003000 s, noise 0%" in out
     assert "gloo, 2 ranks: a message of 2 MiB takes about 0.005000 s" in out
+
+
+def test_tables_for_predict(start, tmp_path):
+    run = EXAMPLES.parent / "results" / "neoverse-n1-2-cores" / "tune-1Gb-link-torch"
+    out = run_example(start, "tables_for_predict.py", str(run), str(tmp_path / "tables"))
+    sample = EXAMPLES / "bucket-tables"
+    assert {path.name: path.read_text() for path in (tmp_path / "tables").iterdir()} == {
+        path.name: path.read_text() for path in sample.iterdir()
+    }
+    assert "bucket size" in out
+    caps = paceline.predict_csv(sample, measured=sample / "steps.csv")
+    assert caps.table("caps").rows_json() and len(load_cap_times(sample / "steps.csv")) == 7
 
 
 def test_large_batch(start):

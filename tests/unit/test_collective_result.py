@@ -17,7 +17,7 @@ from paceline.report.result import DoctorResult, Result, build_result
 from paceline.report.sweeps import ChunksResult, CollectiveResult
 
 ROW_KEYS = {
-    "collective", "backend", "device", "world_size", "num_bytes", "dtype", "op", "median_s", "p10_s", "p90_s",
+    "collective", "backend", "device", "world_size", "num_bytes", "dtype", "op", "median_s", "mean_s", "p10_s", "p90_s",
     "algbw_gbps", "busbw_gbps", "nwrong", "iters", "statistic", "skew_s", "source", "memory", "memory_bound_s",
     "fraction_of_memory",
 }  # fmt: skip
@@ -54,6 +54,7 @@ def test_a_json_row_has_every_key_in_plain_values(build, record):
     assert (row["collective"], row["backend"], row["device"], row["dtype"]) == ("all_reduce", "gloo", "cpu", "float32")
     assert (row["world_size"], row["num_bytes"], row["iters"], row["nwrong"]) == (4, 10 * 2**20, 11, 3)
     assert (row["median_s"], row["p10_s"], row["p90_s"]) == pytest.approx((0.005, 0.001, 0.009))
+    assert row["mean_s"] == pytest.approx(0.005)
     assert row["algbw_gbps"] == pytest.approx(10 * 2**20 / 0.005 / 1e9)
     assert row["busbw_gbps"] == pytest.approx(1.5 * row["algbw_gbps"])
     assert (row["skew_s"], row["source"]) == (0.001, "measured")
@@ -76,8 +77,8 @@ def test_the_table_has_the_columns_of_nccl_tests(build, record, imported):
     measured, published = read_cells(build(record, imported).table().markdown())
     assert measured == {
         "backend": "gloo", "device": "cpu", "ranks": "4", "size": "10 MiB", "count": "2 621 440", "type": "float32",
-        "redop": "sum", "time (ms)": "5.0000", "p10 (ms)": "1.0000", "p90 (ms)": "9.0000", "algbw (GB/s)": "2.10",
-        "busbw (GB/s)": "3.15", "#wrong": "3", "iters": "11", "source": "measured",
+        "redop": "sum", "time (ms)": "5.0000", "mean (ms)": "5.0000", "p10 (ms)": "1.0000", "p90 (ms)": "9.0000",
+        "algbw (GB/s)": "2.10", "busbw (GB/s)": "3.15", "#wrong": "3", "iters": "11", "source": "measured",
     }  # fmt: skip
     assert [name for name, cell in published.items() if not cell] == ["p10 (ms)", "p90 (ms)", "#wrong", "iters"]
 

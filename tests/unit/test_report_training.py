@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,12 @@ def test_a_loss_that_is_no_number_is_valid_json(loss):
     result = build_run([build_epoch_row(1, loss=loss), build_epoch_row(2)])
     assert math.isnan(result.epochs[0].loss)
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))["epochs"][0]["loss"] is None
+
+
+def test_the_findings_have_the_time_of_all_steps_and_of_each_rank():
+    rows = [row | {"step_s": 0.5, "ranks": {"step_s": [0.5, 0.25]}} for row in EPOCH_ROWS]
+    (line,) = build_run(rows).findings
+    assert re.findall(r"[\d.]+ s\b", line) == [f"{0.5 * len(rows):.2f} s", "0.5000 s", "0.2500 s"]
 
 
 def build_curve(ranks, step_s, change=0.0, **last):

@@ -169,6 +169,7 @@ def _name_backend(record: CollectiveRecord) -> str:
 # Columns in the middle and at the end of every timed row. `statistic` is `mean` if an imported table has no median;
 # `median_s` then holds that mean.
 _SPREAD = (
+    Column("mean", "timing.mean_s", "ms", "mean_s", priority=-1),
     Column("p10", "timing.p10_s", "ms", "p10_s", priority=-2),
     Column("p90", "timing.p90_s", "ms", "p90_s", priority=-2),
     Column("algbw", "algbw_bytes_per_s", "GB/s", "algbw_gbps", priority=1),

@@ -41,6 +41,7 @@ _COLUMNS = (
 )
 
 
+_MOST_RANKS = 4  # maximum number of ranks to list individually, instead of the fastest and the slowest
 _MOST_FAULTS = 3  # maximum number of faults to list individually
 
 
@@ -158,7 +159,18 @@ class TrainRunResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        return [*self._describe_phases(), *self._describe_saves(), *self._describe_faults()]
+        return [*self._describe_times(), *self._describe_phases(), *self._describe_saves(), *self._describe_faults()]
+
+    def _describe_times(self) -> Sequence[str]:
+        """The time of all steps and of one, also for each rank. A resumed run may have had other ranks before."""
+        if self.total is None or not self.total.seconds or "ranks" not in self.rows[-1]:
+            return ()
+        own = zip(*(records.list_ranks(row, "step_s") for row in records.pick_like_last(self.rows)), strict=True)
+        times = [(statistics.fmean(seconds), rank) for rank, seconds in enumerate(own)]
+        shown = times if len(times) <= _MOST_RANKS else [min(times), max(times)]
+        ranks = join_words([f"{mean_s:.4f} s on rank {rank}" for mean_s, rank in shown])
+        what = format_number_of(len(self.rows), "step")
+        return (f"{what} took {self.total.seconds:.2f} s; the mean step took {ranks}.",)
 
     def _describe_faults(self) -> Sequence[str]:
         """The faults that the run recovered from, excluding a fault that ended it."""
