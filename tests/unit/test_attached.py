@@ -10,27 +10,33 @@ from pathlib import Path
 import pytest
 
 from paceline.plan import plan_by_cuts, plan_like_torch
-from paceline.predict.advice import find_late_rank, list_bottlenecks, remove_recording
+from paceline.predict.accounting import PhaseFinder, RankRow, account_steps, list_waits
+from paceline.predict.advice import rank_findings, remove_recording
 from paceline.predict.curves import FamilyCurve
+from paceline.predict.race import Interval, Race
 from paceline.predict.simulate import Contention, MachineCosts
 from paceline.predict.trace_steps import read_steps
-from paceline.predict.traces import Lateness, read_ranks
+from paceline.predict.traces import read_ranks
 from paceline.records import Samples, StepRecord, TracedMessage, TracedStepRecord
 from paceline.records.environment import capture_environment
 from paceline.records.findings import Finding, find_doubts
 from paceline.records.samples import UNSTABLE
-from paceline.records.steps import RACED
+from paceline.records.steps import RACED, OperatorTime, Stall
 from paceline.records.store import Run
-from paceline.report.observed import NOW, AttachedResult, _write_cap
+from paceline.report.observed import NOW, AttachedResult
+from paceline.report.prediction_rows import _find_status, format_cap
+from paceline.runtime.ranks.session import Session
 from paceline.units import KIB, MIB, format_ms
+from paceline.verbs import attach as attaching
 from paceline.verbs.attach import _build_record, _Files
 from tests.unit.made_ddp import build_document, made_job, made_on_cpu, made_on_gpu
+from tests.unit.made_traces import MadeTrace
 
 SIZES = (8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB, MIB, MIB, 512 * KIB, 512 * KIB)
+PARTS = ("data_s", "forward_s", "backward_s", "waiting_s", "exposed_s", "optimizer_s", "rest_s")
 JOB = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31, device="cuda")
+QUIET = replace(capture_environment(), stolen=0.0, load_average=0.0)
 COSTS = MachineCosts(FamilyCurve("line", 2, 1e-4, 2e9), contention=Contention())
-NOTHING = Samples(((0.0, 0.0),))
-CAP = Finding("buckets", "other buckets save time", "use cap", gain_s=0.02)
 
 
 def made_step(rank: int, number: int, took: tuple[float, ...], before: float = 0.01) -> TracedStepRecord:
@@ -60,15 +66,15 @@ def one_bucket() -> tuple[TracedStepRecord, ...]:
 
 def build(records: tuple, **config: object) -> AttachedResult:
     config = {"command": ["x"], **config}
-    return AttachedResult(Run("profile attach", config, capture_environment(), records))
+    return AttachedResult(Run("profile attach", config, QUIET, records))
 
 
-def test_the_late_rank_is_the_one_whose_messages_take_least():
+def test_the_late_rank_is_the_one_that_waits_least():
     records = [made_step(0, n, (0.021, 0.001)) for n in range(4)] + [made_step(1, n, (0.001, 0.001)) for n in range(4)]
-    found = find_late_rank(records)
-    assert found is not None and (found.rank, found.share) == (1, 1.0) and found.mean_s == pytest.approx(0.02)
-    assert find_late_rank(records[:4]) is None
-    assert find_late_rank([]) is None
+    waits = list_waits(records)
+    assert [sorted(row) for row in waits] == [[0, 1]] * 4
+    assert all(row[0] == pytest.approx(0.02) and row[1] == 0 for row in waits)
+    assert list_waits(records[:4]) == list_waits([]) == []
 
 
 def test_the_cost_of_recording_is_removed():
@@ -88,31 +94,18 @@ def test_short_recorded_steps_are_stretched():
         assert step.messages[0].launch_s == step.messages[0].start_s == pytest.approx(0.015)
 
 
-def test_the_bottleneck_is_the_one_with_most_to_gain():
-    data = Samples(((0.03, 0.02),) * 3)
-    late, buckets, messages = Lateness(1, 0.9, 0.05), CAP, (0.02, 0.012, 0.05)
-    kinds = [one.kind for one in list_bottlenecks(0.1, data, late, buckets, messages)]
-    assert kinds == ["late rank", "data", "buckets", "network", "computing"]
-    (only,) = list_bottlenecks(1.0, data, None, None, None)
-    assert (only.kind, only.gain_s) == ("computing", 0.0)
-    for exposed_s, kind in ((0.009, "computing"), (0.011, "network")):  # a tenth of the step
-        assert list_bottlenecks(0.1, NOTHING, None, None, (0.02, exposed_s, 0.05))[0].kind == kind
-
-
-def test_a_step_that_sends_for_longer_than_it_computes_has_too_small_a_batch():
-    first, *_ = list_bottlenecks(0.1, NOTHING, None, None, (0.06, 0.05, 0.04))
-    assert first.kind == "batch"
-    first, *others = list_bottlenecks(0.1, NOTHING, None, CAP, (0.06, 0.05, 0.04))
-    assert (first.kind, others[0].kind) == ("buckets", "batch")  # free remedies come first
-    first, *others = list_bottlenecks(0.1, NOTHING, None, replace(CAP, gain_s=0.01), (0.06, 0.05, 0.04))
-    assert (first.kind, others[0].kind) == ("batch", "buckets")  # unless it saves little of what is exposed
-
-
-def test_ranks_that_take_turns_are_not_late_and_one_that_waits_for_data_is_late_because_of_that():
-    assert list_bottlenecks(0.1, NOTHING, Lateness(0, 0.5, 0.09), None, None)[0].kind == "computing"
-    data = Samples(((0.0, 0.05),) * 3)
-    first, *others = list_bottlenecks(0.1, data, Lateness(1, 1.0, 0.05), None, None)
-    assert first.kind == "data" and "rank 1" in first.text and others[0].kind == "computing"
+def test_findings_are_ranked_by_gain_and_silent_below_the_noise():
+    found = [
+        Finding("data", "a", gain_s=0.006),
+        Finding("buckets", "b", gain_s=0.02),
+        Finding("host", "c", gain_s=0.004),
+    ]
+    assert [one.kind for one in rank_findings(found, 0.1)] == ["buckets", "data"]
+    assert [one.kind for one in rank_findings(found, 0.1, noise=0.1)] == ["buckets"]
+    (only,) = rank_findings(found, 0.1, noise=0.3)
+    assert (only.kind, only.gain_s, only.step_s) == ("healthy", 0.0, 0.1)
+    unsure = Finding("backend", "d", gain_s=0.05, gain_interval_s=(0.0, 0.08))  # it may save nothing
+    assert [one.kind for one in rank_findings([*found, unsure], 0.1)] == ["buckets", "data"]
 
 
 def test_the_answer_has_the_measured_step_the_best_cap_and_the_lines_to_paste(one_bucket):
@@ -131,8 +124,8 @@ def test_the_answer_has_the_measured_step_the_best_cap_and_the_lines_to_paste(on
     assert document["bottleneck"] == "buckets" and document["gain_low"] < document["gain"] < document["gain_high"]
     assert [row.rank for row in result.rows] == [0, 1]
     for row in result.rows:
-        parts = (row.data_s, row.forward_s, row.backward_s, row.exposed_s, row.after_s)
-        assert sum(part or 0.0 for part in parts) == pytest.approx(row.step_s, rel=1e-3)
+        assert row.forward_s and row.backward_s and row.exposed_s and row.optimizer_s
+        assert sum(getattr(row, name) for name in PARTS) == pytest.approx(row.step_s)
 
 
 def test_the_caps_of_a_list_make_the_buckets_of_the_plan(one_bucket):
@@ -205,7 +198,7 @@ def test_a_program_that_failed_is_a_failure(one_bucket):
 
 @pytest.mark.parametrize(("cap_bytes", "text"), [(100 * MIB, "100"), (4404019, "4.2"), (MIB // 8, "0.125")])
 def test_a_cap_is_written_as_short_as_torch_understands_it(cap_bytes, text):
-    assert _write_cap(cap_bytes / MIB) == text
+    assert format_cap(cap_bytes / MIB) == text
 
 
 def write_rank(folder: Path, name: str, rank: int, numbers: range, **more: object) -> str:
@@ -306,3 +299,201 @@ def test_as_much_that_could_be_hidden_is_not_flat():
     result = attached_over_link((1.0, 2.0, 3.0, 8.0), (4,))
     assert result.buckets is not None and result.buckets.limit.share > 0.01
     assert result.verdict != "flat"
+
+
+# -- one accounting ----------------------------------------------------------------------------------------------------
+
+
+def add_up(row: RankRow) -> float:
+    return sum(getattr(row, name) for name in PARTS)
+
+
+def attached_to(late_ms: float = 0.0, cuts: tuple[int, ...] = (4,), **more: object) -> AttachedResult:
+    """Two ranks on gloo; rank 1 reaches its messages later than rank 0 by this much."""
+    job, records = made_job((MIB,) * 4, (4.0, 5.0, 6.0, 7.5), 8.0, before=30.0), []
+    costs = MachineCosts(FamilyCurve("line", 2, 2e-4, 1e9), contention=Contention())
+    for rank in (0, 1):
+        given = replace(job, backward_s=job.backward_s + (rank * late_ms) / 1e3, ready_s=tuple(
+            ready_s + rank * late_ms / 1e3 for ready_s in job.ready_s))  # fmt: skip
+        made = made_on_cpu(given, costs, cuts, num_steps=6, marks=True, late_ms=late_ms * (1 - rank))
+        steps = read_steps(read_ranks(build_document(made, rank=rank))[0])
+        if rank == 0:  # its messages last until the other rank is there
+            steps = [_delay(step, late_ms / 1e3) for step in steps]
+        records += steps
+    times = [step.step_s for step in records[:6]]
+    return build((made_steps(tuple(times), **{"backend": "gloo", "device": "cpu"} | more), *records))
+
+
+def _delay(step: TracedStepRecord, late_s: float) -> TracedStepRecord:
+    messages = tuple(replace(m, start_s=m.start_s, done_s=m.done_s + late_s) for m in step.messages)
+    return replace(step, messages=messages)
+
+
+def test_the_phases_of_a_step_add_up_and_waiting_is_charged_to_the_late_rank():
+    result = attached_to(late_ms=20.0)
+    early, late = result.rows
+    assert add_up(early) == pytest.approx(early.step_s) and add_up(late) == pytest.approx(late.step_s)
+    assert early.waiting_s == pytest.approx(0.020, rel=0.05) and late.waiting_s == pytest.approx(0, abs=1e-6)
+    assert (result.bottleneck.kind, result.bottleneck.rank) == ("late rank", 1)
+    assert result.bottleneck.gain_s == pytest.approx(early.waiting_s, rel=0.05)
+    # The sentence, the table and JSON have the same numbers: those of the rank that limits the step.
+    document = result.to_json()
+    assert result.critical is late and document["step_s"] == result.step_s == late.step_s
+    assert document["exposed_s"] == late.exposed_s == document["where"][1]["exposed_s"]
+    assert [add_up(row) for row in result.rows] == pytest.approx([row["step_s"] for row in document["where"]])
+
+
+def test_waiting_in_forward_is_not_forward():
+    """A broadcast of buffers keeps rank 0 in its forward until rank 1 comes; its own part takes 1 ms."""
+    records = [made_step(rank, n, (0.001,)) for rank in (0, 1) for n in range(4)]
+    took = {0: 0.006, 1: 0.001}
+    records = [
+        replace(r, forward_s=0.009, data_s=0.001, stalls=(Stall(-0.009, took[r.rank], took[r.rank]),)) for r in records
+    ]
+    first, other = (account_steps(records)[rank][0] for rank in (0, 1))
+    assert (first["waiting_s"], first["exposed_s"]) == pytest.approx((0.005, 0.002))
+    assert first["forward_s"] == pytest.approx(0.003) and other["forward_s"] == pytest.approx(0.008)
+    assert (other["waiting_s"], other["exposed_s"]) == pytest.approx((0.0, 0.002))
+    for parts in (first, other):
+        assert sum(parts.values()) == pytest.approx(records[0].step_s - 0.001)
+
+
+def test_data_that_comes_in_several_batches_at_once_is_averaged():
+    waits = tuple((0.0, 0.0) if n % 4 else (0.04, 0.04) for n in range(40))
+    times = tuple((0.02 + row[0],) * 2 for row in waits)
+    steps = replace(made_steps((0.02,)), timing=Samples(times), data_wait=Samples(waits))
+    result = build((steps,))
+    assert result.bottleneck.kind == "data" and result.rows[0].data_s / result.step_s == pytest.approx(1 / 3, abs=0.04)
+
+
+# -- one answer --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_three_lines_have_the_cause_the_cure_and_the_gain():
+    result = attached_to(late_ms=20.0)
+    first, cure, gain, *_ = result.text(None).splitlines()
+    finding = result.bottleneck
+    assert finding.subject in first.lower() and f"{finding.share:.0%}" in first
+    assert finding.cure in cure and finding.gain in gain and finding.gain_interval_s is not None
+    assert list(result.to_json()["card"]) == ["verdict", "cure", "gain", "why"]
+
+
+def test_best_buckets_expose_no_more_than_those_in_use():
+    for cuts in ((4,), (1, 2, 3, 4), (2, 4)):
+        result = attached_to(cuts=cuts)
+        rows = {row["label"]: row for row in result.to_json()["caps"]}
+        now = next(row for label, row in rows.items() if label.startswith("traced"))
+        assert (now["exposed_s"], now["step_s"]) == pytest.approx((result.exposed_s, result.step_s))
+        best = rows.get("best", now)
+        assert best["exposed_s"] <= now["exposed_s"] + 1e-9 or best["gain"] < 0
+
+
+@pytest.mark.parametrize("cuts", [(1, 2, 3, 4, 5, 6, 7, 8), (8,), (2, 4, 6, 8)])
+@pytest.mark.parametrize(("latency_s", "bandwidth"), [(1e-3, 2e9), (1e-4, 2e10), (3e-3, 5e9), (1e-4, 5e8)])
+def test_a_verdict_on_buckets_follows_from_its_interval(cuts, latency_s, bandwidth):
+    costs = MachineCosts(FamilyCurve("line", 2, latency_s, bandwidth), contention=Contention())
+    made = made_on_gpu(JOB, costs, cuts, num_steps=4)
+    records = [step for rank in (0, 1) for step in read_steps(read_ranks(build_document(made, rank=rank))[0])]
+    result = build((made_steps((records[0].step_s,) * 9), *records))
+    gain, low, high = result.saves
+    assert low <= gain <= high and result.rival is result.buckets.candidate and result.rival.cap_bytes
+    least_s = min(row.step_s for row in result.buckets.rows if row.label != "default")
+    assert result.rival.step_s <= 1.01 * least_s  # the best prediction, not the largest upper bound
+    if result.verdict == "use":
+        assert low > 0 and gain > 0.01
+    elif result.verdict == "undecided":
+        assert gain > 0.01 and low <= 0
+    else:
+        assert gain <= 0.01 + 1e-9
+    assert ("buckets" in [one.kind for one in result.bottlenecks]) <= (result.verdict == "use")
+    assert bool(result.lines) == (result.verdict == "use")
+
+
+def test_a_tuner_races_the_best_prediction_even_if_the_default_saves_as_much(monkeypatch, tmp_path):
+    costs = MachineCosts(FamilyCurve("line", 2, 3e-3, 5e9), contention=Contention())
+    made = made_on_gpu(JOB, costs, tuple(range(1, 9)), num_steps=4)
+    records = [step for rank in (0, 1) for step in read_steps(read_ranks(build_document(made, rank=rank))[0])]
+    session = Session("tune attach", {"command": ["x"]}, 1, capture_environment(), progress=False)
+    asked = {}
+
+    def run(session, folder, settings, viewer=None):
+        asked.update(settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attaching, "_run", run)
+    with pytest.raises(KeyboardInterrupt):
+        attaching._compare_plans(session, tmp_path, [made_steps((records[0].step_s,) * 9), *records], (), None)
+    own, other = asked["race"]["plans"]
+    assert own is None and other > 1 and not session.warnings
+
+
+def test_caps_are_those_of_the_program():
+    for cap_mib, text in ((25.0, "25"), (0.0001, "0.0001")):
+        result = attached_to(cap_bytes=int(cap_mib * MIB))
+        now = result.buckets.now
+        assert now.cap_bytes == int(cap_mib * MIB) and format_cap(now.cap_mib) == text
+    default = next((row for row in result.buckets.rows if "default" in row.label), None)
+    assert default is None or default.cap_mib in (25.0, now.cap_mib)
+
+
+def test_cures_for_exposed_messages_are_those_of_the_backend():
+    """On one host, gloo gives way to shared memory; elsewhere messages get smaller, by a hook that works there."""
+    job, found = made_job((MIB,) * 4, (4.0, 5.0, 6.0, 7.5), 8.0, before=4.0), {}
+    costs = MachineCosts(FamilyCurve("line", 2, 2e-4, 2e8), contention=Contention())
+    for backend, device, make in (("gloo", "cpu", made_on_cpu), ("nccl", "cuda", made_on_gpu)):
+        made = make(replace(job, device=device), costs, (4,), num_steps=6)
+        records = [step for rank in (0, 1) for step in read_steps(read_ranks(build_document(made, rank=rank))[0])]
+        result = build((made_steps((records[0].step_s,) * 9, backend=backend, device=device), *records))
+        found[backend] = {one.kind: one for one in result.bottlenecks}
+        assert all(one.gain_s <= result.exposed_s + 1e-9 for one in result.bottlenecks)
+        assert result.next_steps and not any("bucket_cap" in line for line in result.next_steps)
+    assert '"shm"' in found["gloo"]["backend"].line and "network" not in found["gloo"]
+    assert "paceline.comm_hook" in found["nccl"]["network"].line and "backend" not in found["nccl"]
+
+
+def test_a_doubt_about_the_machine_comes_first_and_no_gain_is_claimed(one_bucket):
+    records = (made_steps((0.05,) * 9), *one_bucket)
+    results = [
+        AttachedResult(Run("profile attach", {"command": ["x"]}, environment, records))
+        for environment in (QUIET, replace(QUIET, stolen=0.5))
+    ]
+    sure, busy = results
+    assert sure.verdict == "use" and sure.bottleneck.gain_s > 0 and sure.lines and sure.busy is None
+    assert busy.to_json()["is_inconclusive"] and busy.busy.evidence in busy.text(None).splitlines()[0]
+    assert [one.gain_s for one in busy.bottlenecks] == [0.0] * len(busy.bottlenecks)
+    assert busy.verdict != "use" and busy.lines == {} and busy.cap_mib is None
+    assert busy.bottleneck.certainty == "withdrawn" and [line.split()[:2] for line in busy.next_steps] == [
+        ["paceline", "profile"]
+    ]
+
+
+def test_a_healthy_program_is_called_healthy():
+    result = build((made_steps((0.05,) * 9),))
+    assert (result.bottleneck.kind, result.bottleneck.gain_s, result.next_steps) == ("healthy", 0.0, [])
+    assert result.to_json()["bottleneck"] == "healthy" and result.card["gain"] == "none"
+
+
+def test_what_follows_is_about_the_verdict():
+    waits = Samples(((0.03, 0.03),) * 9)
+    result = build((made_steps((0.05,) * 9, data_wait=waits),))
+    assert result.next_steps == [result.bottleneck.line] and "num_workers" in result.bottleneck.line
+
+
+def test_a_plan_is_slower_only_if_its_interval_says_so():
+    wide, narrow = Interval(1.316, 0.888, 1.695), Interval(1.3, 1.2, 1.4)
+    ratios = {("a", "now"): wide, ("b", "now"): narrow, ("now", "now"): Interval(1.0, 1.0, 1.0)}
+    race = Race("now", "now", ("now",), ratios, 20)
+    assert (_find_status(race, "a"), _find_status(race, "b")) == ("beaten", "slower")
+
+
+def test_the_operator_that_makes_a_rank_late_is_named():
+    made = MadeTrace().op("outer", 0, 10).op("inner", 2, 8).op("inner", 9, 9.5).op("c10d::allreduce_", 11, 20)
+    times = PhaseFinder(sorted(made.events, key=lambda event: event["ts"]))._list_operators(0.0, 30_000.0)
+    assert {one.name: one.own_s for one in times} == pytest.approx({"inner": 6.5e-3, "outer": 3.5e-3})
+    result, records = attached_to(late_ms=20.0), []
+    assert result.bottleneck.operator == ""  # as here, no operator may explain it
+    for step in result.only(TracedStepRecord):
+        own_s = (0.02 if step.rank else 0.0) + 0.005
+        records.append(replace(step, operators=(OperatorTime("aten::mm", 0.03), OperatorTime("SlowBackward", own_s))))
+    finding = build((result.steps, *records)).bottleneck
+    assert (finding.kind, finding.rank, finding.operator) == ("late rank", 1, "SlowBackward")

@@ -72,7 +72,7 @@ def test_the_first_sentence_names_what_was_planted(name):
 def test_a_healthy_run_and_one_without_messages_have_no_bottleneck():
     alone = [{key: value for key, value in row.items() if key != "messages"} for row in make_rows(ranks=1)]
     for result in (make_result(make_rows()), make_result(alone, ranks=1)):
-        assert split_verdict(result.headline)[0].startswith("There is no bottleneck")
+        assert split_verdict(result.headline)[0].startswith("Healthy")
 
 
 def test_a_late_rank_is_found_over_all_steps_not_by_the_recorded_ones_alone():

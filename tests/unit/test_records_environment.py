@@ -244,8 +244,8 @@ def test_a_machine_that_is_too_busy_to_measure_says_that_nothing_can_be_conclude
     doubts = find_doubts(records, build_environment(**environment))
     assert [doubt.kind for doubt in doubts] == kinds and words in doubts[0].text if doubts else kinds == []
     if "inconclusive" in kinds:
-        assert "nothing can be concluded from the times" in doubts[0].evidence
-        assert doubts[0].cure == "repeat on a quiet machine"
+        assert "nothing can be concluded from the times" in doubts[0].text
+        assert doubts[0].cure.startswith("repeat on a quiet machine")
     wrong = find_doubts([*records, build_wrapper("torch", num_wrong=1)], build_environment(stolen=1.0))
     assert [doubt.kind for doubt in wrong][:2] == ["wrong", "inconclusive"]
 
@@ -269,7 +269,7 @@ def test_only_what_can_be_done_is_a_cure(build_wrapper, build_environment):
 
 def test_one_unstable_step_is_no_variant(build_wrapper, build_environment):
     doubts = find_doubts([build_wrapper("paceline", _swinging(1.0, 9.0))], build_environment())
-    assert "too busy to measure (the step is unstable), " in doubts[0].text
+    assert "too busy to measure (the step is unstable)" in doubts[0].text
 
 
 def test_every_place_of_wrong_data_is_named(build_collective, build_environment):

@@ -3,22 +3,22 @@
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any, NamedTuple
 
 from paceline.errors import RecordError
-from paceline.predict.traces import GpuUse, Lateness, Overview, find_late
+from paceline.predict.curves import MeasuredCurve, find_interval
+from paceline.predict.predictor import Predictor
+from paceline.predict.simulate import simulate
+from paceline.predict.traces import GpuUse, Lateness, Overview
 from paceline.records.findings import Finding
-from paceline.records.samples import Samples, group_by
-from paceline.records.steps import TracedMessage, TracedStepRecord
+from paceline.records.samples import group_by
+from paceline.records.steps import Stall, TracedMessage, TracedStepRecord
 from paceline.units import format_duration
 
 # Below these shares of the step there is no advice: run-to-run noise is as large.
 WORTH, _IDLE_WORTH = 0.05, 0.2
-# Share of a step that must be exposed with the best buckets to count as a bottleneck; below this it cannot be told from
-# rank skew.
-_STANDS_OUT = 0.1
 _TINY_KERNEL_S = 10e-6
 # A batch that keeps the GPU busy, relative to one that just fills the step.
 _FILL = 1.1
@@ -102,8 +102,8 @@ def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Finding]:
     yield Finding(
         "compress",
         f"{exposed} of communication per step is exposed",
-        "a communication hook that sends bf16 halves the bytes and would save about "
-        f"{format_duration(halved_s)} if time is proportional to size",
+        f"sending bf16 halves the bytes and would save about {format_duration(halved_s)} if time is proportional to "
+        "size: strategy='bf16', or paceline.comm_hook in torch's wrapper",
         halved_s,
         "estimated",
     )
@@ -118,36 +118,42 @@ def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Finding]:
         )
 
 
-def blame_rank(lateness: Lateness, gain_s: float) -> Finding:
-    """The rank that the others wait for."""
+def blame_rank(
+    lateness: Lateness,
+    gain_s: float,
+    interval_s: tuple[float, float] | None = None,
+    slow: tuple[str, float] = ("", 0.0),
+) -> Finding:
+    """The rank that the others wait for, with the operator that is slower on it if it explains much of the wait."""
+    waited = f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}"
+    cure = f"check the cores, GPU clock, data and batch sizes of rank {lateness.rank}"
+    evidence, operator = f"{waited}, which is last in {lateness.share:.0%} of steps", ""
+    if slow[1] >= _EXPLAINS * lateness.mean_s > 0:
+        operator = slow[0]
+        evidence += f"; {operator} takes {format_duration(slow[1])} longer there"
+        cure = f"make {operator} on rank {lateness.rank} as fast as on the others, or check its cores and clock"
     return Finding(
-        "late rank",
-        f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}, which is last in "
-        f"{lateness.share:.0%} of steps",
-        "check its cores, its GPU's clock, its data and its batch sizes",
-        gain_s,
-        "at most",
-        rank=lateness.rank,
-    )
+        "late rank", evidence, cure, gain_s, "at most", rank=lateness.rank, gain_interval_s=interval_s,
+        operator=operator,
+    )  # fmt: skip
 
 
-def blame_data(waited_s: float, step_s: float, rank: int | None = None) -> Finding:
+def blame_data(
+    waited_s: float, step_s: float, rank: int | None = None, workers: int = 2,
+    interval_s: tuple[float, float] | None = None,
+) -> Finding:  # fmt: skip
     """The data loader, on one rank or on all of them."""
     where = "" if rank is None else f" on rank {rank}"
     return Finding(
         "data",
         f"the step waits {format_duration(waited_s)} for data{where} ({waited_s / step_s:.0%} of the step)",
-        "use more DataLoader workers, prefetching, or smaller inputs",
+        "load ahead with more workers, or make inputs smaller",
         waited_s,
         "at most",
         rank=rank,
+        gain_interval_s=interval_s,
+        line=f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
     )
-
-
-def blame_buckets(code: str, saved_s: float, interval_s: tuple[float, float] | None, certainty: str) -> Finding:
-    """The bucket size, and the argument that sets a better one."""
-    saves = f"other buckets would save {format_duration(saved_s)} per step"
-    return Finding("buckets", saves, f"use {code}", saved_s, certainty, gain_interval_s=interval_s)
 
 
 def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator[Finding]:
@@ -250,17 +256,6 @@ def _name_bound(overview: Overview) -> Finding:
 # -- an attached program -----------------------------------------------------------------------------------------------
 
 
-def find_late_rank(records: Sequence[TracedStepRecord]) -> Lateness | None:
-    """The rank that the others wait for, found by comparing the duration of each message across ranks, not their
-    clocks."""
-    steps = []
-    for same in group_by((record for record in records if record.messages), lambda record: record.number).values():
-        if len({len(step.messages) for step in same}) == 1:
-            messages = zip(*(step.messages for step in same), strict=True)
-            steps.append([{s.rank: m.done_s - m.start_s for s, m in zip(same, row, strict=True)} for row in messages])
-    return find_late(steps)
-
-
 def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list[TracedStepRecord]:
     """Remove the cost of recording: make each rank's median recorded step as long as its unrecorded steps. The cost is
     subtracted from the rank's own work, which recording slows evenly, and from the time a GPU waits for the host;
@@ -278,46 +273,83 @@ def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list
                 TracedMessage(m.num_bytes, at_s, *(at_s + (s - m.launch_s) * stretch for s in (m.start_s, m.done_s)))
                 for m, at_s in moments
             )
-            times = {name: getattr(step, name) * factor for name in ("before_s", "backward_s", "after_s")}
+            own = ("before_s", "backward_s", "after_s", "data_s", "forward_s", "optimizer_s")
+            times: dict[str, Any] = {name: getattr(step, name) * factor for name in own}
+            times["alone_s"] = tuple(seconds * factor for seconds in step.alone_s)
+            stalls = (astuple(stall) for stall in step.stalls)
+            times["stalls"] = tuple(Stall(at_s * factor, *(s * stretch for s in rest)) for at_s, *rest in stalls)
             times["idle_s"] = max(0.0, step.idle_s - max(0.0, recorded_s - step_s))
             ready_s = tuple(moment * factor for moment in step.ready_s)
             found.append(replace(step, **times, ready_s=ready_s, messages=messages))
     return found
 
 
-def list_bottlenecks(
-    step_s: float, data: Samples, lateness: Lateness | None, buckets: Finding | None,
-    messages: tuple[float, float, float] | None, idle_s: float = 0.0,
-) -> list[Finding]:  # fmt: skip
-    """The bottlenecks of a step of `step_s`, largest first: data, late rank, buckets, batch (communication takes more
-    than half as long as compute, and buckets do not hide it), network, host, or compute. `data` holds each rank's waits
-    in data loaders. `buckets` is the gain from better buckets. `messages` is the communication time of a step, its
-    exposed part with the best buckets, and the compute time of a rank. `idle_s` is how long a GPU is idle for reasons
-    other than data and messages."""
-    waits = [statistics.median(row[rank] for row in data.seconds) for rank in range(data.num_ranks)]
-    data_s = max(waits)
-    found = [blame_data(data_s, step_s, None if min(waits) > data_s / 2 else waits.index(data_s))]
-    if lateness is not None and lateness.share > 0.8:
-        # A rank may be late because it waits for its data.
-        own_s = waits[lateness.rank] - min(waits) if lateness.rank < len(waits) else 0.0
-        found.append(blame_rank(lateness, max(0.0, lateness.mean_s - own_s)))
+def blame_host(idle_s: float, step_s: float) -> Finding:
+    """The host, which launches work too slowly for its GPU."""
     idle = f"the GPU is idle for {format_duration(idle_s)} per step ({idle_s / step_s:.0%} of it) until the host "
     cure = "use a larger batch, torch.compile, CUDA graphs, or fewer calls that wait for the GPU, such as .item()"
-    found.append(Finding("host", f"{idle}launches more work", cure, idle_s, "at most"))
-    saved_s = 0.0
-    if buckets is not None:
-        saved_s = buckets.gain_s
-        found.append(buckets)
-    if messages is not None:
-        message_s, exposed_s, compute_s = messages
-        is_small = message_s > compute_s / 2
-        # Better buckets are free, so they come first if they save a substantial part of the exposed time.
-        gain_s = min(exposed_s, saved_s) if saved_s >= max(WORTH * step_s, exposed_s / 3) else exposed_s
-        if is_small or exposed_s >= _STANDS_OUT * step_s:
-            takes = f"a step computes for {format_duration(compute_s)} and communicates for "
-            takes += f"{format_duration(message_s)}, so {format_duration(exposed_s)} stays exposed even with the best "
-            cure = "use a larger batch, or accumulate gradients" if is_small else "use a faster network, or send bf16"
-            found.append(Finding("batch" if is_small else "network", f"{takes}buckets", cure, gain_s, "at most"))
-    worth = [replace(one, step_s=step_s) for one in found if one.gain_s >= WORTH * step_s]
-    rest = Finding("computing", "there is no other bottleneck: the step is compute-bound", step_s=step_s)
-    return [*sorted(worth, key=lambda one: -one.gain_s), rest]
+    return Finding("host", f"{idle}launches more work", cure, idle_s, "at most", line="model = torch.compile(model)")
+
+
+def blame_messages(
+    traced: Predictor, cuts: Sequence[int], backend: str, exposed_s: float, step_s: float, *, on_host: bool,
+    is_ours: bool, is_small: bool,
+) -> list[Finding]:  # fmt: skip
+    """The cures for exposed communication that this backend allows, each with the simulated gain: another transport on
+    one host, fewer bytes, or fewer messages per sample. `cuts` are the buckets in use, and `is_small` means that a step
+    communicates for more than half as long as it computes."""
+    share = f"{format_duration(exposed_s)} of communication per step is exposed ({exposed_s / step_s:.0%} of the step)"
+    found = []
+
+    def add(kind: str, cure: str, line: str, certainty: str, gains: tuple[float, float, float]) -> None:
+        gain_s, low_s, high_s = (gain * exposed_s for gain in gains)
+        interval_s = (low_s, high_s)
+        found.append(Finding(kind, share, cure, gain_s, certainty, gain_interval_s=interval_s, line=line))
+
+    if backend == "gloo" and on_host:
+        (typical, *_), (_, low, _), (*_, high) = (simulate_messages(traced, cuts, factor) for factor in _SHM_TIMES)
+        cure = "send through shared memory, which takes 0.15 to 0.6 times as long as gloo on one host"
+        line = 'import paceline; torch.distributed.init_process_group("shm")'
+        add("backend", cure, line, "estimated", (typical, low, high))
+    else:
+        how = 'paceline.DDP(net, strategy="bf16")' if is_ours else (
+            'model.register_comm_hook(*paceline.comm_hook("bf16", net))'
+        )  # fmt: skip
+        cure = "send bf16; int8, PowerSGD and DiLoCo send less, but change the update"
+        add("network", cure, how, "estimated", simulate_messages(traced, cuts, bytes_factor=0.5))
+    if is_small:
+        cure = f"accumulate over {_MORE} times as many micro-batches, or use as much larger a batch"
+        line = "with model.no_sync(): ...  # in all micro-batches of a step but the last"
+        add("batch", cure, line, "computed", (1 - 1 / _MORE,) * 3)
+    return found
+
+
+# How long messages in shared memory are assumed to take beside compute, relative to gloo on one host: typical, longest
+# and shortest. Alone, they take 0.05 to 0.36 times as long in `results`.
+_SHM_TIMES = (0.35, 0.6, 0.15)
+_EXPLAINS = 0.4  # share of the lateness of a rank that an operator must explain to be named
+_MORE = 4  # how many times as many samples per message to advise
+
+
+def simulate_messages(
+    traced: Predictor, cuts: Sequence[int], factor: float = 1.0, bytes_factor: float = 1.0
+) -> tuple[float, float, float]:
+    """The share of exposed communication that shorter messages save, with its 90 % interval."""
+    gains = []
+    for one in (traced.best, *traced.draws):
+        curve = one.costs.curve
+        assert isinstance(curve, MeasuredCurve)
+        sizes = tuple(round(size / bytes_factor) for size in curve.sizes)
+        shorter = replace(one.costs, curve=MeasuredCurve(sizes, tuple(factor * s for s in curve.seconds)))
+        before, after = (simulate(one.job, cuts, costs) for costs in (one.costs, shorter))
+        gains.append(min(1.0, max(0.0, (before.step_s - after.step_s) / max(1e-12, before.exposed_s))))
+    return gains[0], *find_interval(gains[0], gains[1:])
+
+
+def rank_findings(found: Iterable[Finding], step_s: float, noise: float = 0.0) -> list[Finding]:
+    """The findings of a step of `step_s`, largest predicted gain first, without those below the noise; `healthy` if
+    none is left."""
+    worth = max(WORTH, noise)
+    kept = [one for one in (replace(one, step_s=step_s) for one in found) if one.is_worth(worth)]
+    healthy = f"nothing is found that saves more than the noise, {worth:.0%} of a step"
+    return sorted(kept, key=lambda one: -one.gain_s) or [Finding("healthy", healthy, step_s=step_s)]

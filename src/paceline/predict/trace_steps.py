@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.errors import RecordError, refuse
+from paceline.predict.accounting import PhaseFinder
 from paceline.predict.traces import BUCKET, Event, Floats, RankTrace, find_messages, is_collective, union_time
 from paceline.records.samples import group_by
 from paceline.records.steps import SERVERS, TracedMessage, TracedStepRecord
@@ -60,7 +61,7 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
     """The complete steps of one rank's trace, in order. RecordError names what the trace lacks."""
     timed = sorted((event for event in trace.events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
     ranges = [event for event in timed if event.get("cat") == "user_annotation"]
-    backwards, device = _find_backwards(timed, ranges), _Device(timed)
+    backwards, device, phases = _find_backwards(timed, ranges), _Device(timed), PhaseFinder(timed)
     named = group_by(timed, lambda event: str(event["name"]))
     messages, calls = _find_sent(timed)
     refuse(
@@ -86,7 +87,8 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
             pairs, num_other = sent[chosen]
             step = _build_step(trace, len(steps), inside[chosen], pairs, named, device, (begin, end), (first, reached))
             alone_s = tuple((last - first) * 1e-6 for first, last in alone)
-            steps.append(replace(step, alone_s=alone_s, num_other=num_other))
+            of_step = (begin, end), (first, reached), inside[: chosen + 1], {id(pair.message) for pair in pairs}
+            steps.append(replace(step, alone_s=alone_s, num_other=num_other, **phases.find(device, *of_step)))
     if not steps:
         raise RecordError("it has no complete step: trace two or more, up to the end of an optimizer step")
     return steps

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.records.environment import Environment
@@ -16,7 +16,7 @@ from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import UNSTABLE, Samples
 from paceline.records.steps import RACED, StepRecord
 from paceline.records.training import BatchRecord
-from paceline.units import format_bytes, format_duration, format_number_of
+from paceline.units import format_bytes, format_duration, format_ms, format_number_of
 
 # With `--strict` these count as failures: another run may give a different answer.
 NOISY = ("inconclusive", "unstable", "drifting", "few")
@@ -42,12 +42,24 @@ _TEXTS = {
 _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 
 
+# How a verdict names a cause.
+_SUBJECTS = {
+    "data": "data loading", "late rank": "a late rank", "buckets": "the bucket size", "backend": "the gloo backend",
+    "batch": "the small batch", "network": "exposed communication", "host": "the host", "accumulate": "communication",
+    "compress": "the size of messages", "copies": "copies", "optimizer": "the optimizer", "launches": "kernel launches",
+    "tensor cores": "arithmetic without tensor cores", "threads": "too many threads",
+}  # fmt: skip
+HEALTHY = ("healthy", "computing", "bound")  # kinds without a remedy
+
+
 @dataclass(frozen=True)
 class Finding:
-    """A cause, named by `kind`, with its evidence and its remedy, both as clauses; there may be no remedy.
+    """A cause, named by `kind`, with its evidence and its remedy, both as clauses; there may be no remedy. `line` is
+    the remedy as code to paste or a command, and `operator` what a late `rank` spends more time on than the others.
 
     `gain_s` is the possible saving per step of `step_s`, and `certainty` says how it was derived: `measured`,
-    `computed` from the trace, `at most` (a bound), or `estimated` (under an assumption stated in the text).
+    `computed` from the trace, `at most` (a bound), `estimated` (under an assumption that the text states), or
+    `withdrawn` (the machine was too busy to claim one).
     """
 
     kind: str
@@ -58,6 +70,8 @@ class Finding:
     step_s: float = 0.0
     rank: int | None = None
     gain_interval_s: tuple[float, float] | None = None
+    line: str = ""
+    operator: str = ""
 
     @property
     def text(self) -> str:
@@ -69,9 +83,61 @@ class Finding:
         return f"{self.evidence}. To fix it, {self.cure}." if self.cure else f"{self.evidence}."
 
     @property
+    def subject(self) -> str:
+        where = "" if self.rank is None else f" (rank {self.rank})"
+        return f"{_SUBJECTS.get(self.kind, self.kind)}{where}"
+
+    @property
+    def share(self) -> float:
+        """The gain as a share of the step."""
+        return self.gain_s / self.step_s if self.step_s else 0.0
+
+    def is_worth(self, share: float) -> bool:
+        """Whether it saves at least this share of the step, and its interval excludes that it saves nothing."""
+        return self.share >= share and (self.gain_interval_s is None or self.gain_interval_s[0] > 0)
+
+    @property
+    def gain(self) -> str:
+        """The gain as text, with its interval and how sure it is."""
+        if not self.gain_s or not self.step_s:
+            return "none is claimed" if self.certainty == "withdrawn" else "none"
+        text = f"{self.share:.1%} of a step ({format_ms(self.gain_s)} of {format_ms(self.step_s)} ms), {self.certainty}"
+        if self.gain_interval_s is not None:
+            low, high = (end / self.step_s for end in self.gain_interval_s)
+            text += f", {95 if self.certainty == 'measured' else 90} %: {low:.1%} to {high:.1%}"
+        return text
+
+    @property
+    def verdict(self) -> str:
+        """The cause and its gain, as a clause."""
+        if self.kind in HEALTHY:
+            return "healthy"
+        most = "up to " if self.certainty == "at most" else ""
+        saves = f"; fixing it saves {most}{self.share:.0%} of a step" if self.gain_s and self.step_s else ""
+        return f"{self.subject} is the bottleneck{saves}"
+
+    @property
+    def card(self) -> dict[str, str]:
+        """The answer in four lines: with the verdict, the first three have the cause, the gain and the cure."""
+        cure = "; ".join(filter(None, (self.line, self.cure))) or "none needed" * (self.kind in HEALTHY)
+        verdict = f"{self.verdict[:1].upper()}{self.verdict[1:]}"
+        return {"verdict": verdict, "cure": cure, "gain": self.gain, "why": self.evidence}
+
+    @property
+    def card_lines(self) -> list[str]:
+        return list_card(self.card)
+
+    @property
     def factor(self) -> float:
         """Speed-up of the step."""
         return self.step_s / max(self.step_s - self.gain_s, 1e-12) if self.gain_s else 1.0
+
+    def withdraw(self, doubt: Finding) -> Finding:
+        """The same cause without a gain, because of a doubt about the machine; a measured gain allows for it."""
+        if self.certainty == "measured":
+            return self
+        cure = doubt.cure or self.cure
+        return replace(self, gain_s=0.0, gain_interval_s=None, certainty="withdrawn", cure=cure, line="")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"text": self.text, "factor": self.factor}
@@ -85,6 +151,10 @@ class Finding:
         if not given.get("step_s") and factor > 1:
             given["step_s"] = found["gain_s"] * factor / (factor - 1)
         return cls(**given)
+
+
+def list_card(card: Mapping[str, str]) -> list[str]:
+    return [f"{name.capitalize()}: {text}" for name, text in card.items() if text]
 
 
 # -- doubts -----------------------------------------------------------------------------------------------------------
@@ -170,8 +240,8 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Fin
         if compared:
             busy = Finding("inconclusive", f"{evidence}: predictions may be off; plan comparisons allow for the noise")
         else:
-            evidence += ", so nothing can be concluded from the times"
-            busy = Finding("inconclusive", evidence, "repeat on a quiet machine")
+            cure = "repeat on a quiet machine, because nothing can be concluded from the times"
+            busy = Finding("inconclusive", evidence, cure)
         doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), busy)
     elif load:
         before = f"the machine was busy before the run ({because})"

@@ -383,6 +383,24 @@ class TracedMessage(Checked):
             yield f"launched at {self.launch_s} s, started at {self.start_s} s and ended at {self.done_s} s"
 
 
+@dataclass(frozen=True)
+class Stall(Checked):
+    """Another collective of the program than those messages: its start, in seconds since backward began, its time, and
+    the part of it in which the rank computed nothing."""
+
+    start_s: float
+    took_s: Seconds
+    blocked_s: Seconds
+
+
+@dataclass(frozen=True)
+class OperatorTime(Checked):
+    """The time of an operator in a step, without that of the operators inside it."""
+
+    name: str
+    own_s: Seconds
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedStepRecord(Record):
     """One step of one rank. Its last backward begins after `before_s`, and the other times count from there. The rank's
@@ -390,7 +408,9 @@ class TracedStepRecord(Record):
     `gradient_bytes` list the gradients in ready order. `alone_s` are the backwards under `no_sync`, which send nothing.
     `launch_s` is the host time to launch a message; 0 if the device computes meanwhile. `are_sizes_known` is False
     if the trace has only the sizes of messages, not those of gradients. A step without messages sent nothing.
-    `num_other` counts all-reduces inside backward of anything other than gradients.
+    `num_other` counts all-reduces inside backward that were not of gradients, and `stalls` are all other collectives.
+    `data_s` and `forward_s` are parts of `before_s` (on a GPU, data only while it was idle), `optimizer_s` of
+    `after_s`; 0 if they are unknown. `operators` are the longest ones.
 
     On a GPU, `idle_s` is its idle time without exposed communication. Kernels that overlapped messages took `beside_s`,
     against `without_s` for the same kernels without messages; only kernels that ran both ways in this step count."""
@@ -412,6 +432,11 @@ class TracedStepRecord(Record):
     launch_s: Seconds = 0.0
     are_sizes_known: bool = True
     num_other: int = 0
+    data_s: Seconds = 0.0
+    forward_s: Seconds = 0.0
+    optimizer_s: Seconds = 0.0
+    stalls: tuple[Stall, ...] = ()
+    operators: tuple[OperatorTime, ...] = ()
     idle_s: Seconds = 0.0
     beside_s: Seconds = 0.0
     without_s: Seconds = 0.0

@@ -368,11 +368,15 @@ def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mappi
         done.append(max(start_s, moments[2]))
         messages.append(TracedMessage(sum(sizes), moments[1], start_s, done[-1]))
     over_s = max(backward_s, *done)
+    after_s = max(0.0, list_ranks(row, "step_s")[rank] - one["before_s"] - over_s)
+    parts = (row["ranks"].get(name) for name in ("data_wait_s", "forward_s", "optimizer_s"))
+    data_s, forward_s, optimizer_s = ((times and times[rank]) or 0.0 for times in parts)
     return TracedStepRecord(
         rank=rank, world_size=world_size, device=one["device"], backend=one["backend"], host=one["host"],
         number=row["step"], before_s=one["before_s"], backward_s=backward_s,
         ready_s=tuple(min(at_s, backward_s) for at_s in ready),
-        after_s=max(0.0, list_ranks(row, "step_s")[rank] - one["before_s"] - over_s), messages=tuple(messages),
+        after_s=after_s, messages=tuple(messages),
+        data_s=min(data_s, one["before_s"]), forward_s=forward_s, optimizer_s=optimizer_s,
         gradient_bytes=tuple(size for sizes in one["gradient_bytes"] for size in sizes), are_sizes_known=False,
     )  # fmt: skip
 

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import math
+import shlex
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from paceline.errors import RecordError
 from paceline.plan import TORCH_CAP_BYTES, Plan, plan_by_cuts, plan_like_torch
-from paceline.predict.advice import blame_buckets, find_late_rank, list_bottlenecks, remove_recording
+from paceline.predict.accounting import (
+    RankRow,
+    account_steps,
+    average_data,
+    average_parts,
+    build_rank_row,
+    estimate_mean,
+    find_slow_operator,
+    list_waits,
+)
+from paceline.predict.advice import (
+    WORTH,
+    blame_data,
+    blame_host,
+    blame_messages,
+    blame_rank,
+    rank_findings,
+    remove_recording,
+)
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
 from paceline.predict.predictor import Prediction
 from paceline.predict.race import Interval, Limit, Race, judge, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estimate_caps, find_cuts
 from paceline.predict.traced_job import TracedJob
-from paceline.predict.traces import Lateness
+from paceline.predict.traces import find_late
 from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records import CapTimeRecord, StepRecord, TracedStepRecord
-from paceline.records.samples import group_by
+from paceline.records.findings import Finding, list_card
+from paceline.records.samples import find_noise, group_by
 from paceline.records.steps import RACED
 from paceline.records.training import list_ranks, pick_like_last
 from paceline.report import table
@@ -34,23 +54,26 @@ from paceline.report.prediction_rows import (
     compare_plans,
     describe_rows,
     draw_caps,
+    format_cap,
     get_saved,
     name_buckets,
 )
 from paceline.report.result import Result
 from paceline.report.table import SIMULATED, Column, Table, raw_columns
-from paceline.units import MIB, format_bytes, format_ms, format_number_of
+from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
 _NUM_CAPS = 8
 # Steps that vary by more than this share were disturbed by other load.
 _NOISY = 0.15
+_OFTEN = 0.8  # share of steps in which a rank must be last to be called late
 _MOST_MESSAGES = 12  # last messages shown on the terminal; the CSV has all
 
 
 class TracedResult(Result):
     """Result of `predict --trace`. `best` is the bucket size to use and `now` are the traced buckets, with their
-    predicted steps. `verdict` is "use", "keep" (no bucket size saves more than 1 %, given its interval), "flat" (all
-    intervals are within 1 %, or `limit` shows that none can save as much) or "undecided". `rows` are bucket sizes,
+    predicted steps. `verdict` is "use", "keep" (no bucket size is predicted to save more than 1 %), "flat" (all
+    intervals are within 1 %, or `limit` shows that none can save as much) or "undecided" (the best prediction saves
+    more than 1 %, but its interval includes 0). `rows` are bucket sizes,
     `elsewhere` are networks and rank counts."""
 
     json_columns = (
@@ -86,22 +109,28 @@ class TracedResult(Result):
         self.candidate = self.build_row("best", choice.best.cuts)
         # A model that does not reproduce the traced step gives no limit.
         self.limit = Limit() if self.traced.is_off else self.model.limit_gain(self._now_cuts)
-        ratios = [row.ratios[TRACED] for row in self.rows]
-        self.verdict = judge(ratios, _is_sure(self.candidate.ratios[TRACED]), self.limit).replace("default", "keep")
-        if self.verdict == "use" and self.traced.is_off:
-            self.verdict = "undecided"
+        ratios, ratio = [row.ratios[TRACED] for row in self.rows], self.candidate.ratios[TRACED]
+        self.verdict = judge(ratios, _is_sure(ratio), self.limit).replace("default", "keep")
+        if self.verdict == "undecided" and ratio.value >= 1 - PLATEAU:
+            self.verdict = "keep"  # the best prediction is not worth a comparison
         self.best = self.candidate if self.verdict == "use" else self.now
         self.elsewhere = self._predict_elsewhere()
 
     def build_row(self, label: str, cuts: tuple[int, ...]) -> Prediction:
-        row = self.model.predict(cuts)
+        row, own = self.model.predict(cuts), self.config.get("cap_bytes", 0)
         low, high = min(self.traced.layout), max(self.traced.layout)
         is_beyond = 2 * min(row.bucket_bytes) < low or max(row.bucket_bytes) > 2 * high
+        cap_bytes = round_cap(*self._caps[cuts]) if cuts in self._caps else 0
+        cap_bytes = TORCH_CAP_BYTES if label == "default" else own if own and cuts == self._now_cuts else cap_bytes
+        ratio = self.model.compare(row, self._base)
+        if self.traced.is_off and cuts != self._now_cuts:  # by as much as the model misses the traced step
+            off = abs(self.traced.fit.error)
+            ratio = replace(ratio, low=max(0.0, ratio.low - off), high=ratio.high + off)
         return replace(
             row,
             label=label,
-            cap_bytes=round_cap(*self._caps[cuts]) if cuts in self._caps else 0,
-            ratios={TRACED: self.model.compare(row, self._base)},
+            cap_bytes=cap_bytes,
+            ratios={TRACED: ratio},
             doubt="beyond the trace" if is_beyond else "",
         )
 
@@ -144,8 +173,9 @@ class TracedResult(Result):
                 f"{low:.1%} to {high:.1%}). Simulated."
             )
         kept = f"keep its {format_number_of(now.num_buckets, 'bucket')}{', the default' if self.is_default else ''}"
-        other = self.find_rival()
+        other = self.candidate
         saves = "{} would save {:.1%} (90 %: {:.1%} to {:.1%})".format(name_buckets(other), *get_saved(other))
+        saves = "they are the best predicted" if other.cuts == now.cuts else saves
         reason = {
             "keep": f"no bucket size saves more than 1 %: {saves}",
             "flat": str(self.limit) if self.limit.is_nothing else f"all bucket sizes are within 1 %: {saves}",
@@ -153,10 +183,6 @@ class TracedResult(Result):
         }[self.verdict]
         added = f"communication adds {format_ms(max(0.0, now.exposed_s))} of {format_ms(now.step_s)} ms"
         return f"{where}: {kept}{'' if self.verdict == 'keep' else f' ({self.verdict})'}: {reason}; {added}. Simulated."
-
-    def find_rival(self) -> Prediction:
-        """The alternative bucket size with the largest possible saving."""
-        return max(self.rows[1:], key=lambda row: get_saved(row)[2], default=self.now)
 
     @cached_property
     def rows(self) -> list[Prediction]:
@@ -272,29 +298,16 @@ def plot_traced(result: TracedResult) -> Figure:
 
 # -- attached programs -------------------------------------------------------------------------------------------------
 
-# Subject of the verdict for each kind of bottleneck.
-_WORDS = {
-    "data": "Data loading", "late rank": "A late rank", "buckets": "The bucket size",
-    "batch": "The small batch", "network": "Exposed communication", "host": "The host",
-}  # fmt: skip
 # The parts of a step in a row of metrics, and the maximum number of ranks to draw: those with the longest steps.
 PARTS, _MOST_RANKS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s"), 16
 # Label of the program's own buckets in a plan comparison.
 NOW = "as it is"
 _ASKED = {"network": None, "ranks": None, "inside": None, "ranks_per_node": None, "algorithm": "auto"}
-
-
-@dataclass(frozen=True)
-class RankRow:
-    """Where the time of a step goes on one rank: medians in seconds, None if not recorded."""
-
-    rank: int
-    step_s: float
-    data_s: float
-    forward_s: float | None = None
-    backward_s: float | None = None
-    exposed_s: float | None = None
-    after_s: float | None = None
+# Names of the parts of a step in sentences.
+_PARTS = {
+    "data_s": "data", "forward_s": "forward", "backward_s": "backward", "waiting_s": "waiting for other ranks",
+    "exposed_s": "exposed communication", "optimizer_s": "optimizer", "rest_s": "the rest",
+}  # fmt: skip
 
 
 WHERE = (
@@ -303,8 +316,10 @@ WHERE = (
     Column("data", "data_s", "ms", "data_s", priority=3),
     Column("forward", "forward_s", "ms", "forward_s", priority=2),
     Column("backward", "backward_s", "ms", "backward_s", priority=2),
+    Column("waiting", "waiting_s", "ms", "waiting_s", priority=3),
     Column("exposed", "exposed_s", "ms", "exposed_s", priority=3),
-    Column("optimizer, rest", "after_s", "ms", "after_s", priority=1),
+    Column("optimizer", "optimizer_s", "ms", "optimizer_s", priority=1),
+    Column("rest", "rest_s", "ms", "rest_s", priority=1),
     Column("source", lambda row: "measured", key="source", priority=-1),
 )
 
@@ -329,25 +344,35 @@ class AttachedResult(Result):
         *raw_columns(num_steps="steps.timing.count"),
         Column(None, lambda result: result.race is None, key="is_predicted"),
         Column(None, lambda result: [one.to_json() for one in result.bottlenecks], key="bottlenecks"),
+        *raw_columns("card", "step_noise"),
+        Column(None, lambda result: result.busy is not None, key="is_inconclusive"),
     )
 
     def _derive(self) -> None:
         timed = self.only(StepRecord)
         self.steps = next(record for record in timed if record.note != RACED)
-        self.step_s, self.waits = self.steps.timing.median_s, self.steps.phase("data_wait")
-        recorded = remove_recording(self.only(TracedStepRecord), self.step_s)
+        self.waits = self.steps.phase("data_wait")
+        by_rank = zip(*self.steps.timing.seconds, strict=True)
+        self._ranks_s = [statistics.median(times) for times in by_rank]
+        recorded = remove_recording(self.only(TracedStepRecord), max(self._ranks_s))
+        self.rows = self._list_rows(recorded)
+        self.step_s = self.critical.step_s
+        self.busy = next((one for one in self.doubts if one.kind == "inconclusive"), None)
         self.buckets: TracedResult | None = None
         self.doubt, self.race, self.exposed_s = "", None, None
         self.verdict, self.saves, self.cap_mib = "", (0.0, 0.0, 0.0), None
         if any(record.messages for record in recorded):
             try:
-                self.buckets = TracedResult(replace(self.run, config=_ASKED, records=tuple(recorded), warnings=()))
+                config = _ASKED | {"cap_bytes": self.steps.cap_bytes}
+                self.buckets = TracedResult(replace(self.run, config=config, records=tuple(recorded), warnings=()))
             except RecordError as error:
                 self.doubt = f"no prediction: {error}"
         if self.buckets is not None:
-            self.exposed_s, self.verdict = self.buckets.traced.exposed_s, self.buckets.verdict
-            self.rival = self.buckets.candidate if self.verdict == "use" else self.buckets.find_rival()
+            self.exposed_s, self.verdict = self.critical.exposed_s, self.buckets.verdict
+            self.rival = self.buckets.candidate
             self.saves = get_saved(self.rival)
+            if self.busy is not None and self.verdict == "use":
+                self.verdict = "undecided"
             self.cap_mib = self.buckets.best.cap_mib if self.verdict == "use" else None
         self.raced = {record.label: record for record in timed if record.note == RACED}
         if self.raced:
@@ -355,21 +380,68 @@ class AttachedResult(Result):
             self.race = judge_race(turns_s, NOW, Limit() if self.buckets is None else self.buckets.limit)
             self.verdict, self.saves = self.race.verdict, self.race.gain.saved
             self.cap_mib = self.config["plans"][self.race.winner]
-        self.rows = self._list_rows(recorded)
-        saved = None
-        if self.buckets is not None and self.verdict in ("use", "undecided"):  # also report likely savings
-            cap = self.cap_mib or self.rival.cap_mib or TORCH_CAP_BYTES / MIB
-            gain_s, low_s, high_s = (self.step_s * share for share in self.saves)
-            interval_s = (low_s, high_s) if math.isfinite(low_s) else None  # infinite after too few rounds
-            certainty = "estimated" if self.race is None else "measured"
-            saved = blame_buckets(f"bucket_cap_mb={_write_cap(cap)}", gain_s, interval_s, certainty)
-        late, messages = self._find_late(recorded), self._find_messages()
         self.idle_s = self._find_idle(recorded)
-        self.bottlenecks = list_bottlenecks(self.step_s, self.waits, late, saved, messages, self.idle_s)
+        self.step_noise = self._estimate_noise()
+        ranked = rank_findings(self._list_findings(recorded), self.step_s, self.step_noise)
+        self.bottlenecks = ranked if self.busy is None else [one.withdraw(self.busy) for one in ranked]
         self.bottleneck = self.bottlenecks[0]
 
-    def _find_late(self, recorded: Sequence[TracedStepRecord]) -> Lateness | None:
-        return find_late_rank(recorded)
+    def _estimate_noise(self) -> float:
+        """The uncertainty of the median step, relative to it. Waits for data vary by themselves: a loader may deliver
+        several batches at once."""
+        both = zip(self.steps.timing.seconds, self.waits.seconds, strict=True)
+        own_s = [max(0.0, max(step_s - wait_s for step_s, wait_s in zip(*row, strict=True))) for row in both]
+        return 2 * find_noise(own_s) / math.sqrt(len(own_s))
+
+    @property
+    def critical(self) -> RankRow:
+        """The row of the rank that waits least for the others, which is the one that limits the step."""
+        return min(self.rows, key=lambda row: (row.waiting_s or 0.0, -row.step_s))
+
+    def _list_findings(self, recorded: Sequence[TracedStepRecord]) -> Iterator[Finding]:
+        waits = [row.data_s for row in self.rows]
+        data_s, cores = max(waits), self.run.environment.cores or 1
+        rank = None if min(waits) > data_s / 2 else self.rows[waits.index(data_s)].rank
+        times = [row[waits.index(data_s)] for row in self.waits.seconds]
+        yield blame_data(data_s, self.step_s, rank, max(1, cores // len(waits)), estimate_mean(times, data_s))
+        steps = self._list_waits(recorded)
+        late = find_late([one] for one in steps)
+        if late is not None and late.share > _OFTEN:
+            # A rank may be late because it waits for its data.
+            own_s = waits[late.rank] - min(waits) if late.rank < len(waits) else 0.0
+            late_s = [statistics.fmean(s for r, s in one.items() if r != late.rank) - one[late.rank] for one in steps]
+            gain_s = max(0.0, late.mean_s - own_s)
+            interval_s = estimate_mean([s - own_s for s in late_s], gain_s)
+            yield blame_rank(late, gain_s, interval_s, find_slow_operator(recorded, late.rank))
+        yield blame_host(self.idle_s, self.step_s)
+        saved_s = 0.0
+        if self.buckets is not None and self.verdict == "use":
+            saved_s, low_s, high_s = (self.step_s * share for share in self.saves)
+            interval_s = (low_s, high_s) if math.isfinite(low_s) else None  # infinite after too few rounds
+            certainty = "estimated" if self.race is None else "measured"
+            saves = f"the step sends {format_number_of(self.buckets.now.num_buckets, 'bucket')}, and others would save "
+            yield Finding(
+                "buckets", f"{saves}{format_duration(saved_s)}", "change the bucket size", saved_s, certainty,
+                gain_interval_s=interval_s, line=self._torch_line,
+            )  # fmt: skip
+        # If other buckets hide much of the communication, that comes first: it takes one argument.
+        if self.buckets is not None and self.exposed_s and saved_s < max(WORTH * self.step_s, self.exposed_s / 3):
+            yield from blame_messages(
+                self.buckets.model, self.buckets.now.cuts, self.steps.backend, self.exposed_s, self.step_s,
+                on_host=self.buckets.traced.is_on_host, is_ours=self.steps.wrapper == "paceline",
+                is_small=self._is_small(self.buckets.now),
+            )  # fmt: skip
+
+    def _is_small(self, row: Prediction) -> bool:
+        """Whether a step communicates for more than half as long as it computes."""
+        assert self.buckets is not None
+        took_s = sum(self.buckets.costs.curve.estimate_s(bucket.num_bytes) for bucket in row.step.buckets)
+        job = self.buckets.job  # the part that grows with the batch, without the optimizer
+        return took_s > max(0.0, job.before_s + job.backward_s - self.critical.data_s) / 2
+
+    def _list_waits(self, recorded: Sequence[TracedStepRecord]) -> Sequence[Mapping[int, float]]:
+        """How long each rank waits for the others, in each step for which it is known."""
+        return list_waits(recorded)
 
     def _find_idle(self, recorded: Sequence[TracedStepRecord]) -> float:
         """Idle GPU time on the rank with the most, without the wait for data, which is a separate bottleneck."""
@@ -378,27 +450,19 @@ class AttachedResult(Result):
         idle = (statistics.median(s.idle_s for s in steps) - waits.get(rank, 0.0) for rank, steps in by_rank.items())
         return max([0.0, *idle])
 
-    def _find_messages(self) -> tuple[float, float, float] | None:
-        if self.buckets is None:
-            return None
-        best, curve = self.buckets.best, self.buckets.costs.curve
-        took_s = sum(curve.estimate_s(bucket.num_bytes) for bucket in best.step.buckets)
-        job = self.buckets.job  # the part that grows with the batch, without the optimizer
-        computes_s = max(0.0, job.before_s + job.backward_s - self.waits.median_s)
-        return took_s, max(0.0, best.exposed_s), computes_s
-
     def _list_rows(self, recorded: Sequence[TracedStepRecord]) -> list[RankRow]:
-        by_rank, rows = group_by((step for step in recorded if step.messages), lambda step: step.rank), []
-        for rank in range(self.steps.timing.num_ranks):
-            both = (self.steps.timing, self.waits)
-            step_s, data_s = (statistics.median(row[rank] for row in samples.seconds) for samples in both)
-            parts: list[float] = []
-            if own := by_rank.get(rank):
-                names = ("before_s", "backward_s", "exposed_s", "after_s")
-                parts = [statistics.median(getattr(step, name) for step in own) for name in names]
-                parts[0] = max(0.0, parts[0] - data_s)
-            rows.append(RankRow(rank, step_s, data_s, *parts))
+        parts, shares = account_steps([step for step in recorded if step.messages]), self._data_shares
+        names = [field for field in _PARTS if field not in ("data_s", "rest_s")]
+        rows = []
+        for rank, step_s in enumerate(self._ranks_s):
+            mean = average_parts(parts.get(rank, ()))
+            known = {name: mean[name] for name in names} if mean else {}
+            rows.append(build_rank_row(rank, step_s, shares[rank] * step_s, known, mean.get("rest_s", 0.0)))
         return rows
+
+    @property
+    def _data_shares(self) -> list[float]:
+        return average_data(self.steps.timing, self.waits)
 
     @cached_property
     def cap_list(self) -> list[float]:
@@ -410,15 +474,18 @@ class AttachedResult(Result):
         ends = ((bucket.num_bytes - bucket.pieces[-1].num_bytes + 1, bucket.num_bytes) for bucket in plan.buckets)
         return [round_cap(*each) / MIB for each in ends]
 
+    @property
+    def _torch_line(self) -> str:
+        return f"DistributedDataParallel(model, bucket_cap_mb={format_cap(self.cap_mib or 0.0)})"
+
     @cached_property
     def lines(self) -> dict[str, str]:
         """Code to paste, by framework."""
         if self.cap_mib is None:
             return {}
-        cap = f"bucket_cap_mb={_write_cap(self.cap_mib)}"
-        lines = {"torch": f"DistributedDataParallel(model, {cap})"}
+        cap, lines = f"bucket_cap_mb={format_cap(self.cap_mib)}", {"torch": self._torch_line}
         if self.cap_list:
-            caps = f"bucket_cap_mb_list=[{', '.join(map(_write_cap, self.cap_list))}]"
+            caps = f"bucket_cap_mb_list=[{', '.join(map(format_cap, self.cap_list))}]"
             lines["torch 2.13, predicted"] = f"DistributedDataParallel(model, {caps})"
         return lines | {
             "transformers": f"TrainingArguments(..., ddp_{cap})",
@@ -428,34 +495,46 @@ class AttachedResult(Result):
 
     @property
     def verdict_text(self) -> str:
-        """One sentence that names the bottleneck, and one with the remedy."""
-        if self.bottleneck.kind not in _WORDS:
-            return "There is no bottleneck besides compute."
-        return f"{_WORDS[self.bottleneck.kind]} is the bottleneck: {self.bottleneck.sentences}"
+        """The verdict as a sentence, the evidence and the remedy. A doubt about the machine comes first."""
+        verdict = self.bottleneck.verdict
+        if self.busy is not None:
+            verdict = f"no conclusion: {self.busy.evidence}; what stands out most is {self.bottleneck.subject}"
+        return f"{verdict[:1].upper()}{verdict[1:]}. {self.bottleneck.sentences}"
 
     @property
     def headline(self) -> str:
-        return f"{self.verdict_text} {self.answer}"
+        return f"{self.verdict_text} {self.summary}"
+
+    @property
+    def card(self) -> dict[str, str]:
+        """The answer in four lines."""
+        return self.bottleneck.card | {"verdict": self.verdict_text.partition(". ")[0]}
 
     @property
     def answer(self) -> str:
-        steps, ranks = self.steps, format_number_of(self.steps.world_size, "rank")
-        text = f"A step of {steps.model} on {ranks} ({steps.backend}, {steps.device}) takes {format_ms(self.step_s)} ms"
-        if self.exposed_s is not None:
-            text += f", of which {format_ms(self.exposed_s)} ms ({self.exposed_s / self.step_s:.0%}) is exposed "
-            text += "communication"
-        first, rest = self.bottleneck.text[:1].upper(), self.bottleneck.text[1:]
-        return f"{text}. Bottleneck: {self.bottleneck.kind}. {first}{rest}. {self._describe_buckets()}".strip()
+        return "\n".join([*list_card(self.card), self.summary])
+
+    @property
+    def summary(self) -> str:
+        """The step on the rank that limits it, and what is known about other buckets."""
+        steps, row = self.steps, self.critical
+        ranks = format_number_of(steps.world_size, "rank")
+        text = f"A step of {steps.model} on {ranks} ({steps.backend}, {steps.device}) takes {format_ms(row.step_s)} ms"
+        if row.backward_s is not None:
+            shares = {name: getattr(row, name) / row.step_s for name in _PARTS}
+            parts = ", ".join(f"{_PARTS[name]} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+            text += f" on rank {row.rank}, which waits least: {parts}"
+        return f"{text}. {self._describe_buckets()}".strip()
 
     def _describe_buckets(self) -> str:
-        if self.buckets is None:
+        if self.buckets is None or (self.busy is not None and self.race is None):
             return ""
         race, gain = self.race, _format_gain(self.saves)
         basis = "predicted, 90 %"
         if race is not None:
             basis = f"measured over {format_number_of(race.num_rounds, 'alternating round')}, 95 %"
         if self.verdict == "use":
-            return f"With bucket_cap_mb={_write_cap(self.cap_mib or 0)} a step is {gain} faster ({basis})."
+            return f"With bucket_cap_mb={format_cap(self.cap_mib or 0)} a step is {gain} faster ({basis})."
         if self.verdict == "flat" and self.buckets.limit.is_nothing and not (race and race.is_level):
             return f"Flat: {self.buckets.limit} (predicted, 90 %)."
         if self.verdict == "flat":
@@ -463,19 +542,18 @@ class AttachedResult(Result):
         if self.verdict in ("keep", "default"):
             return f"Keep the current buckets: no others save more than 1 % ({basis})."
         if race is None:
-            return (
-                f"Undecided: {name_buckets(self.rival)} may save {gain} ({basis}); measure it with `paceline tune --`."
-            )
+            name = name_buckets(self.rival)
+            return f"Undecided: {name} may save {gain} ({basis}); measure it with `paceline tune --`."
         return f"Undecided after {race.num_rounds} rounds; about {race.rounds_to_decide} more would decide."
 
     @property
     def findings(self) -> Sequence[str]:
-        lines = [f"also: {one.text}" for one in self.bottlenecks[1:] if one.gain_s > 0]
+        lines = [f"also: {one.text}{f' ({one.gain})' if one.gain_s else ''}" for one in self.bottlenecks[1:]]
         if (host := self.steps.host) is not None:
             spread = f"{format_ms(host.p10_s)} to {format_ms(host.p90_s)} ms"
             lines.append(f"clock: times are from the GPU; the host takes {spread} per step and may run ahead")
         if self.buckets is not None:
-            lines += self.buckets.findings
+            lines += self.buckets.findings[1:]  # its first line has the times of one rank with the profiler's cost
         return [*lines, self.doubt] if self.doubt else lines
 
     def tables(self) -> list[Table]:
@@ -484,8 +562,16 @@ class AttachedResult(Result):
             return found
         if self.race is not None:
             rows = self._list_race(self.race)
-            found.append(Table("race", "plan comparison; baseline: your current buckets", RACE, rows))
-        return [*found, *self.buckets.tables()]
+            title = "plan comparison; baseline: your current buckets; ratios: medians of adjacent turns"
+            found.append(Table("race", title, RACE, rows))
+        caps, *others = self.buckets.tables()
+        return [*found, replace(caps, rows=[self._anchor(row) for row in caps.rows]), *others]
+
+    def _anchor(self, row: Prediction) -> Prediction:
+        """A predicted step relative to the measured one: buckets change only how much communication is exposed."""
+        assert self.buckets is not None
+        row = row.stretch(self.step_s / self.buckets.now.step_s)
+        return replace(row, exposed_s=max(0.0, (self.exposed_s or 0.0) + row.step_s - self.step_s))
 
     def _list_race(self, race: Race) -> list[Prediction]:
         assert self.buckets is not None
@@ -511,7 +597,15 @@ class AttachedResult(Result):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        return [f"{where}: {line}" for where, line in self.lines.items()]
+        """What follows from the verdict."""
+        again = f"-- {shlex.join(self.config['command'])}" if "command" in self.config else ""
+        if self.busy is not None and self.race is None:
+            return [f"paceline profile {again}, on a quiet machine"] if again else []
+        if self.bottleneck.kind == "buckets":
+            return [f"{where}: {line}" for where, line in self.lines.items()]
+        if self.bottleneck.line:
+            return [self.bottleneck.line]
+        return [f"paceline tune {again}"] if self.verdict == "undecided" and self.race is None and again else []
 
     @property
     def failure(self) -> str:
@@ -530,12 +624,6 @@ def build_row(step: int, *times: Sequence[float]) -> dict[str, Any]:
 
 def _format_gain(gain: tuple[float, float, float]) -> str:
     return f"{gain[0]:.1%} ({gain[1]:.1%} to {gain[2]:.1%})"
-
-
-def _write_cap(cap_mib: float) -> str:
-    """The shortest decimal that torch converts to the same number of bytes."""
-    shorter = (float(f"{cap_mib:.{digits}g}") for digits in range(1, 18))
-    return repr(next(cap for cap in shorter if int(cap * MIB) == round(cap_mib * MIB))).removesuffix(".0")
 
 
 def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:

@@ -90,7 +90,13 @@ WHAT_IF = (
 
 
 def name_buckets(row: Prediction) -> str:
-    return f"bucket_cap_mb={row.cap_mib:g}" if row.cap_bytes else row.label or "another"
+    return f"bucket_cap_mb={format_cap(row.cap_mib)}" if row.cap_mib else row.label or "another"
+
+
+def format_cap(cap_mib: float) -> str:
+    """The shortest decimal that torch converts to the same number of bytes."""
+    shorter = (float(f"{cap_mib:.{digits}g}") for digits in range(1, 18))
+    return repr(next(cap for cap in shorter if int(cap * MIB) == round(cap_mib * MIB))).removesuffix(".0")
 
 
 def get_saved(row: Prediction) -> tuple[float, float, float]:
@@ -99,7 +105,7 @@ def get_saved(row: Prediction) -> tuple[float, float, float]:
 
 
 CAPS = (
-    Column("bucket_cap_mb", "cap_mib", "{:.4g}".format, "bucket_cap_mb", is_key=True),
+    Column("bucket_cap_mb", "cap_mib", format_cap, "bucket_cap_mb", is_key=True),
     Column("", "label", str, "label", is_key=True),
     *pick(buckets=2, step=6, interval=3),
     Column("saves", lambda r: get_saved(r)[0], "{:+.1%}".format, "gain", priority=5),
@@ -189,7 +195,10 @@ def _find_status(race: Race, label: str) -> str:
         return "beaten"
     if race.to_default[label].is_flat:
         return "within 1 %"
-    return "" if label in race.left else "slower"
+    if label in race.left:
+        return ""
+    # A plan may be shown to be slower than another one, but not than the default.
+    return "slower" if race.to_default[label].low > 1 else "beaten"
 
 
 def _find_offer_status(ratio: Interval) -> str:

@@ -251,8 +251,7 @@ class TraceResult(Result):
     @property
     def answer(self) -> str:
         text = f"A step of {self._name} takes {format_duration(self.overviews[0].step_s)} in the trace of rank 0."
-        first = "".join(_describe_gain(one) for one in self.advice[:1])
-        return f"{text} {first[:1].upper()}{first[1:]}." if first else text
+        return "\n".join([*(line for one in self.advice[:1] for line in one.card_lines), text])
 
     @property
     def findings(self) -> list[str]:

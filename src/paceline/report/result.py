@@ -216,7 +216,8 @@ class Result:
 
     def text(self, width: int | None = 80) -> str:
         """Text for a terminal of this width; None shows every column of every table at full width."""
-        blocks = [wrap(self.answer, width), *([table.terminal(width)] for table in self.tables())]
+        answer = [part for line in self.answer.splitlines() for part in wrap(line, width, "  ")]
+        blocks = [answer, *([table.terminal(width)] for table in self.tables())]
         warnings = [f"warning: {warning}" for warning in self.warnings]
         blocks += [[part for line in lines for part in wrap(line, width, "  ")] for lines in (self.findings, warnings)]
         blocks.append([*self.places, *(f"next: {command}" for command in self.next_steps)])

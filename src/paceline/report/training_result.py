@@ -6,13 +6,12 @@ import contextlib
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecordError
-from paceline.predict.traces import Lateness, find_late
 from paceline.records import TracedStepRecord
 from paceline.records import training as records
 from paceline.records.checked import decode
@@ -59,16 +58,8 @@ class ObservedTraining(AttachedResult):
         waits = [row["ranks"]["exposed_comm_s"] for row in rows]
         return [row for row in waits if None not in row]
 
-    def _find_late(self, recorded: Sequence[TracedStepRecord]) -> Lateness | None:
-        return find_late([dict(enumerate(row))] for row in self._waits)
-
-    def _find_messages(self) -> tuple[float, float, float] | None:
-        """Limits exposed communication to the value measured over all steps, of which only a few were recorded."""
-        found, waits = super()._find_messages(), self._waits
-        if found is None or not waits:
-            return found
-        measured_s = min(statistics.median(times) for times in zip(*waits, strict=True))
-        return found[0], min(found[1], measured_s), found[2]
+    def _list_waits(self, recorded: Sequence[TracedStepRecord]) -> Sequence[Mapping[int, float]]:
+        return [dict(enumerate(row)) for row in self._waits]
 
 
 class TrainRunResult(Result):

@@ -377,7 +377,7 @@ def _compare_plans(
     if seen.buckets is None:
         session.warnings.append("plans were not compared: no messages were recorded")
         return []
-    if not caps and (seen.verdict in ("keep", "flat") or not seen.rival.cap_bytes):
+    if not caps and seen.verdict in ("keep", "flat"):
         session.warnings.append("plans were not compared: no other buckets are predicted to save more than 1 %")
         return []
     plans: dict[str, float | None] = {NOW: None}

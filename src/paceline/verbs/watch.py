@@ -26,9 +26,10 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.errors import ConfigError, RecordError, refuse
+from paceline.predict.accounting import build_rank_row
 from paceline.records.store import open_file
 from paceline.records.training import METRICS_FILE, list_ranks, load_config, pick_like_last
-from paceline.report.observed import WHERE, RankRow
+from paceline.report.observed import WHERE
 from paceline.report.page import render_page, render_table, save_page, split_verdict
 from paceline.report.result import Result, load_result
 from paceline.report.table import Table
@@ -145,7 +146,15 @@ class Follower:
                 known = [value for value in values if value is not None]
                 medians = found.setdefault(rank, [None] * len(names))
                 medians[names.index(name)] = statistics.median(known) if known else None
-        ranks = [RankRow(rank, step_s or 0.0, data_s or 0.0, *rest) for rank, (step_s, data_s, *rest) in found.items()]
+        sent_s = min((medians[4] for medians in found.values() if medians[4] is not None), default=0.0)
+        ranks = []
+        for rank, (step_s, data_s, forward_s, backward_s, exposed_s, optimizer_s) in found.items():
+            parts = {"forward_s": forward_s, "optimizer_s": optimizer_s, "exposed_s": exposed_s and sent_s}
+            parts["backward_s"] = backward_s and backward_s - (exposed_s or 0.0)  # a row's backward includes its waits
+            parts["waiting_s"] = exposed_s and exposed_s - sent_s
+            measured = {name: seconds for name, seconds in parts.items() if seconds is not None}
+            rest_s = max(0.0, (step_s or 0.0) - (data_s or 0.0) - sum(measured.values()))
+            ranks.append(build_rank_row(rank, step_s or 0.0, data_s or 0.0, measured, rest_s))
         return Table("now", f"the last {len(rows)} steps, median of each rank", WHERE, ranks)
 
     def render(self) -> str:

@@ -1,0 +1,214 @@
+"""Where a step goes on each rank: phases that add up to the step, with the wait for other ranks separate.
+
+`PhaseFinder` splits a recorded step of one rank. `account_steps` compares the ranks: moving the bytes of a collective
+takes as long as on the rank that was last to reach it, and the rest of its time on another rank is waiting for that
+rank. Durations are compared, not moments, so the clocks of the ranks need not agree.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.predict.traces import BUCKET, Event, Floats, attribute_time, find_messages, is_collective, union_time
+from paceline.records.samples import Samples, group_by
+from paceline.records.steps import OperatorTime, Stall, TracedStepRecord
+
+_LOADING, _FORWARD, _OPTIMIZER = (
+    "enumerate(DataLoader)",
+    ("DistributedDataParallel.forward", "forward"),
+    "Optimizer.step#",
+)
+_LAUNCH = "c10d::"
+# The longest steps left out of the mean wait for data: a step that restarts the workers is not typical.
+_TRIM = 0.05
+_MOST_OPERATORS = 20  # how many to keep of each step
+
+
+class PhaseFinder:
+    """The ranges of one rank's trace that split its steps."""
+
+    def __init__(self, timed: Sequence[Event]) -> None:
+        ranges = [event for event in timed if event.get("cat") == "user_annotation"]
+        self._loading = [e for e in ranges if e["name"].startswith(_LOADING)]
+        self._forwards = [e for e in ranges if e["name"] in _FORWARD]
+        self._optimizers = [e for e in ranges if e["name"].startswith(_OPTIMIZER)]
+        self._collectives = [e for e in find_messages(timed) if e["cat"] != BUCKET]
+        kinds = ("kernel",) if any(e.get("cat") == "kernel" for e in timed) else ("cpu_op",)
+        own = [e for e in timed if e.get("cat") in kinds and not is_collective(e["cat"], e["name"])]
+        self._own = own = [e for e in own if not e["name"].startswith(_LAUNCH)]
+        self._starts = np.array([float(e["ts"]) for e in own])
+        self._ends = self._starts + np.array([float(e["dur"]) for e in own])
+
+    def find(
+        self, device: Any, window: tuple[float, float], span: tuple[float, float], backwards: Sequence[Any],
+        sent: AbstractSet[int],
+    ) -> dict[str, Any]:  # fmt: skip
+        """The fields of the record of a step, whose last backward sent the messages `sent`. `window` is the host's time
+        of the step, `span` the device's."""
+        places = [device.place(one) for one in backwards]
+        begin, forward = places[-1][0], 0.0
+        for one, (first, _) in zip(backwards, places, strict=True):
+            before = [e["ts"] for e in self._forwards if window[0] <= e["ts"] < one.begin]
+            if before:
+                forward += max(0.0, first - max(span[0], device.find_ready(window[0], max(before))))
+        loading = [(e["ts"], e["ts"] + e["dur"]) for e in self._loading if window[0] <= e["ts"] < window[1]]
+        data = sum(last - first for first, last in loading)
+        if device.is_gpu:
+            data = sum(device.measure_idle(*window, part) for part in loading)
+        ends = [e["ts"] for e in self._optimizers if backwards[-1].end <= e["ts"] < window[1]]
+        optimizer = span[1] - device.find_ready(window[0], min(ends)) if ends else 0.0
+        stalls = tuple(self._list_stalls(span, begin, sent))
+        times = {"data_s": data, "forward_s": forward, "optimizer_s": optimizer}
+        operators = tuple(self._list_operators(*(span if device.is_gpu else window)))
+        found = {name: max(0.0, time) * 1e-6 for name, time in times.items()}
+        return found | {"stalls": stalls, "operators": operators}
+
+    def _list_operators(self, begin: float, end: float) -> Iterator[OperatorTime]:
+        """The operators with the longest own time, without that of operators inside them; kernels on a GPU."""
+        first, last = np.searchsorted(self._starts, (begin, end))
+        times, stacks = Counter[str](), defaultdict[Any, list[tuple[float, str]]](list)
+        for event in self._own[first:last]:
+            at, took, stack = event["ts"], event["dur"], stacks[event.get("tid")]
+            while stack and stack[-1][0] <= at:
+                stack.pop()
+            if stack:
+                times[stack[-1][1]] -= took
+            times[event["name"]] += took
+            stack.append((at + took, event["name"]))
+        for name, took in times.most_common(_MOST_OPERATORS):
+            if took > 0:
+                yield OperatorTime(name, took * 1e-6)
+
+    def _list_stalls(self, span: tuple[float, float], begin: float, sent: AbstractSet[int]) -> Iterator[Stall]:
+        for event in self._collectives:
+            first, last = event["ts"], event["ts"] + event["dur"]
+            if id(event) not in sent and span[0] <= first < span[1]:
+                own = union_time(self._starts, self._ends, np.array([[first, last]])) if last > first else 0.0
+                yield Stall((first - begin) * 1e-6, max(0.0, last - first) * 1e-6, max(0.0, last - first - own) * 1e-6)
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """Where the time of a step goes on one rank, in seconds. The parts add up to the step; those that are not known
+    are None, and their time is in `rest_s`."""
+
+    rank: int
+    step_s: float
+    data_s: float
+    forward_s: float | None = None
+    backward_s: float | None = None
+    waiting_s: float | None = None
+    exposed_s: float | None = None
+    optimizer_s: float | None = None
+
+    @property
+    def rest_s(self) -> float:
+        known = (self.forward_s, self.backward_s, self.waiting_s, self.exposed_s, self.optimizer_s)
+        return self.step_s - self.data_s - sum(part or 0.0 for part in known)
+
+
+def build_rank_row(rank: int, step_s: float, data_s: float, parts: Mapping[str, float], rest_s: float = 0.0) -> RankRow:
+    """A row of a step of `step_s`, in which the parts and the rest share what data leaves of it."""
+    data_s = min(data_s, step_s)
+    factor = (step_s - data_s) / max(1e-12, sum(parts.values()) + rest_s)
+    return RankRow(rank, step_s, data_s, **{name: factor * seconds for name, seconds in parts.items()})
+
+
+def average_data(timing: Samples, waits: Samples) -> list[float]:
+    """The share of each rank's time that it waits for data: a mean, because workers deliver several batches at once."""
+    found = []
+    for rank in range(timing.num_ranks):
+        both = sorted((step[rank], wait[rank]) for step, wait in zip(timing.seconds, waits.seconds, strict=True))
+        kept = both[: max(1, round(len(both) * (1 - _TRIM)))]
+        found.append(min(1.0, sum(wait for _, wait in kept) / max(1e-12, sum(step for step, _ in kept))))
+    return found
+
+
+def account_steps(records: Sequence[TracedStepRecord]) -> dict[int, list[dict[str, float]]]:
+    """The parts of each recorded step of each rank, without data; waiting includes only time in which the rank did
+    nothing else. A step that some rank lacks counts if no rank has a step in common with the others."""
+    by_number = group_by(records, lambda record: record.number)
+    whole = [same for same in by_number.values() if len(same) == len({record.rank for record in records})]
+    found: dict[int, list[dict[str, float]]] = {}
+    for same in whole or by_number.values():
+        moved = _find_least(same, lambda step: [message.done_s - message.start_s for message in step.messages])
+        stalled = _find_least(same, lambda step: [stall.took_s for stall in step.stalls])
+        for step in same:
+            found.setdefault(step.rank, []).append(_split_step(step, moved, stalled))
+    return found
+
+
+def _find_least(same: Sequence[TracedStepRecord], read: Callable[[TracedStepRecord], list[float]]) -> list[float]:
+    """The least time of each collective over the ranks; nothing to compare if they made different ones."""
+    rows = [read(step) for step in same]
+    return [min(times) for times in zip(*rows, strict=True)] if len({len(row) for row in rows}) == 1 else []
+
+
+def _split_step(step: TracedStepRecord, moved: Sequence[float], stalled: Sequence[float]) -> dict[str, float]:
+    exposed_s, waiting_s = step.exposed_s, 0.0
+    if exposed_s > 0 and len(moved) == len(step.messages):
+        spans = [(m.start_s, m.done_s - least_s, m.done_s) for m, least_s in zip(step.messages, moved, strict=True)]
+        starts, arrivals, ends = (np.array(times) for times in zip(*spans, strict=True))
+        window: Floats = np.array([[step.backward_s, step.over_s]])
+        waiting_s = float(attribute_time([(arrivals, ends), (starts, arrivals)], window)[0, 1])
+    parts = {
+        "forward_s": min(step.forward_s or step.before_s, max(0.0, step.before_s - step.data_s)),
+        "backward_s": step.backward_s + sum(step.alone_s),
+        "waiting_s": waiting_s,
+        "exposed_s": exposed_s - waiting_s,
+        "optimizer_s": min(step.optimizer_s or step.after_s, step.after_s),
+    }
+    parts["rest_s"] = max(0.0, step.step_s - step.data_s - sum(parts.values()))
+    # Other collectives block a phase of their own: buffers in forward, a sum of losses after the optimizer.
+    least = stalled if len(stalled) == len(step.stalls) else [stall.took_s for stall in step.stalls]
+    for stall, least_s in zip(step.stalls, least, strict=True):
+        place = bisect.bisect((0.0, step.over_s), stall.start_s)
+        for name in (("forward_s", "rest_s"), ("backward_s",), ("rest_s", "optimizer_s"))[place]:
+            late_s = min(stall.blocked_s, stall.took_s - least_s, parts[name])
+            sent_s = min(stall.blocked_s - late_s, parts[name] - late_s)
+            if late_s + sent_s > 0:
+                parts[name] -= late_s + sent_s
+                parts["waiting_s"] += late_s
+                parts["exposed_s"] += sent_s
+                break
+    return parts
+
+
+def average_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means add up to the mean step; medians would not."""
+    return {name: statistics.fmean(step[name] for step in steps) for name in steps[0]} if steps else {}
+
+
+def list_waits(records: Sequence[TracedStepRecord]) -> list[dict[int, float]]:
+    """How long each rank waited for others in each recorded step; empty if the ranks cannot be compared."""
+    waits = {rank: [parts["waiting_s"] for parts in steps] for rank, steps in account_steps(records).items()}
+    if len(waits) < 2 or len({len(times) for times in waits.values()}) > 1:
+        return []
+    return [dict(zip(waits, row, strict=True)) for row in zip(*waits.values(), strict=True)]
+
+
+def find_slow_operator(records: Sequence[TracedStepRecord], rank: int) -> tuple[str, float]:
+    """What a rank spends more time on than the others on average, and how much in a step."""
+    more: defaultdict[str, float] = defaultdict(float)
+    counts = Counter(step.rank == rank for step in records)
+    for step in records:
+        for one in step.operators:
+            more[one.name] += (one.own_s if step.rank == rank else -one.own_s) / counts[step.rank == rank]
+    return max(more.items(), key=lambda pair: pair[1], default=("", 0.0))
+
+
+def estimate_mean(values: Sequence[float], value: float) -> tuple[float, float] | None:
+    """The 90 % interval of the mean of these values, extended to include `value`; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    mean, half = statistics.fmean(values), 1.645 * statistics.stdev(values) / math.sqrt(len(values))
+    return min(value, max(0.0, mean - half)), max(value, mean + half)
