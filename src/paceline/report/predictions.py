@@ -157,7 +157,7 @@ class PredictResult(Result):
             f"{self.profile.model} on {row.world_size:,} ranks over {row.network}: a step takes "
             f"{format_ms(row.step_s)} ms (90 %: {format_ms(row.low_s)} to {format_ms(row.high_s)}), efficiency "
             f"{row.efficiency:.0%}, bound by {row.bound}{buckets}. Simulated{busy}."
-        )
+        ) + (f" Doubtful: {row.doubt}." if row.doubt else "")
 
     @property
     def findings(self) -> Sequence[str]:
