@@ -209,6 +209,16 @@ def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
     return MeasuredCurve(sizes, tuple(by_size[size] for size in sizes))
 
 
+def smooth_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
+    """The line through (bytes, seconds) at their sizes: the noise of single points of a table would otherwise choose
+    the bucket size. The curve through the points themselves if their times do not grow."""
+    curve = fit_curve(points)
+    with contextlib.suppress(MeasurementError):
+        line = fit_line(zip(curve.sizes, curve.seconds, strict=True))
+        return MeasuredCurve(curve.sizes, tuple(line.estimate_s(size) for size in curve.sizes))
+    return curve
+
+
 # The work of an all-reduce of x bytes on p ranks: sequential latencies, and bytes through the narrowest link.
 FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
     "line": lambda x, p: (1, x),

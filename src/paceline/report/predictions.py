@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
-from paceline.predict.curves import DRAWS, Resample, draw, fit_curve, fit_line
+from paceline.predict.curves import DRAWS, Resample, draw, find_interval, fit_line, smooth_curve
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
@@ -84,6 +84,8 @@ from paceline.units import MIB, format_bytes, format_duration, format_ms, format
 
 # rows shown on the terminal: the widest ranges of bucket sizes, and the last one; the CSV has all of them
 _MOST_ROWS = 24
+# Sizes that the advised one is compared with in every draw: at most so many, within this share of the best.
+_MOST_RIVALS, _RIVAL = 16, 0.1
 _ROWS = (256, 1024, 4096)  # assumed distinct tokens per rank, used when the tables do not give the number
 
 
@@ -264,9 +266,12 @@ class Split(NamedTuple):
 class CapsResult(Result):
     """Result of `predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
 
-    The tables do not include contention, so there are two curves: `caps` uses the tables alone, and `expected` adds the
-    assumed contention, which is zero on a CPU. `measured` holds times at some bucket sizes. `splits` shows what
-    Paceline's wrapper gains when the first and the last layer share a tied tensor.
+    Messages take as long as on the line fitted to the table. The tables do not include contention, so there are two
+    curves: `caps` uses the tables alone, and `expected` adds the assumed contention, which is zero on a CPU. `advised`
+    is one range for both: at its best point backward is at most `excess` above the best of either, and that of torch's
+    default `default_excess`. `risk` bounds the excess of the answer in all but 5 % of draws of the inputs.
+    `measured` holds times at some bucket sizes. `splits` shows what Paceline's wrapper gains when the first and the
+    last layer share a tied tensor.
     """
 
     json_columns = (
@@ -275,6 +280,8 @@ class CapsResult(Result):
         *raw_columns(plateaus="caps.plateaus", expected_plateaus="expected.plateaus", interval_s="interval"),
         *raw_columns(plateau_low_bytes="caps.plateau.0", plateau_high_bytes="caps.plateau.1"),
         *raw_columns("shared", "default_s", "default_expected_s", "closed_form_bytes", notes="findings"),
+        *raw_columns("keeps_default", "excess", "default_excess", "risk"),
+        *raw_columns(advised_low_bytes="advised.0", advised_high_bytes="advised.1"),
         *raw_columns(alpha_s="line.alpha_s", beta_bytes_per_s="line.bytes_per_s", local_backward_s="job.backward_s"),
         *raw_columns(expected_s="expected.best.backward_s"),
         Column(
@@ -288,8 +295,9 @@ class CapsResult(Result):
     def _derive(self) -> None:
         self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
         sweep = self.only(CollectiveRecord)
-        self.cost = fit_curve((record.num_bytes, record.time_s) for record in sweep)
-        self.line = fit_line(zip(self.cost.sizes, self.cost.seconds, strict=True))
+        self.points = [(record.num_bytes, record.time_s) for record in sweep]
+        self.cost = smooth_curve(self.points)
+        self.line = fit_line(self.points)
         device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not name the device
         costs = MachineCosts(curve=self.cost)
         self.caps = estimate_caps(self.job, costs)
@@ -303,20 +311,62 @@ class CapsResult(Result):
         self.shared = self.caps.list_ranges(lambda point: self.caps.is_fast(point) and point.cuts in fast)
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
         self.default_s, self.default_expected_s = (simulate(self.job, default, c).over_s for c in (costs, slowed))
-        self.interval = self._estimate_interval(costs, device)
+        self.advised, self.advised_point = self._choose_sizes()
+        self.excess = max(p.backward_s / c.best.backward_s for p, c in self._list_pairs(self.advised_point)) - 1
+        self.default_excess = max(
+            time_s / curve.best.backward_s - 1
+            for time_s, curve in ((self.default_s, self.caps), (self.default_expected_s, self.expected))
+        )
+        self.interval, self.risk = self._estimate_interval(costs, default, device)
         self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
         self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
 
-    def _estimate_interval(self, costs: MachineCosts, device: str) -> tuple[float, float]:
-        """The 90 % interval of backward with the best buckets, in seconds."""
-        job = replace(self.job, before_s=0.0, after_s=0.0)
+    def _list_pairs(self, point: CapPoint) -> list[tuple[CapPoint, CapCurve]]:
+        """The point on both curves, each with its curve."""
+        place = self.caps.points.index(point)
+        return [(curve.points[place], curve) for curve in (self.caps, self.expected)]
+
+    def _choose_sizes(self) -> tuple[tuple[int, int], CapPoint]:
+        """The widest range of sizes that is within 1 % of the best with and without contention, or else as close to it
+        as possible; and the best point in it."""
+        excesses = {
+            point.cuts: max(p.backward_s / curve.best.backward_s - 1 for p, curve in self._list_pairs(point))
+            for point in self.caps.points
+        }
+        limit = max(PLATEAU, min(excesses.values()) * (1 + PLATEAU))
+        ranges = self.caps.list_ranges(lambda point: excesses[point.cuts] <= limit)
+        low, high = max(ranges, key=lambda sizes: sizes[1] / sizes[0])
+        inside = [point for point in self.caps.points if low <= point.high_bytes <= high]
+        return (low, high), min(inside, key=lambda point: excesses[point.cuts])
+
+    @property
+    def keeps_default(self) -> bool:
+        """Whether torch's default is within 1 % of the best with and without contention."""
+        return self.default_excess <= PLATEAU
+
+    def _estimate_interval(self, costs: MachineCosts, default: Plan, device: str) -> tuple[tuple[float, float], float]:
+        """The 90 % interval of backward with the advised buckets, in seconds; and by how much they may exceed the best
+        size, in all but 5 % of draws. Draws take the table within its standard deviations, if it gives them."""
+        job, sweep = replace(self.job, before_s=0.0, after_s=0.0), self.only(CollectiveRecord)
+        noises = [(getattr(record.timing, "stdev_s", None) or 0.0) / record.time_s for record in sweep]
 
         def build(resample: Resample) -> Draw:
-            contention = Contention.assume(device, is_on_host=False, source=resample.source).spread_over(self.cost)
-            return Draw(job, replace(costs, contention=contention), MODEL_ERROR * resample.error)
+            source = resample.source
+            shifts = [source.gauss(0, noise) if source else 0.0 for noise in noises]
+            points = zip(sweep, shifts, strict=True)
+            curve = smooth_curve((r.num_bytes, r.time_s * math.exp(shift)) for r, shift in points)
+            contention = Contention.assume(device, is_on_host=False, source=source).spread_over(curve)
+            return Draw(job, replace(costs, curve=curve, contention=contention), MODEL_ERROR * resample.error)
 
-        found = Predictor(*draw(build)).predict(self.expected.best.cuts)
-        return found.low_s, found.high_s
+        model = Predictor(*draw(build))
+        near_s = (1 + _RIVAL) * self.expected.best.backward_s
+        near = [point.cuts for point in self.expected.points if point.backward_s <= near_s]
+        near = [*near[:: math.ceil(len(near) / _MOST_RIVALS)], self.caps.best.cuts, self.expected.best.cuts]
+        rivals = [model.predict(cuts).drawn_s for cuts in near]
+        cuts = model.cut_like(default.bucket_bytes) if self.keeps_default else self.advised_point.cuts
+        mine = model.predict(cuts)
+        lost = [here / min(here, *there) - 1 for here, *there in zip(mine.drawn_s, *rivals, strict=True)]
+        return (mine.low_s, mine.high_s), find_interval(0.0, lost)[1]
 
     def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
         """From the tables alone, which do not give the number of distinct tokens per rank."""
@@ -349,19 +399,16 @@ class CapsResult(Result):
     @property
     def answer(self) -> str:
         beyond = "; some messages are larger than any in the table" if self.changes[0].is_beyond else ""
-        interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
-        text = f"Use a bucket size of {join_sizes(*self.caps.plateau)}: backward with communication is within 1 % of "
-        text += f"the best, {format_ms(self.caps.best.backward_s)} ms"
-        default = f"torch's default takes {format_ms(self.default_s)}"
-        if not self.is_on_gpu:
-            return f"{text}{interval}; {default} ms. Simulated{beyond}."
-        both = "none" if not self.shared else join_sizes(*max(self.shared, key=lambda sizes: sizes[1] / sizes[0]))
-        return (
-            f"{text}, from the tables alone. If NCCL slows down the GPU as published: "
-            f"{join_sizes(*self.expected.plateau)}, within 1 % of "
-            f"{format_ms(self.expected.best.backward_s)} ms{interval}. Sizes good in both cases: {both}; "
-            f"{default} and {format_ms(self.default_expected_s)} ms. Simulated{beyond}."
-        )
+        place = f"{format_ms(self.interval[0])} to {format_ms(self.interval[1])}"
+        both = " with and without contention" * self.is_on_gpu
+        excess = self.default_excess if self.keeps_default else self.excess
+        text = f"backward with communication is at most {max(0.0, excess):.1%} above the best{both}"
+        size = join_sizes(*self.advised)
+        if self.keeps_default:
+            text = f"Keep torch's default: {text} (sizes as good: {size})"
+        else:
+            text = f"Use a bucket size of {size}: {text}; torch's default is up to {self.default_excess:.1%} above it"
+        return f"{text}. It takes {place} ms (90 %), and {self.risk:.1%} more than the best at most. Simulated{beyond}."
 
     @property
     def findings(self) -> Sequence[str]:
@@ -371,7 +418,7 @@ class CapsResult(Result):
             *job.notes,
             *(text for name, curve in self.curves.items() for text in self._describe_ranges(name, curve)),
             f"linear fit of all-reduce: alpha {format_ms(line.alpha_s)} ms, beta {format_rate(line.bytes_per_s)} GB/s, "
-            f"residuals up to {line.max_rel_residual:.0%}; predictions use the table itself",
+            f"residuals up to {line.max_rel_residual:.0%}; predictions use the line, not single points of the table",
             "closed form when communication is the bottleneck: b* = B sqrt(alpha / T) = "
             f"{format_bytes(round(self.closed_form_bytes))}; here communication takes "
             f"{format_ms(job.num_bytes / line.bytes_per_s)} ms and backward {format_ms(job.backward_s)} ms",
@@ -382,8 +429,8 @@ class CapsResult(Result):
             "assumed: one message at a time and no copies; times include waiting for other ranks",
             f"contention: {self.contention.basis}"
             f"{'; the tables do not include it, but `paceline tune` measures it' * self.is_on_gpu}",
-            f"interval: 90 % of {DRAWS} draws of contention, plus a model error with a standard deviation of "
-            f"{MODEL_ERROR:.0%} of the communication time; the tables have no repetitions to resample",
+            f"interval: 90 % of {DRAWS} draws of contention, and of the all-reduce table if it has standard deviations, "
+            f"plus a model error with a standard deviation of {MODEL_ERROR:.0%} of the communication time",
             *(self._describe_measured(name, curve) for name, curve in self.curves.items() if self.measured),
         ]
 
@@ -400,7 +447,7 @@ class CapsResult(Result):
         left = f"{late} of other gradients also become ready only at the end of backward; sending them takes "
         left += f"{format_ms(late_s)} ms, and sending {first.num_rows} rows per rank "
         left += f"{format_ms(rows.done_s - rows.start_s)} ms; together they take {both} ms; one element takes "
-        left += f"{one} ms in the table; with a tenth of the latency, "
+        left += f"{one} ms on the line; with a tenth of the latency, "
         return [
             f"paceline.DDP{asked} {text}; without a uniform cap, the best plan exposes {exposed} instead of {was} ms",
             f"{left}{format_ms(first.quick.exposed_s)} ms would be exposed",
@@ -408,8 +455,11 @@ class CapsResult(Result):
 
     def _describe_ranges(self, name: str, curve: CapCurve) -> list[str]:
         others = [sizes for sizes in curve.plateaus if sizes != curve.plateau]
+        best = f"{name}: {join_sizes(*curve.plateau)} is within 1 % of the best, {format_ms(curve.best.backward_s)} ms"
+        default_s = self.default_s if curve is self.caps else self.default_expected_s
+        best += f"; torch's default takes {format_ms(default_s)} ms"
         more = f"{format_number_of(len(others), 'more range')} of sizes within 1 % of the best, {name}"
-        return [f"{more}: {join_sizes(others[0][0], others[-1][1])}"] if others else []
+        return [best, *([f"{more}: {join_sizes(others[0][0], others[-1][1])}"] if others else [])]
 
     def _describe_measured(self, name: str, curve: CapCurve) -> str:
         errors = [self.predict_s(record, curve) / record.timing.center_s - 1 for record in self.measured]
