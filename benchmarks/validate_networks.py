@@ -357,6 +357,11 @@ def judge_crossing(sweeps: Sequence[Sweep]) -> dict[str, list[Judged]]:
                     predicted_s = plain.estimate_s(size)
                     sd = math.log(shifted.estimate_s(size) / predicted_s)
                     found[how].append(Judged(sweep.name, size, time_s, predicted_s, sd))
+                    if fabric is links:
+                        levels = [level.estimate_s(size) for level in links.build_levels(target)]
+                        for rule, joined_s in (("sum", sum(levels)), ("longer", max(levels))):
+                            judged = Judged(sweep.name, size, time_s, joined_s, sd)
+                            found[f"{how}, the {rule} of both levels"].append(judged)
     return found
 
 

@@ -429,7 +429,7 @@ class CapsResult(Result):
             "assumed: one message at a time and no copies; times include waiting for other ranks",
             f"contention: {self.contention.basis}"
             f"{'; the tables do not include it, but `paceline tune` measures it' * self.is_on_gpu}",
-            f"interval: 90 % of {DRAWS} draws of contention, and of the all-reduce table if it has standard deviations, "
+            f"interval: 90 % of {DRAWS} draws of contention, and of the all-reduce table if it has deviations, "
             f"plus a model error with a standard deviation of {MODEL_ERROR:.0%} of the communication time",
             *(self._describe_measured(name, curve) for name, curve in self.curves.items() if self.measured),
         ]
