@@ -11,6 +11,9 @@ row is dropped as a cold start if a larger message of its sweep took less than h
    data sheet is used, corrected by what the other sources show. In-sample numbers are printed next to it.
 2. Data sheets alone, in the same way: for networks that nobody published.
 3. Other numbers of ranks: each count of a sweep is predicted from the smaller counts.
+4. The first additional nodes: several nodes from the sweep of one, without the number of ranks per node, with it, and
+   with the data sheet of the links between the nodes.
+5. Below a table: the sizes from 4 KiB to 1 and 10 MiB are predicted from the larger ones.
 
 Every coverage refers to the 90 % interval and is printed with its width.
 """
@@ -54,7 +57,8 @@ SHEETS = (
     (TABLES["h100"], ("nvlink4", "nvlink4")), (TABLES["h100-half"] + TABLES["h100-tcpxo"], ("200GB/s,2us", "nvlink4")),
     (TABLES["h200-roce"], ("50GB/s,2us", "50GB/s,2us")), (TABLES["gh200"], ("100GB/s,2us", "nvlink4")),
     (TABLES["mi250x"], ("100GB/s,2us", "100GB/s,2us")), (TABLES["pcie4"], ("pcie4", "pcie4")),
-    (TABLES["pcie3"], ("pcie3", "pcie3")),
+    (TABLES["pcie3"], ("pcie3", "pcie3")), (TABLES["a100-roce"], ("200GB/s,2us", "nvlink")),
+    (TABLES["b200-roce"], ("400GB/s,2us", "900GB/s,2us")),
 )  # fmt: skip
 
 
@@ -260,9 +264,27 @@ def list_public_sweeps() -> list[Sweep]:
     for name, tables in (
         ("A100, HDR", TABLES["a100"][:2] + TABLES["a100-nodes"]), ("V100, EDR", TABLES["v100"] + TABLES["v100-nodes"]),
         ("H100, NVLink", (TABLES["h100"][0], TABLES["h100"][2])),
+        ("A100, RoCE", TABLES["a100-roce"]), ("B200, RoCE", TABLES["b200-roce"]),
     ):  # fmt: skip
         times = {t.ranks: {x: s for x, s in drop_disturbed(t.points) if x >= 4096} for t in tables}
         found.append(Sweep(name, "nccl", times, {t.ranks: t.nodes for t in tables}))
+    return found
+
+
+def list_csv_sweeps(path: Path) -> list[Sweep]:
+    """The sweeps of one host in the CSV over several numbers of ranks; their interconnect does not matter."""
+    tables: dict[tuple[str, str], dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            if row["nodes"] == "1":
+                points = tables[row["source"], row["backend"]][int(row["world_size"])]
+                points.append((int(row["bytes"]), float(row["time_s"])))
+    found = []
+    for (source, backend), by_ranks in tables.items():
+        times = {ranks: dict(drop_disturbed(points)) for ranks, points in by_ranks.items()}
+        if len(times) > 1:
+            name = "gloo" if backend.startswith("gloo") else backend
+            found.append(Sweep(f"{source}, {backend}", name, times, dict.fromkeys(times, 1)))
     return found
 
 
@@ -296,19 +318,7 @@ def build_fabric(sweep: Sweep, counts: Sequence[int], **options: int) -> network
     return networks.build_measured_fabric(records, None, memory=sweep.memory, **options)
 
 
-# The previous model: families without nodes and cores, with other latencies and passes.
-curves.FAMILIES["gloo before"] = lambda x, p: ((p - 1) * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x)
-curves.FAMILIES["shm before"] = lambda x, p: (p, 2 * p * x)
-
-
-def build_before(sweep: Sweep, counts: Sequence[int]) -> networks.MeasuredFabric:
-    names = (f"{sweep.backend} before",) if f"{sweep.backend} before" in curves.FAMILIES else ("ring", "tree")
-    points = [(x, n, s) for n in counts for x, s in sweep.times[n].items()]
-    fits = tuple(curves.fit_family(points, name) for name in names)
-    return replace(build_fabric(sweep, counts), fits=fits, ranks_per_node=0)
-
-
-def judge_ranks(sweeps: Sequence[Sweep], was_before: bool = False) -> list[tuple[str, Judged]]:
+def judge_ranks(sweeps: Sequence[Sweep]) -> list[tuple[str, Judged]]:
     """Predict each number of ranks from the smaller ones: inside a node, on the first nodes, or beyond."""
     judged = []
     for sweep in sweeps:
@@ -317,7 +327,6 @@ def judge_ranks(sweeps: Sequence[Sweep], was_before: bool = False) -> list[tuple
         for place, target in enumerate(counts[1:], 1):
             known = counts[:place]
             fabric = build_fabric(sweep, known, cores=sweep.cores, ranks_per_node=per_node)
-            fabric = build_before(sweep, known) if was_before else fabric
             plain, shifted = (replace(fabric, shift=shift).build_curve(target) for shift in (0.0, 1.0))
             is_first = sweep.nodes[target] > 1 and sweep.nodes[known[-1]] == 1
             where = "inside a node" if sweep.nodes[target] == 1 else "the first nodes" if is_first else "beyond"
@@ -326,6 +335,49 @@ def judge_ranks(sweeps: Sequence[Sweep], was_before: bool = False) -> list[tuple
                 sd = math.log(shifted.estimate_s(x) / predicted_s)
                 judged.append((where, Judged(sweep.name, x, s, predicted_s, sd)))
     return judged
+
+
+LINKS = {"A100, HDR": "100GB/s,2us", "V100, EDR": "25GB/s,2us", "A100, RoCE": "200GB/s,2us",
+         "B200, RoCE": "400GB/s,2us"}  # fmt: skip
+
+
+def judge_crossing(sweeps: Sequence[Sweep]) -> dict[str, list[Judged]]:
+    """Several nodes from the sweeps of one: without and with the number of ranks per node, and with a data sheet."""
+    found: dict[str, list[Judged]] = defaultdict(list)
+    for sweep in (sweep for sweep in sweeps if sweep.name in LINKS):
+        inside = [n for n in sweep.times if sweep.nodes[n] == 1]
+        alone = replace(sweep, nodes=dict.fromkeys(sweep.nodes, 0))  # the table does not give the nodes
+        given = build_fabric(sweep, inside, ranks_per_node=max(inside))
+        links = AssumedFabric(find_network(LINKS[sweep.name]), given, max(inside))
+        fabrics = {"not given": build_fabric(alone, inside), "given": given, "given, with the links": links}
+        for target in (n for n in sweep.times if sweep.nodes[n] > 1):
+            for how, fabric in fabrics.items():
+                plain, shifted = (replace(fabric, shift=shift).build_curve(target) for shift in (0.0, 1.0))
+                for size, time_s in sweep.times[target].items():
+                    predicted_s = plain.estimate_s(size)
+                    sd = math.log(shifted.estimate_s(size) / predicted_s)
+                    found[how].append(Judged(sweep.name, size, time_s, predicted_s, sd))
+                    if fabric is links:
+                        levels = [level.estimate_s(size) for level in links.build_levels(target)]
+                        for rule, joined_s in (("sum", sum(levels)), ("longer", max(levels))):
+                            judged = Judged(sweep.name, size, time_s, joined_s, sd)
+                            found[f"{how}, the {rule} of both levels"].append(judged)
+    return found
+
+
+def judge_below(tables: Iterable[tuple[str, Sequence[tuple[int, float]]]]) -> dict[str, list[Judged]]:
+    """Sizes below 1 and 10 MiB from the larger ones of the same table."""
+    found: dict[str, list[Judged]] = defaultdict(list)
+    for name, points in tables:
+        for least in (MIB, 10 * MIB):
+            known = [(size, time_s) for size, time_s in points if size >= least]
+            if len(known) > 1:
+                curve = curves.fit_curve(known)
+                for size, time_s in (point for point in points if 4096 <= point[0] < least):
+                    sd = networks.estimate_error_below(curve, size)
+                    where = f"below {least // MIB} MiB"
+                    found[where].append(Judged(name, size, time_s, curve.estimate_s(size), sd))
+    return found
 
 
 def main() -> None:
@@ -362,13 +414,22 @@ def main() -> None:
         print_table("named networks, source held out", split(named))
         print("\nfor 90 %, sd of held-out named networks:", "; ".join(calibrate([*named, *others])))
         print("\nnot judged:", *(f"- {count} rows of {name}" for name, count in apart.items()), sep="\n")
-    swept = [*list_public_sweeps(), *list_own_sweeps(arguments.runs)]
-    before = group_by(judge_ranks(swept, was_before=True), lambda judged: judged[0])
-    print_table("other numbers of ranks, before", ((place, [p for _, p in found]) for place, found in before.items()))
-    ranks = judge_ranks(swept)
+    public = list_public_sweeps()
+    own = list_own_sweeps(arguments.runs)
+    ranks = judge_ranks([*public, *(list_csv_sweeps(arguments.csv) if arguments.csv else []), *own])
     places = group_by(ranks, lambda judged: judged[0]) | group_by(ranks, lambda judged: judged[1].source)
     groups = ((name, [point for _, point in judged]) for name, judged in places.items())
     print_table("other numbers of ranks, each from those below it", groups)
+    crossing = judge_crossing(public)
+    by_source = {
+        f"{how}: {source}": group
+        for how, points in crossing.items()
+        for source, group in group_by(points, lambda point: point.source).items()
+    }
+    print_table("several nodes from one, by what is given about the nodes", (crossing | by_source).items())
+    swept = [("published", [p for p in sweep.points if p[0] >= 4096]) for table in TABLES.values() for sweep in table]
+    swept += [("own", sorted(times.items())) for sweep in own for times in sweep.times.values()]
+    print_table("sizes below a table", judge_below(swept).items())
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ def test_one_document_with_the_plateau(command, tables, tmp_path):
     assert [row["num_buckets"] for row in document["caps"]] == [3, 2, 1]
     # The first layer, 12 MB, and the tied embedding, 4 MB, are ready last: two messages are exposed whatever the plan.
     assert document["best"]["exposed_s"] == pytest.approx(2e-4 + 16e6 / 1e9, rel=0.05)
-    # The message of the second layer, 12 MB, is expected to slow the GPU by what is published while it moves.
+    # The message of the second layer, 12 MB, moves at 60 % of its speed next to compute, which it slows as published.
     slowed_s = document["caps"][0]["expected_s"] - document["best"]["backward_s"]
-    assert slowed_s == pytest.approx((1e-4 + 12e6 / 1e9) * 0.189 / 1.189, rel=0.05)
+    assert slowed_s == pytest.approx((1e-4 + 12e6 / 1e9) / 0.6 * 0.189 / 1.189, rel=0.05)
     low_s, high_s = document["interval_s"]
     assert low_s < document["expected_s"] < high_s
     assert document["expected_s"] == min(row["expected_s"] for row in document["caps"])
@@ -180,7 +180,7 @@ def write_hidden(folder: Path) -> None:
     (folder / "allreduce-times-model.csv").write_text(ALLREDUCE.splitlines()[0] + "\n" + rows)
 
 
-def test_contention_changes_the_answer_and_each_curve_has_its_own_ranges(tables, tmp_path):
+def test_one_range_is_good_with_and_without_contention(tables, tmp_path):
     write_hidden(tables)
     measured, best = tmp_path / "measured.csv", predict_csv(tables).expected.best
     measured.write_text(f"bucket_size,backward_s\n1MB,0.084\n{best.high_bytes}B,0.086\n")

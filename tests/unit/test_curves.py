@@ -8,6 +8,7 @@ import random
 import statistics
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,7 +183,10 @@ def test_a_number_by_size_lies_on_lines_over_its_logarithm(num_bytes, expected):
 def test_two_levels_by_hand():
     # Inside 4 ranks: 6 latencies of 1 ms and 3/2 of the bytes. Between 2 nodes: 2 of 10 ms and all the bytes.
     curve = join_levels(FamilyCurve("ring", 4, 1e-3, 1e4), FamilyCurve("ring", 2, 1e-2, 1e3))
-    assert curve.estimate_s(1000) == pytest.approx(6e-3 + 0.15 + 2e-2 + 1.0)
+    # A byte takes 0.15 and 1 ms: part of the latency of any message. The other transfers overlap in part.
+    latency_s = 6e-3 + 0.15e-3 + 2e-2 + 1e-3
+    assert curve.estimate_s(1) == pytest.approx(latency_s)
+    assert curve.estimate_s(1000) == pytest.approx(latency_s + math.hypot(0.15, 1.0) * 0.999)
     assert curve.explain(1000)[0] == "two-level (ring)"
 
 
@@ -275,7 +279,27 @@ def test_a_scaled_curve_is_the_measured_one_at_home_and_grows_as_its_family(num_
     away = scale_curve(measured, there, 2, world_size)
     assert away.estimate_s(num_bytes) >= home.estimate_s(num_bytes) * (1 - 1e-12)
     assert away.estimate_s(4) == pytest.approx(1e-4 * here.estimate_s(4) / there.estimate_s(4))
-    assert away.estimate_s(1) == away.estimate_s(4)
+
+
+def test_below_a_table_times_follow_its_first_two_points():
+    curve = MeasuredCurve((10_000, 20_000, 80_000), (3e-3, 4e-3, 8e-3))
+    assert [curve.estimate_s(size) for size in (5000, 0)] == pytest.approx([2.5e-3, 0.0])
+    assert curve.estimate_s(1) == pytest.approx(2e-3, rel=1e-3)
+    assert list(curve.estimate_all(np.array([0.0, 5000.0, 15_000.0]))) == pytest.approx(
+        [curve.estimate_s(size) for size in (0, 5000, 15_000)]
+    )
+    assert "4.88 KiB is extrapolated" in curve.explain(4999)[1] and not curve.explain(5000)[1]
+    # Two points that suggest a negative latency leave a small one; times that fall say nothing.
+    assert MeasuredCurve((10_000, 20_000), (1e-3, 9e-3)).estimate_s(1) == pytest.approx(1e-5, rel=0.02)
+    assert MeasuredCurve((10_000, 20_000), (3e-3, 2e-3)).estimate_s(1) == 3e-3
+
+
+def test_a_part_of_the_latency_is_a_launch_that_does_not_grow_with_the_ranks():
+    points = [(size, 2, 2 * 1e-5 + size / 1e9) for size in (1000, 10**5, 10**7)]
+    plain, launched = (fit_family(points, "ring", launch) for launch in (0.0, 0.7))
+    assert plain.estimate_s(10**6) == pytest.approx(launched.estimate_s(10**6))
+    there = [replace(fit, world_size=4).estimate_s(1) for fit in (plain, launched)]
+    assert there == pytest.approx([6e-5, 1.4e-5 + 0.3 * 6e-5], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -168,9 +168,11 @@ def test_assumed_contention(device, is_on_host, spare_cores, rate):
 def test_contention_on_a_gpu_is_assumed_from_published_numbers_and_drawn(is_on_host):
     """arXiv 2507.03114: computing takes 18.9 % longer on average while messages move, and 40 % at most."""
     assumed = Contention.assume("cuda", is_on_host)
-    assert assumed.rates(10) == (pytest.approx(1 / 1.189), 1.0) and "2507.03114" in assumed.basis
+    assert assumed.rates(10) == pytest.approx((1 / 1.189, 0.6)) and "2507.03114" in assumed.basis
     source = random.Random(1)
-    drawn = [1 / Contention.assume("cuda", is_on_host, source=source).rates(10)[0] - 1 for _ in range(4000)]
+    rates = [Contention.assume("cuda", is_on_host, source=source).rates(10) for _ in range(4000)]
+    drawn = [1 / compute - 1 for compute, _ in rates]
+    assert 0.35 <= min(message for _, message in rates) < 0.4 and 0.8 < max(message for _, message in rates) <= 0.85
     assert statistics.fmean(drawn) == pytest.approx(0.189, abs=0.005) and 0 <= min(drawn) < max(drawn) <= 0.40
 
 
@@ -197,9 +199,9 @@ def test_on_a_slower_link_a_message_costs_the_same_compute_over_a_longer_time():
 def test_contention_by_bytes_ignores_latency():
     found = Contention.assume("cuda", is_on_host=False)
     curve = line(1e-3, 2**30)  # 1 MiB takes about a millisecond more than its latency
-    small, half, large = (found.spread_over(curve).rates(size)[0] for size in (4096, 2**20, 2**32))
-    lost = 1 - found.rates(1)[0]
-    assert (1 - small, 1 - half, 1 - large) == pytest.approx((0.0, lost / 2, lost), abs=0.01)
+    for place, rate in enumerate(found.rates(1)):
+        small, half, large = (1 - found.spread_over(curve).rates(size)[place] for size in (4096, 2**20, 2**32))
+        assert (small, half, large) == pytest.approx((0.0, (1 - rate) / 2, 1 - rate), abs=0.01)
     free = found.spread_over(line(0.0, 1e30))
     assert all(0 < rate <= 1 for rate in free.compute_rates)
 

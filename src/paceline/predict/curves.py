@@ -28,6 +28,8 @@ T = TypeVar("T")
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
 # Beyond this multiple of the measured bytes or ranks, an estimate is a guess.
 _REACH = 2
+# A table that begins with large messages says little about small ones, but none takes less than this.
+_LEAST_S = 10e-6
 # Number of draws of the inputs for an interval.
 DRAWS = 40
 _SEED = 17
@@ -141,8 +143,8 @@ def _find_quantile(ordered: Sequence[float], p: float) -> float:
 @dataclass(frozen=True)
 class MeasuredCurve(CostCurve):
     """Linear interpolation on log axes between measured points, which preserves curves that are neither convex nor
-    monotone. Below the smallest size the time is constant; above the largest it grows with the bandwidth of the last
-    two points."""
+    monotone. Below the smallest size the time follows the line through the first two points, if it rises; above the
+    largest it grows with the bandwidth of the last two."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -157,11 +159,17 @@ class MeasuredCurve(CostCurve):
     def _logs(self) -> tuple[tuple[float, float], ...]:
         return tuple((math.log(x), math.log(t)) for x, t in zip(self.sizes, self.seconds, strict=True))
 
+    @functools.cached_property
+    def _slope_below(self) -> float:
+        """Seconds per byte below the smallest size; 0 if the second time is not longer."""
+        slope = (self.seconds[1] - self.seconds[0]) / (self.sizes[1] - self.sizes[0])
+        return max(0.0, min(slope, (self.seconds[0] - _LEAST_S) / self.sizes[0]))
+
     def estimate_s(self, num_bytes: float) -> float:
         if num_bytes <= 0:
             return 0.0
         if num_bytes <= self.sizes[0]:
-            return self.seconds[0]
+            return self.seconds[0] - self._slope_below * (self.sizes[0] - num_bytes)
         if num_bytes >= self.sizes[-1]:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
             # If times fall toward the largest size, use its average rate.
@@ -175,16 +183,21 @@ class MeasuredCurve(CostCurve):
         known_sizes, known_s = np.array(self._logs).T
         last_s = np.array([self.estimate_s(size) for size in sizes[sizes >= self.sizes[-1]]])
         found = np.exp(np.interp(np.log(np.maximum(sizes, self.sizes[0])), known_sizes, known_s))
+        found -= self._slope_below * np.maximum(0.0, self.sizes[0] - sizes)
         found[sizes >= self.sizes[-1]] = last_s
         return np.where(sizes > 0, found, 0.0)
 
     def explain(self, num_bytes: float) -> tuple[str, str]:
-        return "measured", _warn_about_size(num_bytes, self.sizes[-1])
+        return "measured", _warn_about_size(num_bytes, self.sizes[-1], self.sizes[0])
 
 
-def _warn_about_size(num_bytes: float, most_bytes: int) -> str:
-    text = f"{format_bytes(num_bytes)} is more than twice the largest measured size, {format_bytes(most_bytes)}"
-    return text if num_bytes > _REACH * most_bytes else ""
+def _warn_about_size(num_bytes: float, most_bytes: int, least_bytes: int = 0) -> str:
+    size = format_bytes(num_bytes)
+    if num_bytes > _REACH * most_bytes:
+        return f"{size} is more than twice the largest measured size, {format_bytes(most_bytes)}"
+    if 0 < _REACH * num_bytes < least_bytes:
+        return f"{size} is extrapolated: it is less than half the smallest measured size, {format_bytes(least_bytes)}"
+    return ""
 
 
 def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
@@ -194,6 +207,16 @@ def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
         by_size[size] = min(float(seconds), by_size.get(size, math.inf))
     sizes = tuple(sorted(by_size))
     return MeasuredCurve(sizes, tuple(by_size[size] for size in sizes))
+
+
+def smooth_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
+    """The line through (bytes, seconds) at their sizes: the noise of single points of a table would otherwise choose
+    the bucket size. The curve through the points themselves if their times do not grow."""
+    curve = fit_curve(points)
+    with contextlib.suppress(MeasurementError):
+        line = fit_line(zip(curve.sizes, curve.seconds, strict=True))
+        return MeasuredCurve(curve.sizes, tuple(line.estimate_s(size) for size in curve.sizes))
+    return curve
 
 
 # The work of an all-reduce of x bytes on p ranks: sequential latencies, and bytes through the narrowest link.
@@ -270,10 +293,11 @@ class FamilyCurve(CostCurve):
         return f"{self.algorithm} {self.place}".strip(), "; ".join(filter(None, doubts))
 
 
-def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str) -> FamilyCurve:
+def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str, launch: float = 0.0) -> FamilyCurve:
     """Fit `t = latencies * alpha + bytes / rate` to the (bytes, ranks, seconds) points of all rank counts above 1 at
     once. Minimizes the squared *relative* errors, with alpha >= 0: sizes span decades, and with absolute errors the
-    largest message would dominate the fit."""
+    largest message would dominate the fit. `launch` is the share of the latencies on the fewest ranks that does not
+    grow with the ranks."""
     points = [point for point in points if point[1] > 1]
     work = [FAMILIES[algorithm](num_bytes, ranks) for num_bytes, ranks, _ in points]
     if len(set(work)) < 2:
@@ -295,7 +319,9 @@ def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str) -> Fami
         raise MeasurementError("the times do not grow with the size, so there is no bandwidth: measure larger messages")
     sizes, ranks = [point[0] for point in points], max(point[1] for point in points)
     residuals = tuple(alpha_s * a + slope * b - 1 for a, b in zip(u, v, strict=True))
-    return FamilyCurve(algorithm, ranks, alpha_s, scale / slope, min(sizes), max(sizes), ranks, residuals)
+    launch_s = launch * alpha_s * FAMILIES[algorithm](min(sizes), min(point[1] for point in points))[0]
+    fit = FamilyCurve(algorithm, ranks, alpha_s, scale / slope, min(sizes), max(sizes), ranks, residuals)
+    return replace(fit, alpha_s=(1 - launch) * alpha_s, overhead_s=launch_s)
 
 
 def fit_line(points: Iterable[tuple[int, float]]) -> FamilyCurve:
@@ -347,15 +373,27 @@ def interpolate_sizes(values: Sequence[tuple[int, float]], num_bytes: float) -> 
 
 
 def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
-    """The sum of reduce-scatter inside each node, all-reduce between the nodes, and all-gather inside each node. The
-    two inner phases together cost as much as a ring. Between nodes, each of the m ranks of a node sends 1/m over the
-    node's shared link, so all bytes pass through it; `between` is a curve over nodes."""
+    """Reduce-scatter inside each node, all-reduce between the nodes, and all-gather inside each node. The two inner
+    phases together cost as much as a ring. Between nodes, each of the m ranks of a node sends 1/m over the node's
+    shared link, so all bytes pass through it; `between` is a curve over nodes. The latencies add, while transfers
+    overlap in part: their root of squares lies between the longer one (a full pipeline) and their sum."""
+
+    def estimate_s(num_bytes: float) -> float:
+        latencies_s, moving_s = zip(*(_split_latency(curve, num_bytes) for curve in (inside, between)), strict=True)
+        return float(sum(latencies_s) + math.hypot(*moving_s))
 
     def explain(num_bytes: float) -> tuple[str, str]:
         algorithm, doubt = between.explain(num_bytes)
         return f"two-level ({algorithm})", inside.explain(num_bytes)[1] or doubt
 
-    return DerivedCurve(lambda num_bytes: inside.estimate_s(num_bytes) + between.estimate_s(num_bytes), explain)
+    return DerivedCurve(estimate_s, explain)
+
+
+def _split_latency(curve: CostCurve, num_bytes: float) -> tuple[float, float]:
+    """The time of a message: the part that any message takes, and the rest."""
+    whole_s = curve.estimate_s(num_bytes)
+    latency_s = min(whole_s, curve.estimate_s(1))
+    return latency_s, whole_s - latency_s
 
 
 def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
@@ -376,9 +414,7 @@ def scale_curve(measured: MeasuredCurve, family: FamilyCurve, measured_on: int, 
     def estimate_s(num_bytes: float) -> float:
         if num_bytes <= 0 or world_size == 1:
             return 0.0
-        # Below the smallest measured size the curve is constant, so the factor must also be constant.
-        size = max(num_bytes, measured.sizes[0])
-        return measured.estimate_s(size) * here.estimate_s(size) / there.estimate_s(size)
+        return measured.estimate_s(num_bytes) * here.estimate_s(num_bytes) / there.estimate_s(num_bytes)
 
     def explain(num_bytes: float) -> tuple[str, str]:
         is_own = world_size == measured_on

@@ -15,7 +15,15 @@ from functools import cached_property
 from paceline.errors import MeasurementError
 from paceline.machine import canonical_backend
 from paceline.plan import Gradient, Plan, cut_like, plan_by_cuts
-from paceline.predict.curves import CostCurve, Resample, draw, find_interval, fit_curve, median_noise
+from paceline.predict.curves import (
+    CostCurve,
+    MeasuredCurve,
+    Resample,
+    draw,
+    find_interval,
+    fit_curve,
+    median_noise,
+)
 from paceline.predict.job import Job, read_parameters
 from paceline.predict.race import Interval, Limit
 from paceline.predict.search import PLATEAU, estimate_caps, estimate_least_s, find_best_cuts
@@ -30,6 +38,8 @@ _HALVINGS = 20
 _WORTH = 0.002
 # Lower bound for the relative speed of compute and messages while they overlap.
 _LEAST_RATE = 0.02
+# Upper bound for the wait in the time of the smallest message.
+_MOST_WAIT = 0.8
 
 
 class Evidence:
@@ -59,6 +69,17 @@ class Evidence:
         backward_s = resample.median(self.plain.phase("backward")) if self.disturbed else 0.0
         found = ((record, *_find_overlap(record, resample, backward_s)[1:]) for record in self.disturbed)
         return [record for record, overlap_s, delay_s in found if delay_s >= (1 - _LEAST_RATE) * overlap_s]
+
+    @cached_property
+    def wait_share(self) -> float:
+        """The part of the smallest message's time in the sweep that is a wait for the last rank. A message does not
+        take longer alone than next to compute; if it does at every size, the sweep includes such waits. They do not
+        recur with each message of a step, which the ranks send one after the other. Decided by the medians, too."""
+        resample = Resample()
+        swept = fit_curve((record.num_bytes, resample.median(record.timing)) for record in self.sweep)
+        under_way_s = {r.message_bytes: _find_s(r, "under_way", resample) for r in self.disturbed}
+        wait_s = min((swept.estimate_s(size) - time_s for size, time_s in under_way_s.items()), default=0.0)
+        return min(max(0.0, wait_s / min(swept.seconds)), _MOST_WAIT)
 
 
 @dataclass(frozen=True)
@@ -131,7 +152,9 @@ def fit_job(
     plain, one, profile = evidence.plain, evidence.one_bucket, evidence.profile
     is_ours, is_emulated = plain.wrapper == "paceline", curve is not None and not evidence.disturbed
     if curve is None:
-        curve = fit_curve((record.num_bytes, median(record.timing)) for record in evidence.sweep)
+        swept = fit_curve((record.num_bytes, median(record.timing)) for record in evidence.sweep)
+        wait_s = evidence.wait_share * min(swept.seconds)
+        curve = MeasuredCurve(swept.sizes, tuple(time_s - wait_s for time_s in swept.seconds))
     rank, backward_s = fit_rank(evidence, resample, curve), median(plain.phase("backward"))
     after_s = median(one.phase("optimizer"))
     gather_s = rank.gather_s_per_byte * profile.num_bytes

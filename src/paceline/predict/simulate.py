@@ -26,6 +26,8 @@ _EPSILON = 1e-12
 MODEL_ERROR = 0.10
 # How much longer a GPU computes while NCCL moves a message: published mean and maximum, arXiv 2507.03114.
 _SLOWED_MEAN, _SLOWED_MOST = 0.189, 0.40
+# The speed of an NCCL message while the GPU computes: least, most likely and most.
+_MESSAGE_RATES = (0.35, 0.60, 0.85)
 # Standard deviation of an assumed share of a core.
 _SHARE_ERROR = 0.15
 _SIZES = tuple(4096 << 2 * power for power in range(11))  # up to 4 GiB
@@ -60,8 +62,11 @@ class Contention:
         if device == "cuda":
             mode = 3 * _SLOWED_MEAN - _SLOWED_MOST  # mode of the triangular distribution on [0, max] with this mean
             slowed = source.triangular(0.0, _SLOWED_MOST, mode) if source else _SLOWED_MEAN
+            least, rate, most = _MESSAGE_RATES
+            rate = source.triangular(least, most, rate) if source else rate
             basis = f"assumed: a GPU computes {_SLOWED_MEAN:.1%} longer while NCCL moves a message, {_SLOWED_MOST:.0%} "
-            return cls((1,), (1 / (1 + slowed),), (1.0,), f"{basis}at most (published, arXiv 2507.03114)", (), True)
+            basis += f"at most (published, arXiv 2507.03114), and the message moves at {_MESSAGE_RATES[1]:.0%} of its "
+            return cls((1,), (1 / (1 + slowed),), (rate,), f"{basis}speed ({least:.0%} to {most:.0%})", (), True)
         share, on_host = 0.0, device == "cpu" and is_on_host
         if on_host:
             share = (1 - min(1.0, max(0.0, spare_cores))) / 2
@@ -82,9 +87,13 @@ class Contention:
         seconds, and delays the message by the same number, over a longer time. If contention is by bytes, a message's
         latency costs nothing."""
         if self.is_by_bytes:
-            wait_s, lost = curve.estimate_s(1), 1 - self.compute_rates[0]
-            rates = tuple(1 - lost * (1 - wait_s / max(wait_s, curve.estimate_s(size), 1e-12)) for size in _SIZES)
-            return Contention(_SIZES, rates, (1.0,) * len(_SIZES), self.basis)
+            wait_s = curve.estimate_s(1)
+            moving = [1 - wait_s / max(wait_s, curve.estimate_s(size), 1e-12) for size in _SIZES]
+            compute, message = (
+                tuple(1 - (1 - rates[0]) * share for share in moving)
+                for rates in (self.compute_rates, self.message_rates)
+            )
+            return Contention(_SIZES, compute, message, self.basis)
         if not self.alone_s:
             return self
         compute_rates, message_rates = [], []

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
-from paceline.predict.curves import DRAWS, MeasuredCurve, Resample, draw, fit_curve, fit_line
+from paceline.predict.curves import DRAWS, MeasuredCurve, Resample, draw, fit_line, smooth_curve
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
@@ -159,7 +159,7 @@ class PredictResult(Result):
             f"{self.profile.model} on {row.world_size:,} ranks over {row.network}: a step takes "
             f"{format_ms(row.step_s)} ms (90 %: {format_ms(row.low_s)} to {format_ms(row.high_s)}), efficiency "
             f"{row.efficiency:.0%}, bound by {row.bound}{buckets}. Simulated{busy}."
-        )
+        ) + (f" Doubtful: {row.doubt}." if row.doubt else "")
 
     @property
     def findings(self) -> Sequence[str]:
@@ -295,8 +295,9 @@ class CapsResult(Result):
         untied = self.config.get("untied", False)
         self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord), untied)
         sweep = self.only(CollectiveRecord)
-        self.cost = fit_curve((record.num_bytes, record.time_s) for record in sweep)
-        self.line = fit_line(zip(self.cost.sizes, self.cost.seconds, strict=True))
+        self.points = [(record.num_bytes, record.time_s) for record in sweep]
+        self.cost = smooth_curve(self.points)
+        self.line = fit_line(self.points)
         device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not name the device
         costs = MachineCosts(curve=self.cost)
         self.caps = estimate_caps(self.job, costs)
@@ -448,7 +449,7 @@ class CapsResult(Result):
             *job.notes,
             *(text for name, curve in self.curves.items() for text in self._describe_ranges(name, curve)),
             f"linear fit of all-reduce: alpha {format_ms(line.alpha_s)} ms, beta {format_rate(line.bytes_per_s)} GB/s, "
-            f"residuals up to {line.max_rel_residual:.0%}; predictions use the table itself",
+            f"residuals up to {line.max_rel_residual:.0%}; predictions use the line, not single points of the table",
             "closed form when communication is the bottleneck: b* = B sqrt(alpha / T) = "
             f"{format_bytes(round(self.closed_form_bytes))}; here communication takes "
             f"{format_ms(job.num_bytes / line.bytes_per_s)} ms and backward {format_ms(job.backward_s)} ms",
@@ -509,7 +510,7 @@ class CapsResult(Result):
         left = f"{late} of other gradients also become ready only at the end of backward; sending them takes "
         left += f"{format_ms(late_s)} ms, and sending {first.num_rows} rows per rank "
         left += f"{format_ms(rows.done_s - rows.start_s)} ms; together they take {both} ms; one element takes "
-        left += f"{one} ms in the table; with a tenth of the latency, "
+        left += f"{one} ms on the line; with a tenth of the latency, "
         return [
             f"paceline.DDP{asked} {text}; without a uniform cap, the best plan exposes {exposed} instead of {was} ms",
             f"{left}{format_ms(first.quick.exposed_s)} ms would be exposed",
@@ -517,8 +518,11 @@ class CapsResult(Result):
 
     def _describe_ranges(self, name: str, curve: CapCurve) -> list[str]:
         others = [sizes for sizes in curve.plateaus if sizes != curve.plateau]
+        best = f"{name}: {join_sizes(*curve.plateau)} is within 1 % of the best, {format_ms(curve.best.backward_s)} ms"
+        default_s = self.default_s if curve is self.caps else self.default_expected_s
+        best += f"; torch's default takes {format_ms(default_s)} ms"
         more = f"{format_number_of(len(others), 'more range')} of sizes within 1 % of the best, {name}"
-        return [f"{more}: {join_sizes(others[0][0], others[-1][1])}"] if others else []
+        return [best, *([f"{more}: {join_sizes(others[0][0], others[-1][1])}"] if others else [])]
 
     def _describe_measured(self, name: str, curve: CapCurve) -> str:
         errors = [self.predict_s(record, curve) / record.timing.center_s - 1 for record in self.measured]
