@@ -106,7 +106,7 @@ def test_a_narrow_terminal_drops_columns_by_priority_and_says_which_and_how_to_s
         if dropped and dropped not in seen:
             seen.append(dropped)
         note = text[text.index("(not shown") :].replace("\n", " ") if dropped else ""
-        assert all(name.split(" (")[0] in note for name in dropped) and ("--wide" in note or not dropped)
+        assert all(name.split(" (")[0] in note for name in dropped) and ("--details" in note or not dropped)
     assert seen == [["count"], ["count", "share"], ["count", "rate (GB/s)", "share"],
                     ["count", "time (ms)", "rate (GB/s)", "share"]]  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_key_or_number_is_cut(width):
 def test_keys_that_do_not_fit_side_by_side_are_stacked_with_everything_else():
     rows = [Row("a name of forty characters, or even more"), Row("b", kind="cuda")]
     text = build(*rows).terminal(40)
-    assert "size: 1 MiB" in text and "time (ms): 12.35" in text and "kind: cuda" in text and "--wide" not in text
+    assert "size: 1 MiB" in text and "time (ms): 12.35" in text and "kind: cuda" in text and "--details" not in text
 
 
 def test_words_are_wrapped_under_their_column_and_never_dropped_before_they_must():

@@ -282,7 +282,7 @@ def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> 
         right.plot(
             at, percent, color=COLORS[2], marker="s", linestyle="--", label="test accuracy", gid="percent:test_accuracy"
         )
-        right.set(ylabel="test accuracy (%)", ylim=(0, 100))
+        right.set(ylabel="test accuracy (%)", ylim=(0, 105), yticks=range(0, 101, 20))  # room for a marker at 100 %
         right.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
     return figure
