@@ -76,8 +76,8 @@ __all__ = [
     "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
     "bench", "comm_hook", "comm_table", "compare", "demo", "doctor", "faults", "get", "init", "is_launched",
     "load_result", "load_run", "monitor", "predict", "predict_goodput", "predict_trace", "profile", "ranks",
-    "run_ranks", "save_report", "scale", "set_seed", "shutdown", "slow", "split_parameters", "swap_wrapper", "trace", "train",
-    "tune", "watch",
+    "run_ranks", "save_report", "scale", "set_seed", "shutdown", "slow", "split_parameters", "swap_wrapper", "trace",
+    "train", "tune", "watch",
 ]  # fmt: skip
 
 

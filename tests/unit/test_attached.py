@@ -232,7 +232,7 @@ def test_files_of_ranks_are_read_as_they_grow(tmp_path, capsys):
     files.show()
     assert files.is_over() and [(r.about["rank"], len(r.steps)) for r in files.read()] == [(0, 8), (1, 8)]
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[1] for line in lines] == [" step 4", " step 8"] and "30.00 ms" in lines[0]
+    assert [line.split(":")[1] for line in lines] == [" step 4", " step 8"] and "30.0 ms" in lines[0]
 
 
 def test_steps_that_were_recorded_or_came_first_are_not_timed(tmp_path):

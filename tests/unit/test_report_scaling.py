@@ -528,7 +528,7 @@ def test_the_limit_of_strong_scaling(steps, text):
     for n, step_s in steps.items():
         records.append(replace(make_steady(n, step_s, mode="strong"), busy=steady(0.010, n)))
     line = describe(records)[-1]
-    assert line.endswith(f"{text} Messages take 10.00 ms on 4 ranks, which limits the speed-up to 4.0.")
+    assert line.endswith(f"{text} Messages take 10.0 ms on 4 ranks, which limits the speed-up to 4.0.")
     assert ("largest" in line) == ("largest" in text) and ("alone" in line) == ("alone" in text)
 
 

@@ -74,12 +74,12 @@ def test_markdown_has_every_column_for_people_that_holds_anything():
     header, rule, row = build(Row(name="a|b")).markdown().splitlines()
     assert header == "| name | kind | size | count | time (ms) | rate (GB/s) | share |"
     assert rule == "|---|---|--:|--:|--:|--:|--:|"
-    assert row == "| a\\|b | cpu | 1 MiB | 262 144 | 12.35 | 2.50 | 25% |"
+    assert row == "| a\\|b | cpu | 1 MiB | 262 144 | 12.3 | 2.50 | 25% |"
 
 
 def test_html_escapes_what_it_shows():
     text = build(Row(name="<b>")).html()
-    assert "&lt;b&gt;" in text and "<b>" not in text and "12.35" in text
+    assert "&lt;b&gt;" in text and "<b>" not in text and "12.3" in text
 
 
 def find_header(text):
@@ -126,7 +126,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_key_or_number_is_cut(width):
 def test_keys_that_do_not_fit_side_by_side_are_stacked_with_everything_else():
     rows = [Row("a name of forty characters, or even more"), Row("b", kind="cuda")]
     text = build(*rows).terminal(40)
-    assert "size: 1 MiB" in text and "time (ms): 12.35" in text and "kind: cuda" in text and "--details" not in text
+    assert "size: 1 MiB" in text and "time (ms): 12.3" in text and "kind: cuda" in text and "--details" not in text
 
 
 def test_words_are_wrapped_under_their_column_and_never_dropped_before_they_must():
@@ -182,4 +182,4 @@ def test_a_table_without_rows_has_a_header_in_files():
 
 def test_a_table_is_one_in_a_notebook_and_names_stay_text():
     shown = build(Row(name="<b>alpha"))._repr_html_()
-    assert shown.startswith("<table>") and "&lt;b&gt;alpha" in shown and "12.35" in shown and "<b>" not in shown
+    assert shown.startswith("<table>") and "&lt;b&gt;alpha" in shown and "12.3" in shown and "<b>" not in shown

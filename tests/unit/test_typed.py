@@ -11,6 +11,7 @@ import paceline
 from paceline.cli.main import _join_lists, _watch, app
 from paceline.errors import ConfigError, RecordError
 from paceline.runtime.faults.recovery import _explain_start
+from paceline.verbs import bench
 
 
 @pytest.mark.parametrize("words", [["train.py"], ["train.py", "--lr", "1"], [sys.executable, "train.py"]])
@@ -72,3 +73,19 @@ def test_help_shows_no_python_types():
             assert "<" not in str(getattr(option, "metavar", None) or ""), option.name
         assert known in [name for option in one.params for name in option.opts]
         assert one.get_help_option(context).metavar == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "iters", "models"),
+    [({"quick": True}, 10, ("mlp", "cnn")), ({"quick": True, "iters": 3, "models": "tiny"}, 3, ("tiny",))],
+)
+def test_quick_measures_less_unless_told_otherwise(monkeypatch, given, iters, models):
+    monkeypatch.setattr(bench, "open_session", stop_with_config)
+    with pytest.raises(InterruptedError) as caught:
+        bench.wrappers(**given)
+    config = caught.value.args[0]
+    assert (config["iters"], config["warmup"], config["models"]) == (iters, 1, models)
+
+
+def stop_with_config(verb: str, config: dict, **more: object) -> None:
+    raise InterruptedError(config)

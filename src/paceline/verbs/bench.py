@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from paceline.report.step_tables import WrappersResult
     from paceline.report.sweeps import ChunksResult, CollectiveResult
 
+# What `quick` leaves out, unless it is asked for.
+_QUICK = {"iters": 10, "warmup": 1}
+_QUICK_MODELS = ("mlp", "cnn")
+
 
 def allreduce(
     ranks: Counts | None = None, sizes: Sizes = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB"),
     backend: Names = "gloo", *, collective: str = "all_reduce", op: str = "sum", dtype: str = "float32",
-    device: str = "auto", memory: Names = "ordinary", limit: bool = False, iters: int | None = None,
-    warmup: int | None = None, compare: Place = None, out: Place = None, progress: bool | None = None,
+    device: str = "auto", memory: Names = "ordinary", limit: bool = False, quick: bool = False,
+    iters: int | None = None, warmup: int | None = None, compare: Place = None, out: Place = None,
+    progress: bool | None = None,
 ) -> CollectiveResult:  # fmt: skip
     """How fast is all-reduce here? Interleaves backends x ranks x sizes, and checks every element.
 
@@ -41,6 +46,7 @@ def allreduce(
         dtype: float32, bfloat16, int64, ...
         device: auto (GPUs if there is one for each rank), cpu or cuda
         memory: Memory of the vectors: ordinary, shared (only with backend shm), or both, interleaved.
+        quick: At most 10 repetitions, for a rough answer.
         limit: Also measure memory bandwidth, and print each row's fraction of it.
         iters: Timed repetitions. Default: as time allows, up to 100.
         warmup: Warm-up repetitions before timing. Default: as time allows, up to 3.
@@ -68,8 +74,8 @@ def allreduce(
 
 def chunks(
     ranks: Counts | None = None, total: str | int = "240MB", chunks: Sizes | None = None, backend: Names = "gloo", *,
-    dtype: str = "float32", device: str = "auto", iters: int | None = None, warmup: int | None = None,
-    out: Place = None, progress: bool | None = None,
+    dtype: str = "float32", device: str = "auto", quick: bool = False, iters: int | None = None,
+    warmup: int | None = None, out: Place = None, progress: bool | None = None,
 ) -> ChunksResult:  # fmt: skip
     """What does splitting one message into chunks cost? Measures the time of a fixed total for each chunk size.
 
@@ -91,7 +97,7 @@ def chunks(
 def wrappers(
     models: Names = WrapperSettings.models, wrappers: Names = WrapperSettings.wrappers, ranks: Counts | None = None,
     backend: Names = "gloo", *, batch_size: int | None = None, dtype: str = "float32", device: str = "auto",
-    threads: int = 1, iters: int | None = None, warmup: int | None = None, out: Place = None,
+    threads: int = 1, quick: bool = False, iters: int | None = None, warmup: int | None = None, out: Place = None,
     progress: bool | None = None,
 ) -> WrappersResult:  # fmt: skip
     """Is Paceline's wrapper faster than torch's here? Interleaves steps of one replica per wrapper.
@@ -104,9 +110,12 @@ def wrappers(
         wrappers: bare, torch, torch-tuned, paceline, paceline-simple, ... Default: all but paceline-tuned.
         batch_size: Samples per rank in a step. Default: the model's own.
         dtype: float32 or bfloat16
+        quick: At most 10 repetitions of a few models, for a rough answer.
         threads: CPU threads per rank for torch.
     """
     given, load = dict(locals()), "wrappers:measure_wrappers"
+    if quick and models == WrapperSettings.models:
+        models = _QUICK_MODELS
     own = {"models": list_names(models), "wrappers": list_names(wrappers)}
     return cast("WrappersResult", _measure("bench wrappers", load, WrapperSettings, given, own))
 
@@ -118,6 +127,8 @@ def _measure(
     measure."""
     ranks, notes = choose_up_to(given["ranks"], 2)
     own |= {"ranks": ranks, "backends": list_names(given["backend"])}
+    if given["quick"]:
+        own |= {name: count if given[name] is None else given[name] for name, count in _QUICK.items()}
     settings = kind(
         **{field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given} | own
     )
