@@ -8,8 +8,9 @@ import pytest
 import typer
 
 import paceline
-from paceline.cli.main import _join_lists, _watch, app
+from paceline.cli.main import _join_lists, _tune, _watch, app
 from paceline.errors import ConfigError, RecordError
+from paceline.measure.bench_settings import CollectiveSettings, WrapperSettings
 from paceline.runtime.faults.recovery import _explain_start
 from paceline.verbs import bench
 
@@ -18,6 +19,11 @@ from paceline.verbs import bench
 def test_a_program_without_the_dashes_is_told_to_use_them(words):
     with pytest.raises(ConfigError, match=r"paceline profile -- .*train\.py"):
         _join_lists(["profile", *words])
+
+
+def test_a_script_is_not_a_command_to_tune():
+    with pytest.raises(ConfigError, match=r"paceline tune -- python train\.py"):
+        _tune(command=["train.py"])
 
 
 def test_profiles_and_their_options_are_left_alone():
@@ -89,3 +95,11 @@ def test_quick_measures_less_unless_told_otherwise(monkeypatch, given, iters, mo
 
 def stop_with_config(verb: str, config: dict, **more: object) -> None:
     raise InterruptedError(config)
+
+
+def test_the_time_of_a_benchmark_is_known_unless_the_repetitions_are():
+    many = CollectiveSettings(
+        sizes=(1024, 4096), ranks=(2, 4), backends=("gloo", "shm"), memories=("ordinary", "shared")
+    )
+    assert many.num_cells == 2 * 2 * 3 and many.limit_s == 12 * 4.0
+    assert WrapperSettings().limit_s == 5 * 60.0 and WrapperSettings(iters=5).limit_s is None

@@ -277,6 +277,9 @@ def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **g
     if not command:
         refuse((steps is not None, "--steps applies only to a command after --: leave it out"))
         return tune(**{"model": "cnn", **given})
+    is_script = Path(command[0]).suffix == ".py" and shutil.which(command[0]) is None
+    typed = shlex.join(["python", *command])
+    refuse((is_script, f"{command[0]} is not a command: write what starts it, as in `paceline tune -- {typed}`"))
     others = [name for name in given if name not in _FOR_COMMAND.split()]
     refuse_given(others, "with a command after --: your program decides this itself; leave it out")
     return attach(command, race=True, **given)
