@@ -183,3 +183,8 @@ def test_a_table_without_rows_has_a_header_in_files():
 def test_a_table_is_one_in_a_notebook_and_names_stay_text():
     shown = build(Row(name="<b>alpha"))._repr_html_()
     assert shown.startswith("<table>") and "&lt;b&gt;alpha" in shown and "12.3" in shown and "<b>" not in shown
+
+
+def test_rows_that_are_not_shown_are_counted():
+    table = Table("t", "", [Column("n", lambda n: n, "number", "n", is_key=True)], range(30), shown=range(20, 30))
+    assert "20 of 30 rows" in table.terminal(80) and "20 of 30" not in table.html() and len(table.rows_json()) == 30

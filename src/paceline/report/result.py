@@ -217,11 +217,12 @@ class Result:
         """Text for a terminal of this width: the answer, the main table, the first warning and the next step; with
         `details`, everything. A width of None shows every column of a table at full width."""
         most = None if details else 1
-        tables = [text for table in self.tables() if (text := table.terminal(width))][:most]
+        tables = [replace(table, shown=None) if details and table.shown else table for table in self.tables()]
+        shown = [text for table in tables if (text := table.terminal(width))][:most]
         warnings = [f"warning: {warning}" for warning in self.warnings]
         if len(warnings) > 1 and not details:
             warnings = [f"{warnings[0]} (--details shows {len(warnings) - 1} more)"]
-        blocks = [wrap(self.answer, width), *([table] for table in tables)]
+        blocks = [wrap(self.answer, width), *([table] for table in shown)]
         blocks += [
             [part for line in lines for part in wrap(line, width, "  ")]
             for lines in (self.findings if details else (), warnings)

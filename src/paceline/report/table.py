@@ -222,9 +222,11 @@ class Table:
         if width is not None and _measure(kept) > width:
             lines = _stack_rows(columns, width)
         else:
-            dropped = ", ".join(one.column.name or "" for one in columns if one not in kept)
+            hidden = len(self.rows) - len(rows)
+            dropped = [one.column.name or "" for one in columns if one not in kept]
+            dropped += [f"{hidden} of {len(self.rows)} rows"] if hidden else []
             lines = _lay_out(kept, width)
-            lines += wrap(f"(not shown: {dropped}; --details shows all columns)" if dropped else "", width)
+            lines += wrap(f"(not shown: {', '.join(dropped)}; --details shows all)" if dropped else "", width)
         has_ratios = any(mark in cell for one in kept for cell in one.cells for mark in (" ± ", " ?"))
         return "\n".join([*wrap(title, width), *lines, *wrap(self.ratio_note if has_ratios else "", width)])
 

@@ -24,6 +24,7 @@ from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, join_words, raw_columns
 from paceline.units import format_duration, format_ms, format_number_of, format_speed
 
+_MOST_EPOCHS = 12  # in the text; --details shows all
 _COLUMNS = (
     Column("epoch", lambda e: e.epoch + 1, "number", "epoch", is_key=True),
     Column("steps", "num_steps", "number", "steps", priority=-1),
@@ -202,7 +203,7 @@ class TrainRunResult(Result):
         return (*super().warnings, *(doubt.text for doubt in self.doubts))
 
     def tables(self) -> list[Table]:
-        return [Table("table", "", _COLUMNS, self.epochs, key="epochs")]
+        return [Table("table", "", _COLUMNS, self.epochs, key="epochs", shown=self.epochs[-_MOST_EPOCHS:])]
 
     def page_tables(self) -> list[Table]:
         return [*self.tables(), *(self.observed.tables() if self.observed is not None else ())]
