@@ -126,7 +126,7 @@ def test_the_answer_has_the_measured_step_the_best_cap_and_the_lines_to_paste(on
     assert result.lines["transformers"] == f"TrainingArguments(..., ddp_{cap})"
     assert f"DistributedDataParallelKwargs({cap})" in result.lines["Accelerate"]
     assert f"DDPStrategy({cap})" in result.lines["Lightning"]
-    text, document = result.text(80), result.to_json()
+    text, document = result.text(80, details=True), result.to_json()
     assert cap in result.answer and all(line in text for line in result.lines.values())
     assert document["bottleneck"] == "buckets" and document["gain_low"] < document["gain"] < document["gain_high"]
     assert [row.rank for row in result.rows] == [0, 1]

@@ -240,7 +240,7 @@ def test_a_terminal_shows_every_key_and_no_cut_number(request, build, build_coll
         records = request.getfixturevalue("bounded")
         records = [*records, build_collective(world_size=1024, num_bytes=2**40, backend="a-long-backend")]
         result = build(*records, compared=[records[0]] if what == "compared" else ())
-    text = result.text(width)
+    text = result.text(width, details=True)
     assert all(len(line) <= width for line in text.splitlines()) and "…" not in text
     for table in result.tables():
         for column in table.columns:

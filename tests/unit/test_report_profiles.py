@@ -392,7 +392,7 @@ def test_a_terminal_shows_every_key_and_no_cut_number(build, build_phases, trace
         "comm": lambda: build("profile comm-table", build_profile(), networks="10gbe,nvlink", ranks=[2, 1024]),
         "compared": lambda: ComparisonResult.of((traced(), traced(step_ms=12)), build_environment()),
     }[what]()
-    text = result.text(width)
+    text = result.text(width, details=True)
     assert all(len(line) <= width for line in text.splitlines())
     for table in result.tables():
         for column in table.columns:

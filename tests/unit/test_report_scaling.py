@@ -585,7 +585,7 @@ def test_the_answer_of_ranks_says_whether_more_of_them_help(results):
     strong = max(point.speedup for point in most if point.record.mode == "strong")
     assert result.answer.startswith(f"4 ranks reach {weak:.0%} efficiency in weak scaling (paceline on ")
     assert f" and {strong:.2f} times the speed in strong scaling (" in result.answer
-    assert "? a single repetition" in " ".join(result.text(300).split())
+    assert "? a single repetition" in " ".join(result.text(300, details=True).split())
 
 
 def test_the_same_updates_differ_in_epochs():
