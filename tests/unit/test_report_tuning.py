@@ -229,7 +229,7 @@ def test_a_step_that_is_faster_with_communication_is_noise_not_a_gain():
     grid, _ = make_result(tuning).tables()
     cells = [line.split(" | ") for line in grid.markdown().splitlines()]
     place = cells[0].index("measured exposed (ms)")
-    assert [row[place] for row in cells[2:]] == ["within the noise", "80.00", "90.00"]
+    assert [row[place] for row in cells[2:]] == ["within the noise", "80.0", "90.0"]
     assert [point["measured_exposed_s"] for point in grid.rows_json()] == pytest.approx([-0.010, 0.080, 0.090])
     assert "exposed communication is off by " in describe_errors(tuning)[0]
     (line,) = describe_errors(tune(FREE, (0.070, 0.071, 0.069), spread=NOISY))
