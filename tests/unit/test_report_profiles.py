@@ -42,7 +42,7 @@ def test_the_tables_show_blocks_and_parameters_in_their_orders():
     assert [line.split(" | ")[0].strip("| ") for line in blocks[2:]] == ["embed", "head", "outside"]
     assert "| 60.0% |" in blocks[2]
     parameters = Table("", "", PARAMETERS, list_parameters(record)).markdown()
-    assert "| 2 | embed.weight = head.weight | embed | float32 | 40 B | 900.0 | 52 B |" in parameters
+    assert "| 2 | embed.weight = head.weight | embed | float32 | 40 B | 900 | 52 B |" in parameters
     assert "| 3 | spare | embed | float32 | 16 B | never | 52 B |" in parameters
     assert "| 1 | scale | outside |" in parameters
     rows = table.rows_json()
