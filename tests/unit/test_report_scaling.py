@@ -23,6 +23,7 @@ from paceline.studies import batch_sizes, large_batches, rank_scaling, study
 from paceline.studies.rank_scaling import list_lines, match_predictions
 from paceline.studies.scale import ReportResult
 from paceline.studies.training_grid import summarize_seeds
+from paceline.units import format_ms
 
 from .made_scaling import (
     COUNT,
@@ -343,7 +344,7 @@ def test_a_sweep_tells_its_knee_and_what_does_not_fit():
     assert batch_sizes.describe_batches(records) == [
         f"Batch size 512 (the knee) reaches {rates[512] / rates[1024]:.0%} of the best {rates[1024]:,.0f} samples/s "
         "(at 1024).",
-        f"At batch size 512 a step takes {1e3 * 512 / rates[512]:.1f} ms and the process peaks at 640 MiB.",
+        f"At batch size 512 a step takes {format_ms(512 / rates[512])} ms and the process peaks at 640 MiB.",
         "Batch size 4096 does not fit: out of memory.",
     ]
 
