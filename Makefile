@@ -21,13 +21,12 @@ KEEP_TORCH := $(if $(filter file,$(origin TORCH)),$(BIN)/python -c '$(HAS_TORCH)
 $(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/native/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch and paceline into $(VENV) ..."
-	@$(KEEP_TORCH) $(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(KEEP_TORCH) $(BIN)/python -m pip install --disable-pip-version-check 'torch==$(TORCH)'
+	@$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## Look at this machine, and find the best buckets for a small GPT-2 here and on a slow network (2 minutes)
-	$(BIN)/paceline doctor
-	$(BIN)/paceline tune --model gpt2-tiny --ranks 2 --quick
+demo: $(STAMP) ## Cure a slow program, then tune a small GPT-2 for a slow network (3 minutes after the install)
+	$(BIN)/paceline demo
 	$(BIN)/paceline tune --model gpt2-tiny --network 1gbe --network-ranks 8 --threads 1 --quick
 
 # Three workers, because rank tests often wait; each has warm ranks of its own, and a file of tests stays on one of

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paceline.training.schedules import BatchSchedule, Schedule
     from paceline.verbs import bench
     from paceline.verbs.attach import attach
+    from paceline.verbs.demo import demo
     from paceline.verbs.doctor import doctor
     from paceline.verbs.predict import predict, predict_csv, predict_goodput, predict_scale, predict_trace
     from paceline.verbs.profile import comm_table, compare, profile, trace
@@ -59,6 +60,7 @@ _HOMES = {
     "paceline.strategy": ("Strategy",), "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs.attach": ("attach",), "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.demo": ("demo",),
     "paceline.studies.fault_trials": ("faults",),
     "paceline.verbs.predict": ("predict_csv", "predict_goodput", "predict_scale", "predict_trace"),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
@@ -72,10 +74,10 @@ __all__ = [
     "DDP", "LAMB", "LARS", "BatchSchedule", "CollectiveError", "ConfigError", "DataParallel", "EpochOrder",
     "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
     "Result", "Run", "Schedule", "Strategy", "SyncBatchNorm", "TrainingError", "World", "__version__", "attach",
-    "bench", "comm_hook", "comm_table", "compare", "doctor", "faults", "get", "init", "is_launched", "load_result",
-    "load_run", "monitor", "predict", "predict_csv", "predict_goodput", "predict_scale", "predict_trace", "profile",
-    "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown", "slow", "split_parameters", "swap_wrapper",
-    "trace", "train", "tune", "watch",
+    "bench", "comm_hook", "comm_table", "compare", "demo", "doctor", "faults", "get", "init", "is_launched",
+    "load_result", "load_run", "monitor", "predict", "predict_csv", "predict_goodput", "predict_scale", "predict_trace",
+    "profile", "ranks", "run_ranks", "save_report", "scale", "set_seed", "shutdown", "slow", "split_parameters",
+    "swap_wrapper", "trace", "train", "tune", "watch",
 ]  # fmt: skip
 
 

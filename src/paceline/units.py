@@ -108,9 +108,18 @@ def format_count(count: int) -> str:
 
 
 def format_ms(seconds: float) -> str:
-    """Milliseconds with about four significant digits and without the unit, for table columns in ms."""
-    ms = seconds * 1e3
-    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 100 else f"{ms:.2f}" if ms >= 10 else f"{ms:.4f}"
+    """Milliseconds with three significant digits and without the unit, for table columns in ms."""
+    return _format_short(seconds * 1e3)
+
+
+def _format_short(value: float) -> str:
+    """Three significant digits, at most four decimals, and all digits of an integer part."""
+    if not value:
+        return "0"
+    if abs(value) < 1000:
+        value = float(f"{value:.3g}")  # 9.999 becomes 10.0, not 10.00
+    decimals = 2 - math.floor(math.log10(abs(value))) if math.isfinite(value) else 0
+    return f"{value:.{min(4, max(0, decimals))}f}"
 
 
 def format_duration(seconds: float) -> str:
@@ -127,9 +136,8 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """GB/s (10^9) with about three significant digits and without the unit, for table columns in GB/s."""
-    rate = bytes_per_s / GB
-    return f"{rate:.1f}" if rate >= 100 else f"{rate:.2f}" if rate >= 1 else f"{rate:.4f}"
+    """GB/s (10^9) with three significant digits and without the unit, for table columns in GB/s."""
+    return _format_short(bytes_per_s / GB)
 
 
 def format_speed(per_s: float) -> str:

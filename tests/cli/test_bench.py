@@ -77,7 +77,7 @@ def test_a_person_gets_a_table_the_fit_and_the_folder_in_the_width_of_the_termin
     monkeypatch.setenv("COLUMNS", "80")
     answer = command(*SMALL, "--out", str(tmp_path / "here"))
     assert answer.code == 0
-    for words in ("ranks", "size", "time (ms)", "algbw (GB/s)", "busbw (GB/s)", "#wrong", "--wide"):
+    for words in ("ranks", "size", "time (ms)", "algbw (GB/s)", "busbw (GB/s)", "#wrong", "--details"):
         assert words in answer.out
     (folder,) = (tmp_path / "here").iterdir()
     assert "2 of 2 cells" in answer.err
@@ -88,7 +88,7 @@ def test_a_person_gets_a_table_the_fit_and_the_folder_in_the_width_of_the_termin
     for width in (40, 80, 120):
         lines = [line for line in result.text(width).splitlines() if not line.startswith(("run:", "next:"))]
         assert max(map(len, lines)) <= width and all(key in "".join(lines) for key in ("4 KiB", "1 MiB"))
-        assert ("--wide" in "".join(lines)) == (width != 120)
+        assert ("--details" in "".join(lines)) == (width != 120)
         if width == 80:
             assert set(lines) <= set(answer.out.splitlines())
 
@@ -139,14 +139,16 @@ def test_only_like_memory_is_compared_and_the_other_run_is_named(command, memori
     assert broadcast.code == 2 and "no broadcast: nothing to compare" in broadcast.err
 
 
-def test_a_person_is_told_the_fraction_of_memory_and_wide_shows_everything(command, tmp_path, monkeypatch):
+def test_a_person_is_told_the_fraction_of_memory_and_details_show_everything(command, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    asked = ("--backend", "paceline", "--memory", "shared", "--limit", "--wide")
+    asked = ("--backend", "paceline", "--memory", "shared", "--limit", "--details")
     answer = command(*SMALL, *asked, "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     assert "all_reduce (shm, shared, cpu" in answer.out and re.search(r"1 MiB\s+262 144\s", answer.out)
     assert re.search(r"bound \(ms\)\s+of memory", answer.out) and re.search(r"\s\d+%\s", answer.out)
-    assert all(name in answer.out for name in ("count", "p10 (ms)", "p90 (ms)", "iters")) and "--wide" not in answer.out
+    assert (
+        all(name in answer.out for name in ("count", "p10 (ms)", "p90 (ms)", "iters")) and "--details" not in answer.out
+    )
 
 
 def test_a_range_of_sizes_as_nccl_tests_has_it(command, tmp_path):

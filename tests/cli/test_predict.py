@@ -329,7 +329,7 @@ def test_what_is_beyond_the_table_is_said_in_the_answer_and_in_the_legend(tables
 
 
 def test_the_text_has_the_answer(command, tables, tmp_path):
-    answer = command("predict", "--csv", str(tables), "--out", str(tmp_path / "runs"))
+    answer = command("predict", "--csv", str(tables), "--details", "--out", str(tmp_path / "runs"))
     assert answer.code == 0 and answer.out.startswith("Keep torch's default buckets")
     assert "one tied tensor" in answer.out
     again = load_result(answer.out.split("run: ", 1)[1].splitlines()[0])

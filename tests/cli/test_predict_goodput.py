@@ -115,7 +115,7 @@ def test_recoveries_of_a_training_run_are_costs_of_policies(trained):
 
 
 def test_the_text_has_a_sentence_and_two_tables(command, tmp_path):
-    answer = command(*GOODPUT, "--mtbf", "2d", "--ranks", "8", *TYPED, "--out", str(tmp_path))
+    answer = command(*GOODPUT, "--mtbf", "2d", "--ranks", "8", *TYPED, "--details", "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     assert answer.out.startswith("8 ranks with a fault every 2 d: with restart, 99.")
     assert "Input costs" in answer.out

@@ -35,17 +35,17 @@ def out(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def phases(out) -> Answer:
-    return type_command(*PHASES, "--ranks", "2", "--batch-size", "4,8", "--out", out)
+    return type_command(*PHASES, "--ranks", "2", "--batch-size", "4,8", "--details", "--out", out)
 
 
 @pytest.fixture(scope="module")
 def trace(out) -> Answer:
-    return type_command(*TRACE, "--ranks", "2", "--plot", "--out", out)
+    return type_command(*TRACE, "--ranks", "2", "--plot", "--details", "--out", out)
 
 
 @pytest.fixture(scope="module")
 def phases_alone(out) -> Answer:
-    return type_alone(*PHASES, "--batch-size", "8", "--out", out)
+    return type_alone(*PHASES, "--batch-size", "8", "--details", "--out", out)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_phases_of_other_wrappers(out, phases_bare, wrapper):
 def test_two_runs_of_phases_are_compared(phases, phases_alone, phases_bare, command):
     other = json.loads(phases_bare.out)
     first, second = find_run(phases_alone), other["run"]
-    answer = command("profile", "--compare", str(first), second)
+    answer = command("profile", "--compare", str(first), second, "--details")
     assert answer.code == 0, answer.err
     for words in ("1 rank, batch 8: step", "samples/s", "second / first", "differ in wrapper: paceline and none"):
         assert words in answer.out
@@ -147,7 +147,7 @@ def test_two_traces_are_compared(trace, phases, out, command):
     assert {"memory.png", "memory.md", "memory.csv"} <= {path.name for path in Path(other["run"]).iterdir()}
     assert load_result(other["run"]).to_json()["memory"] == other["memory"]
     assert "Input Dims" in gzip.decompress(Path(other["run"], "trace.json.gz").read_bytes()).decode()
-    answer = command("profile", "--compare", str(find_run(trace)), other["run"])
+    answer = command("profile", "--compare", str(find_run(trace)), other["run"], "--details")
     assert answer.code == 0, answer.err
     assert "  backward " in answer.out and "the runs differ in ranks: 2 and 1" in answer.out
     assert "the runs differ in accumulate: 1 and 2" in answer.out and "operators of rank 0" in answer.out

@@ -179,7 +179,7 @@ def test_torchs_dataparallel_on_one_gpu_is_the_bare_model_and_says_so(mnist, mon
 
 @pytest.mark.slow
 def test_what_torchs_wrapper_does_not_tell_is_not_shown(mnist, tmp_path):
-    asked = ("--data", mnist, "--wrapper", "torch", "--profile", "--out", str(tmp_path))
+    asked = ("--data", mnist, "--wrapper", "torch", "--profile", "--details", "--out", str(tmp_path))
     answer = type_alone("train", *TINY, *asked)
     assert answer.code == 0, answer.err
     assert "exposed comm" not in answer.out and "`paceline profile phases` measures" in " ".join(answer.out.split())

@@ -12,6 +12,7 @@ import pytest
 import typer.main
 
 from paceline.cli.main import _join_lists, app
+from paceline.report.result import load_result
 from paceline.workloads.registry import _OTHERS, NAMES
 
 from .reading import REPOSITORY as ROOT
@@ -166,3 +167,23 @@ def test_the_table_of_models_is_complete():
     (table,) = re.findall(r"\| `--model` \|.*?\n\n", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
     named = [name for row in table.strip().splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
     assert sorted(named) == sorted((*NAMES, *_OTHERS))
+
+
+def find_stale_output(text: str) -> list[str]:
+    """The commands `paceline report RUN` in this document whose output is not what follows them."""
+    blocks = re.findall(r"^\$ paceline report (\S+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    printed = {run: load_result(ROOT / run).text(80) for run, _ in blocks}
+    return [run for run, shown in blocks if not printed[run].startswith(shown.rstrip())]
+
+
+def test_the_readme_is_short_and_shows_what_is_printed():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 120 and "$ paceline report " in text
+    expect_none(find_stale_output(text))
+
+
+def test_stale_output_is_found():
+    text = (ROOT / "README.md").read_text()
+    assert find_stale_output(text.replace("alternating", "interleaved")) == [
+        "results/neoverse-n1-2-cores/tune-1Gb-link-torch"
+    ]

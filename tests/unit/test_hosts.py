@@ -303,8 +303,8 @@ def test_links_are_records_and_print_as_a_matrix():
     ready = CheckRecord(name="a: ssh", status="ok", found="answered")
     result = DoctorResult(Run("doctor", {"hosts": ["a", "b"]}, capture_environment(), (ready, *links)))
     assert result.answer.startswith("These 2 hosts are ready") and not result.failure
-    rows = [line.split() for line in result.text(80).splitlines() if line.split()[:1] in (["a"], ["b"])]
-    assert rows == [["a", "0.1250"], ["b", "1.00"]]
+    rows = [line.split() for line in result.text(80, details=True).splitlines() if line.split()[:1] in (["a"], ["b"])]
+    assert rows == [["a", "0.125"], ["b", "1.00"]]
     document = result.to_json()["links"]
     assert [(row["sender"], row["receiver"], row["bandwidth_gbps"]) for row in document] == [
         ("b", "a", pytest.approx(1.0)), ("a", "b", pytest.approx(0.125)),

@@ -310,8 +310,8 @@ def test_tables_say_what_the_overview_says():
     assert "copies" not in header and "occupancy (est.)" not in header
     assert "GPU busy" not in Table("", "", OVERVIEWS, [on_cpu]).markdown()
     kernels = Table("", "", build_kernel_columns(on_gpu.kernels), on_gpu.kernels).markdown()
-    assert f"| {SGEMM} | matmul | 1 | 4.0000 | 4000.0 | no |" in kernels
-    assert "| aten::mm | 1 | 6.0000 | 6.0000 |" in Table("", "", OPERATORS, on_cpu.operators).markdown()
+    assert f"| {SGEMM} | matmul | 1 | 4.00 | 4000.0 | no |" in kernels
+    assert "| aten::mm | 1 | 6.00 | 6.00 |" in Table("", "", OPERATORS, on_cpu.operators).markdown()
     row, other = both.rows_json()
     assert (row["kernel_share"], row["gpu_busy"], row["copy_share"]) == pytest.approx((0.4, 0.5, 0.0))
     assert other.keys() == row.keys()

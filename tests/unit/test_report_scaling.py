@@ -23,6 +23,7 @@ from paceline.studies import batch_sizes, large_batches, rank_scaling, study
 from paceline.studies.rank_scaling import list_lines, match_predictions
 from paceline.studies.scale import ReportResult
 from paceline.studies.training_grid import summarize_seeds
+from paceline.units import format_ms
 
 from .made_scaling import (
     COUNT,
@@ -343,7 +344,7 @@ def test_a_sweep_tells_its_knee_and_what_does_not_fit():
     assert batch_sizes.describe_batches(records) == [
         f"Batch size 512 (the knee) reaches {rates[512] / rates[1024]:.0%} of the best {rates[1024]:,.0f} samples/s "
         "(at 1024).",
-        f"At batch size 512 a step takes {1e3 * 512 / rates[512]:.1f} ms and the process peaks at 640 MiB.",
+        f"At batch size 512 a step takes {format_ms(512 / rates[512])} ms and the process peaks at 640 MiB.",
         "Batch size 4096 does not fit: out of memory.",
     ]
 
@@ -528,7 +529,7 @@ def test_the_limit_of_strong_scaling(steps, text):
     for n, step_s in steps.items():
         records.append(replace(make_steady(n, step_s, mode="strong"), busy=steady(0.010, n)))
     line = describe(records)[-1]
-    assert line.endswith(f"{text} Messages take 10.00 ms on 4 ranks, which limits the speed-up to 4.0.")
+    assert line.endswith(f"{text} Messages take 10.0 ms on 4 ranks, which limits the speed-up to 4.0.")
     assert ("largest" in line) == ("largest" in text) and ("alone" in line) == ("alone" in text)
 
 
@@ -585,7 +586,7 @@ def test_the_answer_of_ranks_says_whether_more_of_them_help(results):
     strong = max(point.speedup for point in most if point.record.mode == "strong")
     assert result.answer.startswith(f"4 ranks reach {weak:.0%} efficiency in weak scaling (paceline on ")
     assert f" and {strong:.2f} times the speed in strong scaling (" in result.answer
-    assert "? a single repetition" in " ".join(result.text(300).split())
+    assert "? a single repetition" in " ".join(result.text(300, details=True).split())
 
 
 def test_the_same_updates_differ_in_epochs():

@@ -193,7 +193,7 @@ def results(build_environment, build_phases, build_wrapper, build_samples):
 @pytest.mark.parametrize("what", ["phases", "wrappers"])
 def test_a_terminal_shows_every_key_and_no_cut_number(results, what, width):
     result = results[what]
-    text = result.text(width)
+    text = result.text(width, details=True)
     assert all(len(line) <= width for line in text.splitlines()) and "…" not in text
     for table in result.tables():
         for column in table.columns:

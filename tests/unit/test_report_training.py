@@ -76,7 +76,7 @@ def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
     again = load_result(tmp_path / "run")
     assert again.to_json()["faults"] == faults
     line = "Recovered from 1 fault in 0.5 s and repeated 0 steps: rank 1 in step 3 (spare)."
-    assert line in again.findings and line in " ".join(again.text(80).split())
+    assert line in again.findings and line in " ".join(again.text(80, details=True).split())
     assert isinstance(again, TrainRunResult) and list(again.rows) == list(EPOCH_ROWS) and again.finished
     assert again.answer == result.answer and again.to_json() == result.to_json()
     assert {"table.md", "table.csv", "training.png"} <= {path.name for path in (tmp_path / "run").iterdir()}

@@ -39,14 +39,14 @@ COMMON = {
     "warmup": "Warm-up repetitions before timing. Default: as time allows, up to 3.",
     "strict": "Exit with 1 if a result is too noisy, and say why.",
     "json": "Print one JSON document and nothing else on stdout.",
-    "wide": "Print all table columns, however wide.",
+    "details": "Print everything: all tables and columns, assumptions, self-checks and notes.",
 }
 # The panels of verb arguments; all others are in the job panel. Settings have their own.
 _PANELS = {
     LEARNING: "epochs lr schedule recipes",
     MEASUREMENT: "at_once budget caps compare confirm evaluations every faults iters limit memory network_ranks "
     "patience predict_ranks quick restart seeds shapes steps stop strict systems target trials updates warmup",
-    OUTPUT: "browser json out page plot resume watch wide",
+    OUTPUT: "browser details json out page plot resume watch",
 }
 
 _MOST_TEXT = 4096  # longest path on Linux, and more than any list or number needs
@@ -104,6 +104,23 @@ _KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
 }
 
 
+# What the help shows for an option's value; a switch has none.
+_METAVARS: dict[Any, str] = {bool: "", float: "NUMBER", Path: "PATH", list[Path]: "PATH"}
+
+
+class Group(TyperGroup):
+    """A group of commands."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _hide_type(super().get_help_option(ctx))
+
+
+def _hide_type(option: Any) -> Any:
+    if option is not None:
+        option.metavar = ""
+    return option
+
+
 @dataclass(frozen=True)
 class _Parameter:
     """An option of a command. `annotation` and `default` are those of the verb's argument or of the setting."""
@@ -147,7 +164,7 @@ class _Parameter:
         """The parameter that typer turns into an option."""
         help = self.help.replace("[", "\\[")  # brackets are not markup
         names = self.flag.split()
-        metavar = None
+        metavar = _METAVARS.get(self._conversion[0], "TEXT")
         if self.name in _ARGUMENTS:
             info = typer.Argument(None, help=help)
         else:
@@ -157,7 +174,9 @@ class _Parameter:
             shown = self.shown_default
             if self._conversion[1] is _read_number:
                 shown = None if shown is None else str(shown)
-                metavar = "<int>"
+                metavar = "NUMBER"
+            if self._conversion[0] == tuple[Path, Path]:
+                metavar = "RUN RUN"
             info = typer.Option(shown, *names, help=help, rich_help_panel=self.panel, metavar=metavar)
         kind = self.kind if self.shown_default is not None else self.kind | None
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
@@ -217,7 +236,7 @@ class Command:
 
             fields = {field.name: field for field in dataclasses.fields(TrainSettings)}
             names += fields if "settings" in arguments else [*JOB_OPTIONS.split(), *self.job.split()]
-        names += ["strict", "json", "wide"] if self.is_strict else ["json", "wide"]
+        names += ["strict", "json", "details"] if self.is_strict else ["json", "details"]
         removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
         found: dict[str, _Parameter] = {}
         default: Any
@@ -243,7 +262,7 @@ class Command:
 
     def add(self, app: typer.Typer, name: str, help: str) -> None:
         """Add this command; without a `name` it becomes the default command of a group."""
-        lazy = type("Lazy", (_Lazy, TyperCommand if name else TyperGroup), {"command": self})
+        lazy = type("Lazy", (_Lazy, TyperCommand if name else Group), {"command": self})
         if name:
             app.command(name, cls=lazy, help=help)(lambda: None)
         else:
@@ -274,7 +293,7 @@ class Command:
             flags = ", ".join(self.parameters[name].flag for name in given)
             refuse((flags, f"{flags} before {command} has no effect: put options after {command}"))
             return
-        json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
+        json, details, strict = (given.pop(name, False) for name in ("json", "details", "strict"))
         if "resume" in given and self.verb.startswith("studies."):
             ignored = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
             refuse_given(ignored, RESUMED, code="resume")
@@ -284,7 +303,7 @@ class Command:
         if "progress" in inspect.signature(verb).parameters:
             given["progress"] = True
         result = (self.adapter or verb)(**given)
-        raise typer.Exit(print_result(result, json, wide, strict))
+        raise typer.Exit(print_result(result, json, details, strict))
 
 
 class _Lazy:
@@ -299,6 +318,9 @@ class _Lazy:
     params = property(lambda self: self.built.params, lambda self, _: None)
     callback = property(lambda self: self.built.callback, lambda self, _: None)
 
+    def get_help_option(self, ctx: Any) -> Any:
+        return _hide_type(super().get_help_option(ctx))  # type: ignore[misc]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """A usage error always shows the usage: for a missing value, the parser does not set the context."""
         try:
@@ -311,7 +333,7 @@ class _Lazy:
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]  # click's class, or the copy in typer
 
 
-def print_result(result: Result, json: bool, wide: bool = False, strict: bool = False) -> int:
+def print_result(result: Result, json: bool, details: bool = False, strict: bool = False) -> int:
     """Print a result on rank 0. Returns the exit code: 1 for a failure or, with `strict`, for noise; else 0."""
     from paceline.runtime.ranks.place import read_place
 
@@ -323,7 +345,8 @@ def print_result(result: Result, json: bool, wide: bool = False, strict: bool = 
         if json:
             print(encoder.dumps(result.to_json(), indent=1, allow_nan=False))
         else:  # fit the terminal, or COLUMNS; redirected output is not limited
-            print(result.text(None if wide else shutil.get_terminal_size((0, 0)).columns or None))
+            width = None if details else shutil.get_terminal_size((0, 0)).columns or None
+            print(result.text(width, details=details))
     reasons: Sequence[str] = [result.failure] if result.failure else result.noise if strict else []
     for reason in reasons if leads else []:
         print(f"paceline: failed{'' if result.failure else ' (--strict)'}: {reason}", file=sys.stderr)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,13 +13,14 @@ from typing import Any
 
 import typer
 
-from paceline.cli.commands import Command
+from paceline.cli.commands import Command, Group
 from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
 from paceline.options import MEASUREMENT, OUTPUT, refuse_given
 from paceline.units import parse_size, size_range
 
 app = typer.Typer(
     name="paceline",
+    cls=Group,
     help="Data-parallel training for PyTorch that shows where each step's time goes, predicts how it scales, "
     "and picks the bucket size.",
     no_args_is_help=True,
@@ -25,9 +28,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure collectives and wrappers on this machine or cluster.", no_args_is_help=True)
+bench = typer.Typer(
+    cls=Group, help="Measure collectives and wrappers on this machine or cluster.", no_args_is_help=True
+)
 profile = typer.Typer(no_args_is_help=True)
-scale = typer.Typer(help="Does it scale? Batch sizes, ranks, large batches.", no_args_is_help=True)
+scale = typer.Typer(cls=Group, help="Does it scale? Batch sizes, ranks, large batches.", no_args_is_help=True)
 predict = typer.Typer(no_args_is_help=False)
 for group, name in ((bench, "bench"), (profile, "profile"), (predict, "predict"), (scale, "scale")):
     app.add_typer(group, name=name)
@@ -80,6 +85,14 @@ Command("verbs.doctor:doctor", like=["verbs.run:run"]).add(
 )
 
 
+Command("verbs.demo:demo").add(
+    app,
+    "demo",
+    "See what this does, in half a minute: find, explain and cure the mistake in a small program, and measure it again."
+    "\n\nStarts two CPU ranks and needs nothing else. Ends with a measured gain, its interval, and a page.",
+)
+
+
 def _run(**given: Any) -> Any:
     from paceline.verbs.run import run
 
@@ -89,7 +102,7 @@ def _run(**given: Any) -> Any:
     raise typer.Exit(run(show=show, **given))
 
 
-Command("verbs.run:run", _run, without="json wide").add(
+Command("verbs.run:run", _run, without="json details").add(
     app,
     "run",
     "Run a command on several hosts: over ssh (--hosts), with Slurm (--slurm), or with Kubernetes (--kubernetes).\n\n"
@@ -278,6 +291,9 @@ def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **g
     if not command:
         refuse((steps is not None, "--steps applies only to a command after --: leave it out"))
         return tune(**{"model": "cnn", **given})
+    is_script = Path(command[0]).suffix == ".py" and shutil.which(command[0]) is None
+    typed = shlex.join(["python", *command])
+    refuse((is_script, f"{command[0]} is not a command: write what starts it, as in `paceline tune -- {typed}`"))
     others = [name for name in given if name not in _FOR_COMMAND.split()]
     refuse_given(others, "with a command after --: your program decides this itself; leave it out")
     return attach(command, race=True, **given)
@@ -318,6 +334,15 @@ def _watch(*, command: Sequence[str] | None = None, every: int | None = None, ou
 
     words = list(command or [])
     is_run = len(words) == 1 and Path(words[0]).is_dir()
+    name = words[0] if words else ""
+    advice = "name the folder of a run, or write a command after --: paceline watch -- python train.py"
+    refuse(
+        (not words, f"nothing to watch: {advice}"),
+        (
+            len(words) == 1 and not is_run and shutil.which(name) is None,
+            f"{name} is neither a folder nor a command: {advice}",
+        ),
+    )
     if is_run:
         refuse((every is not None, "--every applies only to a command after --, not to a run: leave it out"))
         os.nice(5)  # do not slow the ranks
@@ -428,10 +453,16 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
-    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, metavar="", help="Print the version."
+    ),
+    debug: bool = typer.Option(False, "--debug", metavar="", help="Show the traceback of an error."),
 ) -> None:
     pass
+
+
+def _is_program(word: str) -> bool:
+    return Path(word).suffix == ".py" or (not word.startswith("-") and shutil.which(word) is not None)
 
 
 def _join_lists(arguments: list[str]) -> list[str]:
@@ -443,6 +474,10 @@ def _join_lists(arguments: list[str]) -> list[str]:
     profiles = {known.name for known in profile.registered_commands}
     if command and arguments[:1] == ["profile"] and not profiles & set(arguments):
         arguments.insert(1, "attach")
+    elif arguments[:1] == ["profile"] and len(arguments) > 1 and _is_program(name := arguments[1]):
+        typed = shlex.join(["python", *arguments[1:]] if Path(name).suffix == ".py" else arguments[1:])
+        advice = f"write a command after --, as in `paceline profile -- {typed}`"
+        raise ConfigError(f"{name} is not a kind of profile: {advice}")
     joined: list[str] = []
     for argument in arguments:
         if len(joined) > 1 and joined[-2] == "--channels" and argument.isdigit():

@@ -44,6 +44,7 @@ class GroupSettings:
     """Settings shared by all benchmarks of a process group. `iters` and `warmup`: None means as time allows."""
 
     memory_advice: ClassVar[str] = "use smaller sizes"
+    cell_s: ClassVar[float] = 2.0  # repetitions of a cell, unless their number is given
 
     backends: tuple[str, ...] = option(("gloo",), choices=BACKENDS)
     ranks: tuple[int, ...] = (2,)
@@ -67,6 +68,17 @@ class GroupSettings:
     def device_of(self, backend: str) -> str:
         """The device of this backend's messages: `cpu` or `cuda`."""
         return self.device if self.device != "auto" else "cuda" if backend == "nccl" else "cpu"
+
+    @property
+    def num_cells(self) -> int:
+        """Number of combinations that are timed."""
+        raise NotImplementedError
+
+    @property
+    def limit_s(self) -> float | None:
+        """About the longest that timing takes, as long again for warm-ups; None if the number of repetitions is given,
+        because their time is unknown."""
+        return None if self.iters is not None else 2 * self.num_cells * self.cell_s
 
     def check(self) -> None:
         """Refuse requests that no machine can measure; `check_host` checks this machine."""
@@ -151,6 +163,11 @@ class CollectiveSettings(GroupSettings):
         )  # fmt: skip
 
     @property
+    def num_cells(self) -> int:
+        variants = sum(len(self.memories_of(backend)) for backend in self.backends)
+        return variants * len(self.ranks) * len(self.sizes)
+
+    @property
     def has_shares(self) -> bool:
         """Whether every rank has its own share of the vector."""
         return self.collective in ("all_gather", "reduce_scatter")
@@ -190,6 +207,10 @@ class ChunkSettings(GroupSettings):
         refuse((largest > total, found))
 
     @property
+    def num_cells(self) -> int:
+        return len(self.backends) * len(self.ranks) * len(self.chunks)
+
+    @property
     def bytes_per_rank(self) -> int:
         return self.total_bytes
 
@@ -200,11 +221,16 @@ class WrapperSettings(GroupSettings):
     each model uses its own."""
 
     memory_advice: ClassVar[str] = "leave out a large --model or some wrappers"
+    cell_s: ClassVar[float] = 30.0
 
     models: tuple[str, ...] = option(DEFAULT_MODELS, choices=WORKLOADS)
     wrappers: tuple[str, ...] = option(DEFAULT_WRAPPERS, choices=WRAPPERS)
     batch_size: int | None = option(None, least=1, each_s=1e-6, advice=", or leave it out for the model's default")
     dtype: str = option("float32", choices=("float32", "bfloat16"))
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.models) * len(self.ranks)  # all wrappers and backends share a cell's time
 
     def batch_of(self, model: str) -> int:
         """Samples per rank in one step of this model."""

@@ -46,7 +46,7 @@ class Pace:
     warmup_s: float = math.inf
 
 
-_PACE = Pace(budget_s=2.0, min_iters=5, max_iters=100, warmup=3, warmup_s=2.0)
+_PACE = Pace(budget_s=GroupSettings.cell_s, min_iters=5, max_iters=100, warmup=3, warmup_s=2.0)
 
 
 @dataclass(frozen=True)

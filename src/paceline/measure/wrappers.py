@@ -36,7 +36,7 @@ _SEED = 1
 _LEARNING_RATE = 1e-3
 # The budget covers all wrappers of a cell. Warm-ups are needed because torch rebuilds its buckets in the second step,
 # and Paceline plans in the first.
-_PACE = Pace(budget_s=30.0, min_iters=10, max_iters=100, warmup=3)
+_PACE = Pace(budget_s=WrapperSettings.cell_s, min_iters=10, max_iters=100, warmup=3)
 _TUNING_PACE = Pace(budget_s=8.0, min_iters=5, max_iters=15, warmup=3)
 # Tolerated relative difference between a parameter's change and its change under torch's wrapper. Rounding causes about
 # 1e-6 on a CPU and much more with bfloat16 or TF32; a missing division or average causes about 1.

@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import functools
 import gc
 import gzip
+import inspect
 import itertools
 import json
 import os
@@ -19,15 +21,18 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, ParamSpec, TypeVar, cast
 
 from paceline.errors import ConfigError, PacelineError, RecordError
 from paceline.records.checked import decode
 from paceline.records.environment import Environment
 from paceline.records.kinds import Record, record_from_json, record_to_json
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 RUN_FORMAT = ("paceline-run", 3)
 RUN_FILE = "run.json"
@@ -101,16 +106,28 @@ def pause_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def naming_damage() -> Iterator[None]:
-    """For verbs that only read files: report a value of an unexpected type as damage to a file, not as a bug."""
-    try:
-        yield
-    except PacelineError:
-        raise
-    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError) as error:
-        text = f"an input file holds an invalid value: {type(error).__name__}: {_first_line(error)}"
-        raise RecordError(f"{text}; write the file again with the command that made it", code="damaged") from error
+def naming_damage() -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator for verbs that only read files: report a value of an unexpected type as damage to a file, not as a bug.
+    Arguments that the verb does not take are still a TypeError."""
+
+    def decorate(verb: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(verb)
+
+        @functools.wraps(verb)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            signature.bind(*args, **kwargs)
+            try:
+                return verb(*args, **kwargs)
+            except PacelineError:
+                raise
+            except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError) as error:
+                text = f"an input file holds an invalid value: {type(error).__name__}: {_first_line(error)}"
+                advice = "write the file again with the command that made it"
+                raise RecordError(f"{text}; {advice}", code="damaged") from error
+
+        return call
+
+    return decorate
 
 
 def find_file(path: Path) -> Path | None:

@@ -214,13 +214,22 @@ class Result:
                 f"{folder} holds another run and is not overwritten: choose another folder", code="exists"
             )
 
-    def text(self, width: int | None = 80) -> str:
-        """Text for a terminal of this width; None shows every column of every table at full width."""
-        answer = [part for line in self.answer.splitlines() for part in wrap(line, width, "  ")]
-        blocks = [answer, *([table.terminal(width)] for table in self.tables())]
+    def text(self, width: int | None = 80, details: bool = False) -> str:
+        """Text for a terminal of this width: the answer, the main table, the first warning and the next step; with
+        `details`, everything. A width of None shows every column of a table at full width."""
+        most = None if details else 1
+        tables = [replace(table, shown=None) if details and table.shown else table for table in self.tables()]
+        shown = [text for table in tables if (text := table.terminal(width))][:most]
         warnings = [f"warning: {warning}" for warning in self.warnings]
-        blocks += [[part for line in lines for part in wrap(line, width, "  ")] for lines in (self.findings, warnings)]
-        blocks.append([*self.places, *(f"next: {command}" for command in self.next_steps)])
+        if len(warnings) > 1 and not details:
+            warnings = [f"{warnings[0]} (--details shows {len(warnings) - 1} more)"]
+        answer = [part for line in self.answer.splitlines() for part in wrap(line, width, "  ")]
+        blocks = [answer, *([table] for table in shown)]
+        blocks += [
+            [part for line in lines for part in wrap(line, width, "  ")]
+            for lines in (self.findings if details else (), warnings)
+        ]
+        blocks.append([*self.places, *(f"next: {command}" for command in self.next_steps[:most])])
         return "\n\n".join(filter(None, map("\n".join, blocks)))
 
     def __str__(self) -> str:
@@ -341,4 +350,8 @@ def load_result(path: str | Path) -> Result:
     path = Path(path)
     if path.is_dir() and find_file(path / RUN_FILE) is None and (path / CONFIG_FILE).exists():
         return _find_class("train").load(path)
+    if path.is_dir() and find_file(path / RUN_FILE) is None:
+        runs = sorted(file.parent for file in path.glob(f"**/{RUN_FILE}*"))
+        advice = f"did you mean {runs[-1]}?" if runs else "give a run folder or its run.json"
+        raise RecordError(f"{path} is not the folder of a run: {advice}", code="not-a-run")
     return Result.load(path)

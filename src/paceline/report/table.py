@@ -29,6 +29,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "percent": lambda value: f"{value:.0%}",
     "percent.1": lambda value: f"{value:.1%}",
     "yes": lambda value: "yes" if value else "no",
+    "bar": lambda share: "█" * max(1, round(_BAR * share)),
 }
 # Printed under tables with ratios.
 _RATIO_NOTE = (
@@ -36,6 +37,7 @@ _RATIO_NOTE = (
 )
 _HEADED = ("ms", "s", "GB/s")
 _GAP = 2
+_BAR = 28  # length of the longest bar
 _MIN_WORDS = 24  # minimum width of a wrapped column of words
 
 
@@ -62,7 +64,7 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        return self.unit not in ("text", "words", "yes")
+        return self.unit not in ("text", "words", "yes", "bar")
 
     def cell(self, row: Any) -> str:
         """A row's value for people; empty if there is none."""
@@ -220,9 +222,11 @@ class Table:
         if width is not None and _measure(kept) > width:
             lines = _stack_rows(columns, width)
         else:
-            dropped = ", ".join(one.column.name or "" for one in columns if one not in kept)
+            hidden = len(self.rows) - len(rows)
+            dropped = [one.column.name or "" for one in columns if one not in kept]
+            dropped += [f"{hidden} of {len(self.rows)} rows"] if hidden else []
             lines = _lay_out(kept, width)
-            lines += wrap(f"(not shown: {dropped}; --wide shows all columns)" if dropped else "", width)
+            lines += wrap(f"(not shown: {', '.join(dropped)}; --details shows all)" if dropped else "", width)
         has_ratios = any(mark in cell for one in kept for cell in one.cells for mark in (" ± ", " ?"))
         return "\n".join([*wrap(title, width), *lines, *wrap(self.ratio_note if has_ratios else "", width)])
 

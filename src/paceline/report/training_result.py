@@ -23,6 +23,7 @@ from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, join_words, raw_columns
 from paceline.units import format_duration, format_ms, format_number_of, format_speed
 
+_MOST_EPOCHS = 12  # in the text; --details shows all
 _COLUMNS = (
     Column("epoch", lambda e: e.epoch + 1, "number", "epoch", is_key=True),
     Column("steps", "num_steps", "number", "steps", priority=-1),
@@ -205,7 +206,7 @@ class TrainRunResult(Result):
         return (*super().warnings, *(doubt.text for doubt in self.doubts))
 
     def tables(self) -> list[Table]:
-        return [Table("table", "", _COLUMNS, self.epochs, key="epochs")]
+        return [Table("table", "", _COLUMNS, self.epochs, key="epochs", shown=self.epochs[-_MOST_EPOCHS:])]
 
     def page_tables(self) -> list[Table]:
         return [*self.tables(), *(self.observed.tables() if self.observed is not None else ())]
@@ -285,7 +286,7 @@ def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> 
         right.plot(
             at, percent, color=COLORS[2], marker="s", linestyle="--", label="test accuracy", gid="percent:test_accuracy"
         )
-        right.set(ylabel="test accuracy (%)", ylim=(0, 100))
+        right.set(ylabel="test accuracy (%)", ylim=(0, 105), yticks=range(0, 101, 20))  # room for a marker at 100 %
         right.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,19 +15,25 @@ from paceline.records.kinds import ITEM_BYTES, CollectiveRecord
 from paceline.records.store import Run, is_run_path, load_run
 from paceline.runtime.ranks.place import read_place
 from paceline.runtime.ranks.session import joins_world, open_session
-from paceline.units import parse_size
+from paceline.units import format_duration, parse_size
 from paceline.verbs.jobs import Counts, Names, Place, Sizes, choose_up_to, finish, list_names, list_sizes
 
 if TYPE_CHECKING:
     from paceline.report.step_tables import WrappersResult
     from paceline.report.sweeps import ChunksResult, CollectiveResult
 
+# What `quick` leaves out, unless it is asked for.
+_QUICK = {"iters": 10, "warmup": 1}
+_QUICK_MODELS = ("mlp", "cnn")
+_LONG_S = 60.0
+
 
 def allreduce(
     ranks: Counts | None = None, sizes: Sizes = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB"),
     backend: Names = "gloo", *, collective: str = "all_reduce", op: str = "sum", dtype: str = "float32",
-    device: str = "auto", memory: Names = "ordinary", limit: bool = False, iters: int | None = None,
-    warmup: int | None = None, compare: Place = None, out: Place = None, progress: bool | None = None,
+    device: str = "auto", memory: Names = "ordinary", limit: bool = False, quick: bool = False,
+    iters: int | None = None, warmup: int | None = None, compare: Place = None, out: Place = None,
+    progress: bool | None = None,
 ) -> CollectiveResult:  # fmt: skip
     """How fast is all-reduce here? Interleaves backends x ranks x sizes, and checks every element.
 
@@ -41,6 +48,7 @@ def allreduce(
         dtype: float32, bfloat16, int64, ...
         device: auto (GPUs if there is one for each rank), cpu or cuda
         memory: Memory of the vectors: ordinary, shared (shm backend only), or both, interleaved.
+        quick: At most 10 repetitions, for a rough answer.
         limit: Also measure memory bandwidth, and print each row's fraction of it.
         iters: Timed repetitions. Default: as time allows, up to 100.
         warmup: Warm-up repetitions before timing. Default: as time allows, up to 3.
@@ -68,8 +76,8 @@ def allreduce(
 
 def chunks(
     ranks: Counts | None = None, total: str | int = "240MB", chunks: Sizes | None = None, backend: Names = "gloo", *,
-    dtype: str = "float32", device: str = "auto", iters: int | None = None, warmup: int | None = None,
-    out: Place = None, progress: bool | None = None,
+    dtype: str = "float32", device: str = "auto", quick: bool = False, iters: int | None = None,
+    warmup: int | None = None, out: Place = None, progress: bool | None = None,
 ) -> ChunksResult:  # fmt: skip
     """What does splitting one message into chunks cost? Measures the time of a fixed total for each chunk size.
 
@@ -91,7 +99,7 @@ def chunks(
 def wrappers(
     models: Names = WrapperSettings.models, wrappers: Names = WrapperSettings.wrappers, ranks: Counts | None = None,
     backend: Names = "gloo", *, batch_size: int | None = None, dtype: str = "float32", device: str = "auto",
-    threads: int = 1, iters: int | None = None, warmup: int | None = None, out: Place = None,
+    threads: int = 1, quick: bool = False, iters: int | None = None, warmup: int | None = None, out: Place = None,
     progress: bool | None = None,
 ) -> WrappersResult:  # fmt: skip
     """Is Paceline's wrapper faster than torch's here? Interleaves steps of one replica per wrapper.
@@ -104,9 +112,12 @@ def wrappers(
         wrappers: bare, torch, torch-tuned, paceline, paceline-simple, ... Default: all but paceline-tuned.
         batch_size: Samples per rank in a step. Default: the model's own.
         dtype: float32 or bfloat16
+        quick: At most 10 repetitions of a few models, for a rough answer.
         threads: CPU threads per rank for torch.
     """
     given, load = dict(locals()), "wrappers:measure_wrappers"
+    if quick and models == WrapperSettings.models:
+        models = _QUICK_MODELS
     own = {"models": list_names(models), "wrappers": list_names(wrappers)}
     return cast("WrappersResult", _measure("bench wrappers", load, WrapperSettings, given, own))
 
@@ -118,6 +129,8 @@ def _measure(
     measure."""
     ranks, notes = choose_up_to(given["ranks"], 2)
     own |= {"ranks": ranks, "backends": list_names(given["backend"])}
+    if given["quick"]:
+        own |= {name: count if given[name] is None else given[name] for name, count in _QUICK.items()}
     settings = kind(
         **{field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given} | own
     )
@@ -127,5 +140,8 @@ def _measure(
     config = dataclasses.asdict(settings)
     with open_session(verb, config, ranks=most, out=given["out"], progress=given["progress"]) as session:
         session.warnings += notes
+        if given["progress"] and session.is_leader and (settings.limit_s or 0.0) > _LONG_S:
+            text = f"this may take {format_duration(settings.limit_s or 0.0)}; Ctrl-C saves what is finished"
+            print(f"paceline: {verb}: {text}; --quick takes less", file=sys.stderr, flush=True)
         measured = session.ask(f"paceline.measure.{load}", (settings,))
         return finish(session, measured.records, measured.details, build)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import CollectiveError, LaunchError, PacelineError
@@ -224,7 +225,7 @@ class RankProcess:
     def describe_death(self, rank: int, code: int, summary: str = "") -> Failure:
         summary = summary or describe_end(code)
         if code >= 0 and not self.was_heard:
-            summary += " while starting: a script must start ranks under `if __name__ == '__main__':`"
+            summary += f" while starting: {_explain_start()}"
         return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "died")
 
     def signal(self, number: int) -> None:
@@ -254,6 +255,18 @@ class RankProcess:
         """Close the link, which makes an idle rank exit."""
         self.link.close()
         self.stacks.close()
+
+
+def _explain_start() -> str:
+    """Why a new process may have failed before it became a rank: it imports the script that starts it."""
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if not script.is_file():
+        return (
+            "ranks import the script that starts them, and one on standard input cannot be imported: save it in a file"
+        )
+    if "__main__" in script.read_text(errors="replace"):
+        return f"its error is above; ranks import {script.name}, which must work in a new process"
+    return "a script must start ranks under `if __name__ == '__main__':`"
 
 
 def end_processes(ranks: Sequence[RankProcess]) -> None:

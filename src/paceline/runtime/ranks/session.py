@@ -547,6 +547,8 @@ class ProgressDisplay:
         if fresh <= 0 or done >= total or elapsed_s < 2.0:
             return ""
         left_s = elapsed_s * (total - done) / fresh
+        if left_s < 1:
+            return ""
         return f", about {format_duration(left_s) if left_s < 60 else f'{left_s / 60:.0f} min'} left"
 
     def _update(self, label: str) -> float:
