@@ -310,8 +310,9 @@ def test_a_gpu_profile_without_contention_uses_published_numbers():
     lines = describe_scenario(gpu, [join()])
     assert any(line.startswith("contention on net: assumed: a GPU computes 18.9% longer") for line in lines)
     (here,), (there,) = (simulate_what_if(job, [job] * 50, join(rate=400 * MIB), [2]) for job in (gpu, JOB))
-    # Three of four messages of 0.1 s are hidden, and slow 0.3 s of computing.
-    assert here.exposed_s - there.exposed_s == pytest.approx(0.3 * 0.189 / 1.189, rel=0.1)
+    # Three of four messages of 0.1 s are hidden, and slow 0.3 s of computing; each also takes longer meanwhile.
+    slowed_s = 0.3 * 0.189 / 1.189
+    assert slowed_s < here.exposed_s - there.exposed_s < slowed_s + 0.1 * (1 / 0.6 - 1)
     assert here.high_s - here.low_s > there.high_s - there.low_s
     assert "copies and launches are free" in lines and RankCosts().wrapper == ""
 

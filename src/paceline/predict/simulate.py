@@ -54,19 +54,24 @@ class Contention:
 
     @classmethod
     def assume(
-        cls, device: str, is_on_host: bool, spare_cores: float = 0.0, source: random.Random | None = None
-    ) -> Contention:
+        cls, device: str, is_on_host: bool, spare_cores: float = 0.0, source: random.Random | None = None,
+        is_alone: bool = True,
+    ) -> Contention:  # fmt: skip
         """The assumption if nothing was measured; with a random source, a draw. `spare_cores` is the number of idle
         cores per rank. `is_on_host` means that messages are moved by cores, between ranks of one host. Messages over a
-        link are assumed to need no core of a CPU host."""
+        link are assumed to need no core of a CPU host. `is_alone` means that the messages were timed without compute;
+        otherwise they are not slowed further."""
         if device == "cuda":
             mode = 3 * _SLOWED_MEAN - _SLOWED_MOST  # mode of the triangular distribution on [0, max] with this mean
             slowed = source.triangular(0.0, _SLOWED_MOST, mode) if source else _SLOWED_MEAN
-            least, rate, most = _MESSAGE_RATES
-            rate = source.triangular(least, most, rate) if source else rate
             basis = f"assumed: a GPU computes {_SLOWED_MEAN:.1%} longer while NCCL moves a message, {_SLOWED_MOST:.0%} "
-            basis += f"at most (published, arXiv 2507.03114), and the message moves at {_MESSAGE_RATES[1]:.0%} of its "
-            return cls((1,), (1 / (1 + slowed),), (rate,), f"{basis}speed ({least:.0%} to {most:.0%})", (), True)
+            basis += "at most (published, arXiv 2507.03114)"
+            if not is_alone:
+                return cls((1,), (1 / (1 + slowed),), (1.0,), basis, (), True)
+            least, rate, most = _MESSAGE_RATES
+            basis += f", and the message moves at {rate:.0%} of its speed ({least:.0%} to {most:.0%})"
+            rate = source.triangular(least, most, rate) if source else rate
+            return cls((1,), (1 / (1 + slowed),), (rate,), basis, (), True)
         share, on_host = 0.0, device == "cpu" and is_on_host
         if on_host:
             share = (1 - min(1.0, max(0.0, spare_cores))) / 2

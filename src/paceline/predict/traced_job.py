@@ -252,7 +252,7 @@ class TracedJob:
             basis = f"measured: kernels take {1 / rate - 1:.1%} longer while messages are in flight"
             return Contention((1,), (rate,), (1.0,), basis, is_by_bytes=True)
         if not self.has_contention or under_s <= 0:
-            assumed = Contention.assume(self.device, self.is_on_host, source=resample.source)
+            assumed = Contention.assume(self.device, self.is_on_host, source=resample.source, is_alone=False)
             rate = self._find_least_rate(parts)
             basis = f"fitted: during compute, messages run at {rate:.0%} of their speed, as does compute"
             return Contention((1,), (rate,), (rate,), basis) if rate > assumed.message_rates[0] else assumed
