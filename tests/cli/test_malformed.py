@@ -38,7 +38,11 @@ ABSURD = {
     "--evaluations": 10**18, "--trials": 10**12,
 }  # fmt: skip
 COMMON = {"--batch-size", "--ranks", "--hidden", "--samples", "--iters", "--steps"}  # the others are slow
-PREDICTED = {(("predict",), "--ranks"), (("profile", "comm-table"), "--ranks")}  # which starts none of them
+PREDICTED = {
+    (("predict",), "--ranks"),
+    (("predict", "scale"), "--ranks"),
+    (("profile", "comm-table"), "--ranks"),
+}  # which starts none of them
 NEEDS = {"--hidden": ("--model", "mlp"), "--context": ("--model", "gpt2-tiny"), "--warmup": ("--iters", "5")}
 
 
@@ -49,7 +53,7 @@ def list_commands() -> list[tuple[tuple[str, ...], Any]]:
     for name, command in root.commands.items():
         if hasattr(command, "commands"):
             found += [((name, inner), one) for inner, one in command.commands.items()]
-        elif name not in ("watch", "run", "doctor"):  # which do not measure
+        elif name not in ("watch", "run", "doctor", "demo"):  # which do not measure, or have nothing to refuse
             found.append(((name,), command))
     return found
 

@@ -36,7 +36,7 @@ def test_strategies_in_one_document_and_in_words(predict):  # noqa: F811
     again = paceline.load_result(document["run"])
     assert isinstance(again, StrategyStepsResult) and again.to_json()["rows"] == rows
     for words in ("not predicted here", "paceline scale strategies", "lower bound", "topk:0.01"):
-        assert words in again.text(80)
+        assert words in again.text(80, details=True)
     assert max(map(len, again.text(80).splitlines()[1:20])) < 200
 
 

@@ -248,7 +248,7 @@ def test_a_person_reads_tables_findings_and_where_the_page_is(studies, tmp_path)
     shutil.copytree(studies["ranks"]["run"], folder)
     (folder / "weak.png").unlink()
     before = (folder / "run.json").read_bytes()
-    answer = type_command("scale", "ranks", "--resume", str(folder))
+    answer = type_command("scale", "ranks", "--resume", str(folder), "--details")
     assert answer.code == 0, answer.err
     for words in ("speed-up", "efficiency", "exposed", "of peak", f"page: {folder / 'report.md'}"):
         assert words in answer.out

@@ -223,7 +223,8 @@ class Result:
         warnings = [f"warning: {warning}" for warning in self.warnings]
         if len(warnings) > 1 and not details:
             warnings = [f"{warnings[0]} (--details shows {len(warnings) - 1} more)"]
-        answer = [part for line in self.answer.splitlines() for part in wrap(line, width, "  ")]
+        lines = self.answer.splitlines()
+        answer = [part for line in lines for part in wrap(line, width, "  " if len(lines) > 1 else "")]
         blocks = [answer, *([table] for table in shown)]
         blocks += [
             [part for line in lines for part in wrap(line, width, "  ")]

@@ -340,7 +340,7 @@ def predict_goodput(
 
 @naming_damage()
 def predict_scale(
-    profile: Result | str | Path, *, network: str = "nvlink,100gbe,10gbe,1Gb/s,100ms",
+    profile: Result | str | Path | None = None, *, network: str = "nvlink,100gbe,10gbe,1Gb/s,100ms",
     ranks: int | Sequence[int] = (8, 64, 1024, 16384), ranks_per_node: int = 8, inside: str = "nvlink",
     strategy: str | Sequence[str] = "zero1,fsdp,powersgd:4+hosts,diloco:100,diloco:100+int8",
     total_samples: str = "1e9", gpu_memory: str | None = None, mtbf_per_rank: str = "2100d",
@@ -368,6 +368,8 @@ def predict_scale(
 
     counts = [ranks] if isinstance(ranks, int) else list(ranks)
     _check_place(network, counts, ranks_per_node, inside)
+    if profile is None:
+        raise ConfigError("nothing to predict from: give --model-profile, a run of `paceline profile layers`")
     run = _get_run(profile)
     layers = find_profile(run)
     named = [one.strip() for one in strategy.split(",")] if isinstance(strategy, str) else list(strategy)
