@@ -19,6 +19,11 @@ from paceline.units import format_duration
 
 # Below these shares of the step there is no advice: run-to-run noise is as large.
 WORTH, _IDLE_WORTH = 0.05, 0.2
+# How long messages in shared memory are assumed to take beside compute, relative to gloo on one host: typical, longest
+# and shortest. Alone, they take 0.05 to 0.36 times as long in `results`.
+_SHM_TIMES = (0.35, 0.6, 0.15)
+_EXPLAINS = 0.4  # share of the lateness of a rank that an operator must explain to be named
+_MORE = 4  # how many times as many samples per message to advise
 _TINY_KERNEL_S = 10e-6
 # A batch that keeps the GPU busy, relative to one that just fills the step.
 _FILL = 1.1
@@ -308,7 +313,8 @@ def blame_messages(
 
     if backend == "gloo" and on_host:
         (typical, *_), (_, low, _), (*_, high) = (simulate_messages(traced, cuts, factor) for factor in _SHM_TIMES)
-        cure = "send through shared memory, which takes 0.15 to 0.6 times as long as gloo on one host"
+        _, longest, shortest = _SHM_TIMES
+        cure = f"send through shared memory, assumed to take {shortest} to {longest} times as long as gloo on one host"
         line = 'import paceline; torch.distributed.init_process_group("shm")'
         add("backend", cure, line, "estimated", (typical, low, high))
     else:
@@ -322,13 +328,6 @@ def blame_messages(
         line = "with model.no_sync(): ...  # in all micro-batches of a step but the last"
         add("batch", cure, line, "computed", (1 - 1 / _MORE,) * 3)
     return found
-
-
-# How long messages in shared memory are assumed to take beside compute, relative to gloo on one host: typical, longest
-# and shortest. Alone, they take 0.05 to 0.36 times as long in `results`.
-_SHM_TIMES = (0.35, 0.6, 0.15)
-_EXPLAINS = 0.4  # share of the lateness of a rank that an operator must explain to be named
-_MORE = 4  # how many times as many samples per message to advise
 
 
 def simulate_messages(

@@ -382,7 +382,10 @@ class AttachedResult(Result):
             self.cap_mib = self.config["plans"][self.race.winner]
         self.idle_s = self._find_idle(recorded)
         self.step_noise = self._estimate_noise()
-        ranked = rank_findings(self._list_findings(recorded), self.step_s, self.step_noise)
+        found = self._list_findings(recorded)
+        if self.busy is not None:  # no gain is claimed, so an uncertain one may stand out, too
+            found = (replace(one, gain_interval_s=None) for one in found)
+        ranked = rank_findings(found, self.step_s, self.step_noise)
         self.bottlenecks = ranked if self.busy is None else [one.withdraw(self.busy) for one in ranked]
         self.bottleneck = self.bottlenecks[0]
 
@@ -415,7 +418,8 @@ class AttachedResult(Result):
             yield blame_rank(late, gain_s, interval_s, find_slow_operator(recorded, late.rank))
         yield blame_host(self.idle_s, self.step_s)
         saved_s = 0.0
-        if self.buckets is not None and self.verdict == "use":
+        verdicts = ("use",) if self.busy is None else ("use", "undecided")
+        if self.buckets is not None and (self.race or self.buckets).verdict in verdicts:
             saved_s, low_s, high_s = (self.step_s * share for share in self.saves)
             interval_s = (low_s, high_s) if math.isfinite(low_s) else None  # infinite after too few rounds
             certainty = "estimated" if self.race is None else "measured"
@@ -476,7 +480,7 @@ class AttachedResult(Result):
 
     @property
     def _torch_line(self) -> str:
-        return f"DistributedDataParallel(model, bucket_cap_mb={format_cap(self.cap_mib or 0.0)})"
+        return f"DistributedDataParallel(model, bucket_cap_mb={format_cap(self.cap_mib or self.rival.cap_mib or 0.0)})"
 
     @cached_property
     def lines(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,7 +52,7 @@ from paceline.records import (
     StepRecord,
 )
 from paceline.records.findings import add_busy
-from paceline.records.samples import group_by
+from paceline.records.samples import Summary, group_by
 from paceline.records.store import load_json
 from paceline.report.plots import (
     COLORS,
@@ -295,9 +296,9 @@ class CapsResult(Result):
         untied = self.config.get("untied", False)
         self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord), untied)
         sweep = self.only(CollectiveRecord)
-        self.points = [(record.num_bytes, record.time_s) for record in sweep]
-        self.cost = smooth_curve(self.points)
-        self.line = fit_line(self.points)
+        points = [(record.num_bytes, record.time_s) for record in sweep]
+        self.cost = smooth_curve(points)
+        self.line = fit_line(points)
         device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not name the device
         costs = MachineCosts(curve=self.cost)
         self.caps = estimate_caps(self.job, costs)
@@ -359,6 +360,17 @@ class CapsResult(Result):
         low, high = max(ranges, key=lambda sizes: sizes[1] / sizes[0])
         return shared, (low, high), max(losses[p.cuts] for p in self.caps.points if low <= p.high_bytes <= high)
 
+    def _draw_cost(self, source: random.Random | None) -> MeasuredCurve:
+        """The line through the table or, with a random source, a draw of it within the table's standard deviations."""
+        if source is None:
+            return self.cost
+        points = []
+        for record in self.only(CollectiveRecord):
+            stdev_s = record.timing.stdev_s if isinstance(record.timing, Summary) else None
+            noise = source.gauss(0.0, (stdev_s or 0.0) / record.time_s)
+            points.append((record.num_bytes, record.time_s * math.exp(noise)))
+        return smooth_curve(points)
+
     def _estimate_interval(self, costs: MachineCosts, device: str) -> tuple[float, float]:
         """The 90 % interval of backward with the best buckets, in seconds."""
         job = replace(self.job, before_s=0.0, after_s=0.0)
@@ -368,8 +380,9 @@ class CapsResult(Result):
             if self.factor is not None:
                 drawn = self._scale(self.factor * math.exp(error * resample.shift))
             else:
-                contention = Contention.assume(device, is_on_host=False, source=resample.source).spread_over(self.cost)
-                drawn = replace(costs, contention=contention)
+                curve = self._draw_cost(resample.source)
+                contention = Contention.assume(device, is_on_host=False, source=resample.source).spread_over(curve)
+                drawn = replace(costs, curve=curve, contention=contention)
             return Draw(job, drawn, MODEL_ERROR * resample.error)
 
         found = Predictor(*draw(build)).predict((self.fitted or self.expected).best.cuts)
@@ -420,7 +433,7 @@ class CapsResult(Result):
         interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
         best = f"{' and '.join(map(format_ms, bests))} ms{interval}"
         default = f"{' and '.join(map(format_ms, self.chosen_default_s))} ms"
-        either = ", whether or not NCCL slows down the GPU (as published)" if len(bests) > 1 else ""
+        either = ", without and with the contention that is assumed for NCCL" if len(bests) > 1 else ""
         if self.keeps_default:
             text = f"Keep torch's default buckets: backward with communication takes {default}, within 1 % of "
             text += f"the best, {best}{either}"
@@ -484,10 +497,11 @@ class CapsResult(Result):
     def _describe_contention(self) -> list[str]:
         error = f"a model error with a standard deviation of {MODEL_ERROR:.0%} of the exposed communication"
         if self.factor is None:
+            drawn = "contention and of the table within its standard deviations"
             return [
                 f"contention: {self.contention.basis}"
                 f"{'; the tables do not include it, but --measured and `paceline tune` do' * self.is_on_gpu}",
-                f"interval: 90 % of {DRAWS} draws of contention, plus {error}",
+                f"interval: 90 % of {DRAWS} draws of {drawn}, plus {error}",
             ]
         fitted = f"messages and compute run at {1 / self.factor:.0%} of their speed while they overlap"
         if self.factor < 1:
@@ -575,7 +589,7 @@ class CapsResult(Result):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        return () if self.measured else (f"paceline predict --csv {self.config['csv']} --measured 25MiB=724ms",)
+        return () if self.measured else ("paceline predict --csv FOLDER --measured 25MiB=724ms",)
 
 
 def plot_caps(result: CapsResult) -> Figure:
