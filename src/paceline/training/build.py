@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline import machine
 from paceline.errors import ConfigError, refuse
 from paceline.options import LEARNING
 from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm, comm_hook
@@ -295,8 +296,10 @@ def build_learner(
             raise ConfigError(f"{flag}: {settings.model} has no BatchNorm; leave it out")
         to_sync = SyncBatchNorm.convert_sync_batchnorm
         module = to_sync(module) if ghost is None else GhostBatchNorm.convert(module, ghost)
-    if world.device.type == "cuda" and data.form.kind == "images":
+    is_shared = machine.must_share_gpus(torch.cuda.device_count(), world.local_world_size)
+    if world.device.type == "cuda" and data.form.kind == "images" and not is_shared:
         # cuDNN's convolutions are fastest in this layout, with or without tensor cores, and the results do not change.
+        # On a shared GPU, its BatchNorm kernels for this layout deadlock: each waits until all its blocks are running.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.compile:
         _compile_blocks(module)
