@@ -41,6 +41,8 @@ class MadeJob:
     disturbed: tuple[tuple[int, float, float], ...] = ((64 * KIB, 0.5, 0.6), (MIB, 0.8, 0.9))
     wrapper: str = "paceline"
     backend: str = "gloo"
+    device: str = "cpu"
+    idle_s: float = 0.0  # of a message; not twice in a pair on a GPU
     count: int = 9
     noise: float = 0.0  # of steps
     message_noise: float = 0.0
@@ -81,7 +83,7 @@ class MadeJob:
             self.build_step(draw, "local", "a bucket each", each, bucket_bytes=self.sizes),
             self.build_step(draw, "local", "one bucket", one, bucket_bytes=(self.num_bytes,)),
         ]
-        where: dict[str, Any] = {"backend": self.backend, "device": "cpu", "world_size": 2, "dtype": "float32"}
+        where: dict[str, Any] = {"backend": self.backend, "device": self.device, "world_size": 2, "dtype": "float32"}
         whole: dict[str, Any] = {"collective": "all_reduce", "op": "sum", **where}
         messages: list[Record] = [
             CollectiveRecord(
@@ -90,6 +92,8 @@ class MadeJob:
             for size in self.sweep_sizes
         ]
         pair_s = self.message_s(MIB) / self.pair_rate
+        if self.device == "cuda":
+            pair_s = 2 * self.message_s(MIB) - self.idle_s
         messages.append(
             ChunksRecord(
                 total_bytes=2 * MIB, chunk_bytes=MIB, timing=self._samples(draw, pair_s, self.message_noise), **where
@@ -106,7 +110,8 @@ class MadeJob:
         phases = {"timing": step_s, "forward": self.forward_s, "backward": backward_s, "optimizer": self.optimizer_s}
         samples = {name: self._samples(draw, seconds, self.noise) for name, seconds in phases.items()}
         return StepRecord(
-            model="made", wrapper=self.wrapper, backend=self.backend, device="cpu", world_size=2, batch_size=4,
+            model="made", wrapper=self.wrapper, backend=self.backend, device=self.device, world_size=2,
+            batch_size=4,
             role=role, label=label, **samples, **more,
         )  # fmt: skip
 

@@ -108,6 +108,28 @@ def test_contention_is_assumed_without_evidence():
     assert "this backward is too short" in costs.contention.basis
 
 
+@pytest.mark.parametrize(
+    ("idle_s", "expected_s"), [(0.0004, 0.0004), (-0.001, 0.0), (0.0015, 0.8 * JOB.message_s(4 * KIB))]
+)
+def test_a_queued_message_on_a_gpu_does_not_idle_like_one_alone(idle_s, expected_s):
+    job = replace(JOB, backend="nccl", device="cuda", idle_s=idle_s)
+    _, costs = fit(job)
+    assert costs.curve.estimate_s(MIB) == pytest.approx(job.message_s(MIB) - expected_s)
+    assert costs.curve.estimate_s(4 * KIB) == pytest.approx(job.message_s(4 * KIB) - expected_s)
+    # In disturbed steps messages are launched one by one, as alone.
+    assert costs.contention.message_rates == pytest.approx(fit(JOB)[1].contention.message_rates)
+    assert fit(replace(job, device="cpu"))[1].curve == fit(JOB)[1].curve
+
+
+def test_messages_on_a_gpu_are_timed_even_if_backward_is_too_short():
+    job = replace(JOB, backend="nccl", device="cuda", disturbed=((MIB, -0.3, 0.5),))
+    contention = fit(job)[1].contention
+    assumed = Contention.assume("cuda", is_on_host=False)
+    assert "this backward is too short" in contention.basis and assumed.basis in contention.basis
+    assert min(contention.message_rates) == pytest.approx(0.5, abs=0.01)
+    assert min(contention.compute_rates) == pytest.approx(assumed.compute_rates[0], abs=0.01)
+
+
 @pytest.mark.parametrize("backend", [*SERVERS, "shm", "nccl", "another"])
 def test_each_backend_has_its_number_of_concurrent_messages(backend):
     assert fit(replace(JOB, backend=backend))[1].servers == (2 if backend == "gloo" else 1)

@@ -66,12 +66,17 @@ class Traffic:
 
 
 class _Messages(Traffic):
-    """Real messages between all ranks, one at a time. Collective: every rank must send the same ones."""
+    """Real messages between all ranks, one at a time. Collective: every rank must send the same ones.
+
+    With NCCL a side stream waits for each message, to time it. A GPU has few hardware queues, fewer still under MPS: in
+    the queue of the computing stream this wait would stall the step.
+    """
+
+    is_free = False
 
     def __init__(self, channel: Channel, memory: torch.Tensor) -> None:
         super().__init__(memory)
         self._channel = channel
-        self.is_free = channel.is_nccl
         self._works: list[tuple[dist.Work, list[Any]]] = []
         self._side = torch.cuda.Stream(self.device) if channel.is_nccl else None  # type: ignore[no-untyped-call]
 
@@ -81,7 +86,7 @@ class _Messages(Traffic):
     def send(self, num_bytes: int, count: int, is_timed: bool = True) -> list[Any]:
         span = [mark(self.device), None]
         work = self._channel.start_sum(self._take(num_bytes))
-        if self._side is not None:
+        if is_timed and self._side is not None:
             with torch.cuda.stream(self._side):
                 work.wait()  # blocks the stream, not this thread
                 span[1] = mark(self.device)

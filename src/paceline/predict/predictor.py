@@ -38,8 +38,8 @@ _HALVINGS = 20
 _WORTH = 0.002
 # Lower bound for the relative speed of compute and messages while they overlap.
 _LEAST_RATE = 0.02
-# Upper bound for the wait in the time of the smallest message.
-_MOST_WAIT = 0.8
+# Upper bound for the idle part of the smallest message's time.
+_MOST_IDLE = 0.8
 
 
 class Evidence:
@@ -70,16 +70,21 @@ class Evidence:
         found = ((record, *_find_overlap(record, resample, backward_s)[1:]) for record in self.disturbed)
         return [record for record, overlap_s, delay_s in found if delay_s >= (1 - _LEAST_RATE) * overlap_s]
 
+    @property
+    def servers(self) -> int:
+        return SERVERS.get(self.plain.backend, 1) if self.sweep else 1
+
     @cached_property
-    def wait_share(self) -> float:
-        """The part of the smallest message's time in the sweep that is a wait for the last rank. A message does not
-        take longer alone than next to compute; if it does at every size, the sweep includes such waits. They do not
-        recur with each message of a step, which the ranks send one after the other. Decided by the medians, too."""
+    def idle_share(self) -> float:
+        """The part of the smallest message's time in the sweep that a message in a GPU's queue does not take: the
+        launch, the wait for the last rank, and the return to the host. Two messages launched together take that much
+        less than twice the time of one. Decided by the medians, so that it is the same in every draw."""
+        if self.plain.device != "cuda" or self.servers > 1 or not self.pairs:
+            return 0.0
         resample = Resample()
         swept = fit_curve((record.num_bytes, resample.median(record.timing)) for record in self.sweep)
-        under_way_s = {r.message_bytes: _find_s(r, "under_way", resample) for r in self.disturbed}
-        wait_s = min((swept.estimate_s(size) - time_s for size, time_s in under_way_s.items()), default=0.0)
-        return min(max(0.0, wait_s / min(swept.seconds)), _MOST_WAIT)
+        idle_s = statistics.median(2 * swept.estimate_s(r.chunk_bytes) - resample.median(r.timing) for r in self.pairs)
+        return min(max(0.0, idle_s / min(swept.seconds)), _MOST_IDLE)
 
 
 @dataclass(frozen=True)
@@ -153,8 +158,8 @@ def fit_job(
     is_ours, is_emulated = plain.wrapper == "paceline", curve is not None and not evidence.disturbed
     if curve is None:
         swept = fit_curve((record.num_bytes, median(record.timing)) for record in evidence.sweep)
-        wait_s = evidence.wait_share * min(swept.seconds)
-        curve = MeasuredCurve(swept.sizes, tuple(time_s - wait_s for time_s in swept.seconds))
+        idle_s = evidence.idle_share * min(swept.seconds)
+        curve = MeasuredCurve(swept.sizes, tuple(time_s - idle_s for time_s in swept.seconds))
     rank, backward_s = fit_rank(evidence, resample, curve), median(plain.phase("backward"))
     after_s = median(one.phase("optimizer"))
     gather_s = rank.gather_s_per_byte * profile.num_bytes
@@ -164,9 +169,12 @@ def fit_job(
     # Paceline's wrapper sends buffers at the end of a step, torch's at the beginning.
     buffers_s = sum(median(record.timing) for record in evidence.extras)
     pairs = [curve.estimate_s(record.chunk_bytes) / median(record.timing) for record in evidence.pairs]
-    pair_rate = _limit(statistics.median(pairs)) if pairs else 1.0
-    servers = SERVERS.get(plain.backend, 1) if evidence.sweep else 1
-    assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source).spread_over(curve)
+    pair_rate, servers = _limit(statistics.median(pairs)) if pairs else 1.0, evidence.servers
+    assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source)
+    if plain.device == "cuda" and rank.too_short:  # such steps still time their messages
+        times = ((_find_s(r, "alone", resample), _find_s(r, "under_way", resample)) for r in evidence.disturbed)
+        assumed = replace(assumed, message_rates=(_limit(statistics.median(a / b for a, b in times)),))
+    assumed = assumed.spread_over(curve)
     if rank.too_short:
         assumed = replace(assumed, basis=f"{assumed.basis} (this backward is too short to measure it)")
     emulated = Contention(basis="an emulated network uses no CPU core")
@@ -209,9 +217,11 @@ def _fit_contention(
     rates: dict[int, tuple[float, float, float]] = {}
     for record in evidence.disturbed:
         under_way_s, overlapped_s, delay_s = _find_overlap(record, resample, backward_s)
-        if record in evidence.too_short or overlapped_s <= 0 or (curve is None and record.alone is None):
+        # On a GPU both times of a message include its launch, which the curve does not.
+        known = None if record.device == "cuda" else curve
+        if record in evidence.too_short or overlapped_s <= 0 or (known is None and record.alone is None):
             continue
-        alone_s = _find_s(record, "alone", resample) if curve is None else curve.estimate_s(record.message_bytes)
+        alone_s = _find_s(record, "alone", resample) if known is None else known.estimate_s(record.message_bytes)
         moved_s = max(0.0, alone_s - (under_way_s - overlapped_s))
         compute_rate = _limit(1 - delay_s / overlapped_s)
         # The time that compute loses goes to the message: a core is never idle while both want it.
