@@ -196,7 +196,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """The living descendants of this process."""
+    """The descendants of this process that are still running."""
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -117,7 +117,7 @@ class Strategy:
         return "+".join(words) or "dense"
 
     def _confirm(self) -> Strategy:
-        """Reject a Strategy that no text can express."""
+        """Reject a Strategy that has no text form."""
         known = all(name in _PARTS for name in (self.codec, self.outer or self.codec))
         if not known or self.parse(self.text) != self:
             raise ConfigError(f"{self!r}: not a valid combination; use Strategy.parse('...')", code="strategy")

@@ -188,11 +188,11 @@ def test_one_range_is_good_with_and_without_contention(tables, tmp_path):
     assert len(result.caps.best.cuts) == 8
     both = [p.low_bytes for p, q in zip(result.caps.points, result.expected.points, strict=True)
             if result.caps.is_fast(p) and result.expected.is_fast(q)]  # fmt: skip
-    # Two curves, and one answer: the sizes that are within 1 % of the best of each, with what they may lose.
+    # Two curves, one answer: the sizes within 1 % of the best on both curves, and the most that they may lose.
     assert {low for low, _ in unfitted.shared} <= set(both) and unfitted.recommended in unfitted.shared
     assert 0 <= unfitted.risk <= 0.01 and unfitted.answer.count("Use a bucket size of ") == 1
     assert f"Use a bucket size of {format_bytes(unfitted.recommended[0])} to " in unfitted.answer
-    # Each time in the answer is that of a curve at its own best, and its interval is around that time.
+    # The time in the answer is that of the curve at its own best size, and lies inside its interval.
     assert f"{format_ms(unfitted.expected.best.backward_s)} ms (90 %: " in unfitted.answer
     assert unfitted.interval[0] < unfitted.expected.best.backward_s < unfitted.interval[1]
     by_tables, slowed = result.findings[-3:-1]

@@ -261,7 +261,7 @@ def test_what_is_lost_is_measured_and_the_rest_is_not(studies, tmp_path, name, l
 
 
 def test_a_study_resumed_elsewhere_says_so(whole, monkeypatch, tmp_path):
-    """Accuracy does not mind the machine, but a reader may."""
+    """Accuracy does not depend on the machine, but the reader should know that it changed."""
     folder = break_off(whole, tmp_path / "broken", {"epochs-16-none-seed-2"})
     monkeypatch.setattr(Environment, "machine_and_torch", property(lambda environment: "a faster box"))
     answer = type_alone("scale", "large-batch", "--resume", str(folder), "--json")

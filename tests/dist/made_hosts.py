@@ -49,7 +49,7 @@ class MadeHosts:
         return f"paceline-tests-{self.mark}-{name}"
 
     def wrap(self, name: str, command: Sequence[str], setup: str = "") -> list[str]:
-        """The command on this host, after the shell commands `setup`, for its private mounts."""
+        """The command, wrapped to run on this host after the shell commands in `setup`, whose mounts are private."""
         begin = f'hostname {name}; mount --bind "{self.folder}/hosts" /etc/hosts; {setup}'
         return ["ip", "netns", "exec", self.space(name), "unshare", "--uts", "--mount", "sh", "-ec",
                 f'{begin} exec "$@"', "sh", *command]  # fmt: skip

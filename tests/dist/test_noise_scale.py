@@ -78,7 +78,7 @@ def open_job(settings: TrainSettings) -> Any:
 
 
 def probe(settings: TrainSettings, **asked: Any) -> Any:
-    """The record of a fresh job, and each small batch as the model was given it."""
+    """The record of a fresh job, the small batches that the model received, and the final weights."""
     from paceline.studies import training_runs as measuring
 
     seen: list[Any] = []

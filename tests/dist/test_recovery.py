@@ -30,7 +30,8 @@ from tests.conftest import BACKEND
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
 
-# Two epochs of nine steps, the last of each smaller; dropout and BatchNorm have state that a lost step must not leave.
+# Two epochs of nine steps, the last of each smaller. A lost step must leave no trace in the state of dropout and
+# BatchNorm.
 SAMPLES, STEPS = 100, 18
 NORMED = """
 from torch import nn
@@ -44,12 +45,12 @@ SMALL: dict[str, Any] = {
     "data": "synthetic:images", "samples": SAMPLES, "global_batch_size": 12, "epochs": 2,
     "save_every": "4steps", "keep": 20, "ranks": 2, "backend": "gloo", "threads": 1,
 }  # fmt: skip
-# A fault: before or in which step, of which rank, what, and where.
+# A fault: the step before or in which it happens, its rank, its kind, and its place.
 Done = tuple[int, int, str, str]
 
 
 def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool, faults: list[Done]) -> Any:
-    """Train in a rank, note the samples of each step of each world, and do each fault once."""
+    """Train in a rank, record the samples of each step of each world, and inject each fault once."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from paceline.training import build, checkpoints, loader, loop

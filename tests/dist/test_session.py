@@ -249,7 +249,8 @@ def test_ask_returns_the_value_of_rank_0_and_shows_its_cells(tmp_path, capfd):
     with open_session("bench x", {}, ranks=2, out=tmp_path, progress=True) as session:
         assert session.ask(post_cells, (3,)) == "value"
         session.save(answer(1))
-    lines = [line.partition(", about ")[0] for line in capfd.readouterr().err.splitlines()]  # on a slow machine
+    # A slow machine also prints the time left.
+    lines = [line.partition(", about ")[0] for line in capfd.readouterr().err.splitlines()]
     lines = [line for line in lines if line.startswith("paceline: bench x: ")]  # others may try to connect
     assert lines == [f"paceline: bench x: {number + 1} of 3 cells (cell {number})" for number in range(3)]
 

@@ -1,4 +1,4 @@
-"""The pitfalls of a wrapper that hooks into autograd: each test fails when the rule of its pitfall is broken."""
+"""The pitfalls of a wrapper that hooks into autograd; each test fails if the wrapper falls into one."""
 
 from __future__ import annotations
 

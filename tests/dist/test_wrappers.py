@@ -19,7 +19,7 @@ STEPS = 10
 
 
 CHANGES = {
-    # How many parameters of each rank are wrong, compared with rank 0 only, and with torch's wrapper, too.
+    # Number of wrong parameters per rank, compared with rank 0 only, and also with torch's wrapper.
     "nothing": ([0, 0], [0, 0]),
     "rounded otherwise": ([0, 0], [0, 0]),
     "one rank diverges by one bit": ([0, 1], [0, 1]),

@@ -80,10 +80,10 @@ def test_a_trace_of_a_module_on_a_gpu_says_what_makes_the_peak(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
 
-    step(module)  # makes the optimizer's state, and the workspaces of libraries
+    step(module)  # creates the optimizer's state and the libraries' workspaces
     held = torch.cuda.memory_allocated()
     result = paceline.trace(module, step, steps=1, warmup=1, memory=True, wrapper="none", out=tmp_path)
-    # What the values are restored from is not in it.
+    # The copies from which values are restored are not counted.
     assert abs(result.table("memory").rows_json()[-1]["begin_bytes"] - held) < WEIGHTS / 2
     assert isinstance(result, TraceResult) and "memory: peak " in result.text()
     assert result.folder is not None and (result.folder / "memory.png").exists()

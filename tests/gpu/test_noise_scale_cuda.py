@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+import torch._dynamo  # optimizers import it, and it sets an environment variable, so import it before any test
 
 from paceline.studies.training_runs import measure_noise_scale
 from paceline.training.build import build_job, open_world
@@ -15,7 +15,7 @@ SETTINGS = {"model": "resnet18", "data": "synthetic", "samples": 32, "batch_size
 
 
 def probe(device, precision="fp32", inputs=None):
-    """The record of a fresh job, its samples, and what is otherwise before and behind the probes."""
+    """The record of a fresh job, its samples, and the remaining state before and after the probes."""
     settings = TrainSettings(**SETTINGS, device=device, precision=precision)
     with open_world(settings) as world:
         job = build_job(settings, world)

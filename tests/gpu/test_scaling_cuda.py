@@ -100,4 +100,4 @@ def test_two_ranks_that_share_the_gpu_take_turns_with_one(on_ranks):
     for record in others:
         assert (record.timing.count, record.timing.num_ranks, record.no_comm.count) == (2, 2, 2)
         assert record.num_bytes == sum(record.bucket_bytes) > 0
-    assert others[0].busy is None  # on a GPU torch's messages cannot be asked
+    assert others[0].busy is None  # on a GPU, the messages of torch's wrapper cannot be timed

@@ -170,7 +170,7 @@ def test_every_strategy_trains_and_resumes_in_mid_round(on_ranks, tmp_path, back
     folder = copy_until(6, whole, tmp_path / "broken")
     assert on_ranks(num_ranks, train_and_resume, settings, folder, True) == [STEPS] * num_ranks
     rows, others = ([row["loss"] for row in load_metrics(path / "metrics.jsonl")] for path in (whole, folder))
-    assert len(rows) == STEPS and rows == pytest.approx(others, rel=1e-3)  # sums of a GPU have no fixed order
+    assert len(rows) == STEPS and rows == pytest.approx(others, rel=1e-3)  # GPU sums have no fixed order
 
 
 @pytest.mark.parametrize(("backend", "num_ranks"), WORLDS)

@@ -1,7 +1,7 @@
 """The fields and types of the Kubernetes objects that Paceline's manifests use, from the API reference.
 
-A type is a Python type, the name of an object below, or either in a list; "map" is a map of texts, "quantities" one of
-amounts. `REQUIRED` are the fields that must be there.
+A type is a Python type, the name of an object below, or a list of either; "map" maps strings to strings, and
+"quantities" maps them to amounts. `REQUIRED` lists the mandatory fields.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_not_passed_over(store):
 
 @contextlib.contextmanager
 def full_disk(at):
-    """The disk is full at the n-th time that something must reach it."""
+    """Call number `at` of `fsync`, counted from 0, fails because the disk is full."""
     count = iter(range(100))
 
     def fsync(handle):

@@ -152,7 +152,7 @@ rates = st.floats(1e6, 1e13)
         ("tree", 1000, 8, 6 * 1e-3 + 2.0),
         ("tree", 1000, 9, 8 * 1e-3 + 2.0),
         ("gloo", 1000, 4, 4 * 2 * 1e-3 + 1.5),
-        # Up to 2P MiB two segments to a part are enough; beyond, segments of 1 MiB are counted.
+        # Up to 2 MiB per rank, a chunk has two segments; beyond that, one per MiB.
         ("gloo", 8 * MIB, 4, 4 * 2 * 1e-3 + 1.5 * 8 * MIB / 1000),
         ("gloo", 12 * MIB, 4, 4 * 3 * 1e-3 + 1.5 * 12 * MIB / 1000),
         ("shared", 1000, 4, 6 * 1e-3 + 7.0),

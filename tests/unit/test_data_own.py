@@ -89,7 +89,7 @@ class Loaded(IterableDataset):  # type: ignore[type-arg]
 
 
 class Drawing(IterableDataset):  # type: ignore[type-arg]
-    """Samples that are drawn, while others draw, too."""
+    """Random samples from torch, numpy and random, whose generators other code also uses."""
 
     def __iter__(self) -> Any:
         return ((float(torch.rand(())), float(numpy.random.rand()), random.random()) for _ in range(8))

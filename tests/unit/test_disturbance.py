@@ -47,7 +47,7 @@ def test_a_thread_adds_and_copies_all_bytes_of_its_messages(traffic):
     spans = [traffic.send(MIB, 2) for _ in range(2)]
     traffic.wait()
     assert all(end > begin for begin, end in spans)
-    # Four messages over all of the memory, each read into a total that grows and is written back.
+    # Four messages cover the memory once: each adds its slice to a running total and copies the total back.
     assert traffic.memory.min() >= 1.0 and traffic.memory.max() > 1.0 and traffic.count_most(MIB) == 4
     assert sum(thread.name.startswith("paceline-traffic") for thread in threading.enumerate()) == 1
     traffic.close()  # the fixture closes it again

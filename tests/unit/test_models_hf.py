@@ -74,7 +74,7 @@ def nothing_is_remembered():
 
 @pytest.fixture
 def transformers(monkeypatch, tmp_path):
-    """The library, without a way to the hub."""
+    """The library, without access to the hub."""
     found = pytest.importorskip("transformers")
     # Some of its models load torch's compiler, which would leave this variable behind.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

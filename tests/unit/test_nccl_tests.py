@@ -128,7 +128,7 @@ def test_what_cannot_be_trusted_is_refused_in_one_line(load, text, words):
 
 
 def build_document(hosts: dict[str, int], gpus: int = 1, **changes) -> dict:
-    """As `-J` writes it: one device for each process, with its first rank."""
+    """A document as `-J` writes it: `devices` has one entry per process, for its first rank."""
     places = [host for host, count in hosts.items() for _ in range(count)]
     ranks = len(places) * gpus
     results = [

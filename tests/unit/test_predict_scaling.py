@@ -44,8 +44,8 @@ def spread(seconds, ranks, noise=0.0, count=9, seed=0):
 
 @dataclass(frozen=True)
 class MadeWorld:
-    """A job and a host of which everything is known. `slowdown(n)` holds for computing, `factor` for messages during
-    it; a step on b samples takes `fixed_s + b * sample_s`, and the wrapper adds `copies_s`, slowed twice as much."""
+    """A job and a host with known costs. `slowdown(n)` applies to compute, `factor` to messages during it; a step on b
+    samples takes `fixed_s + b * sample_s`, and the wrapper adds `copies_s`, slowed by the square of `slowdown(n)`."""
 
     sizes: tuple[int, ...] = (2 * MIB,) * 12
     fixed_s: float = 0.010
@@ -110,7 +110,7 @@ class MadeWorld:
         )  # fmt: skip
 
     def silent(self, ranks: int) -> StepRecord:
-        """Steps of as many ranks that send nothing; of one, in the wrapper."""
+        """Steps of this many ranks without messages; for one rank, in the wrapper."""
         silent_s = self.step_s(ranks)[1] + (self.copies_s if ranks == 1 else 0.0)
         own = {"role": "local", "wrapper": self.wrapper} if ranks == 1 else {"role": "together", "wrapper": "none"}
         nothing = {"bucket_bytes": (), "no_comm": None, "timing": spread(silent_s, ranks, self.noise)}
@@ -394,7 +394,7 @@ def test_disturbed_steps_are_excluded_from_calibration(ranks):
     rest, (last,) = ([r for r in known.shared if (r.world_size == ranks) is side] for side in (False, True))
     rows = tuple(tuple(s * (1.4 if rank == 1 else 1.0) for rank, s in enumerate(row)) for row in last.no_comm.seconds)
     disturbed = replace(last, no_comm=replace(last.no_comm, seconds=rows))
-    # What took turns with it is not used either.
+    # Steps that were interleaved with it are not used either.
     for late in ((disturbed,), (last, replace(disturbed, wrapper="other"))):
         changed = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest, *late))
         without = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest))
@@ -563,7 +563,7 @@ def test_a_spread_comes_from_repetitions_and_not_from_one_outlier():
 @pytest.mark.parametrize("slowdown", [rise(0.02), power(0.5)])
 @pytest.mark.parametrize(("known", "ranks"), [((1,), 2), ((1, 2), 4), ((1, 2, 4), 8)])
 def test_steps_without_messages_show_the_slowdown_of_more_ranks(monkeypatch, slowdown, known, ranks):
-    """Half of the ranks, and all of them without messages: the slow-down is measured, whatever its law."""
+    """Steps of half of the ranks, and of all ranks without messages, reveal any slowdown law."""
     monkeypatch.setattr(curves, "draw", partial(curves.draw, count=400))  # to compare widths closely
     world = MadeWorld(slowdown=slowdown, copies_s=0.02, cores=64)
     silent = [world.silent(count) for count in (1, 2, 4, 8)]

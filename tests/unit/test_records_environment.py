@@ -333,7 +333,7 @@ def test_a_row_faster_than_memory_is_doubted(build_collective, build_pass, build
     (doubt,) = find_doubts([build_collective(), ours, build_pass(time_s=2e-4)], build_environment())
     assert doubt.kind == "above" and doubt.kind not in NOISY
     assert doubt.text.startswith(
-        "paceline, 2 ranks: above the memory bandwidth of one core per rank at 1 MiB in shared memory (2.00 of memory)"
+        "paceline, 2 ranks: above the memory bandwidth of one core per rank at 1 MiB in shared memory (2.00x)"
     )
     assert find_doubts([build_collective(), ours, build_pass(time_s=1e-4)], build_environment()) == []
 

@@ -72,7 +72,7 @@ def test_each_job_has_one_sentence(records, words):
     assert all(word in text for word, text in zip(words, found, strict=True))
 
 
-# -- numbers, which have no accuracy -----------------------------------------------------------------------------------
+# -- numeric targets, which have no accuracy ---------------------------------------------------------------------------
 
 
 def _predict_numbers(size, recipe, seed, loss):

@@ -288,7 +288,7 @@ def test_the_flags_of_unused_parameters_are_not_a_bucket():
 
 
 def test_an_all_reduce_of_another_autograd_node_is_not_a_bucket():
-    """As SyncBatchNorm does, in its own node of autograd."""
+    """SyncBatchNorm does this, in its own autograd node."""
     plain = read(made_on_cpu(JOB, FREE, CUTS, num_steps=2))
     made = made_on_cpu(JOB, FREE, CUTS, num_steps=2)
     for first in [e["ts"] / 1e3 for e in made.events if e["name"] == f"{NODE}NllLossBackward0"]:

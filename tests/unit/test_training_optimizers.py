@@ -57,7 +57,7 @@ def test_at_a_constant_rate_it_is_the_papers(momentum, decay):
 
 
 def follow_changing_rates(*, corrects: bool) -> tuple[list[nn.Parameter], list[np.ndarray]]:
-    """Our steps, and the paper's with a velocity that is scaled, or not, whenever the rate changes."""
+    """Weights after our steps and after the paper's; `corrects` rescales the paper's velocity when the rate changes."""
     params = make()
     optimizer = LARS(params, lr=0.0, weight_decay=0.01, trust_coefficient=0.02)
     schedule = Schedule(shape="piecewise", peak=4.0, num_steps=8, warmup_steps=3, drops=(0.625,))

@@ -328,7 +328,7 @@ def test_a_sweep_on_one_host_has_neighbouring_ranks(sweep):
 def test_the_interval_of_a_network_has_its_quantiles_even_with_few_draws():
     fabric = join(0.0, 1e6)  # 160 MiB take far longer than the step
     (row,) = simulate_what_if(JOB, [JOB] * 50, fabric, [2])
-    # 45 % is one standard deviation of the logarithm of a large message; p5 and p95 are 1.645 of them.
+    # The log of a large message's time has a standard deviation of 0.45; p5 and p95 are 1.645 of these away.
     sent_s = row.step_s - JOB.local_s
     assert (row.high_s - JOB.local_s) / sent_s == pytest.approx(math.exp(1.645 * 0.45), rel=0.25)
     assert (row.low_s - JOB.local_s) / sent_s == pytest.approx(math.exp(-1.645 * 0.45), rel=0.25)

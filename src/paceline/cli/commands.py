@@ -104,7 +104,7 @@ _KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
 }
 
 
-# What the help shows for an option's value; a switch has none.
+# Placeholders for option values in the help text; flags have none.
 _METAVARS: dict[Any, str] = {bool: "", float: "NUMBER", Path: "PATH", list[Path]: "PATH"}
 
 

@@ -44,7 +44,7 @@ class GroupSettings:
     """Settings shared by all benchmarks of a process group. `iters` and `warmup`: None means as time allows."""
 
     memory_advice: ClassVar[str] = "use smaller sizes"
-    cell_s: ClassVar[float] = 2.0  # repetitions of a cell, unless their number is given
+    cell_s: ClassVar[float] = 2.0  # time budget of a cell, unless `iters` is given
 
     backends: tuple[str, ...] = option(("gloo",), choices=BACKENDS)
     ranks: tuple[int, ...] = (2,)
@@ -230,7 +230,7 @@ class WrapperSettings(GroupSettings):
 
     @property
     def num_cells(self) -> int:
-        return len(self.models) * len(self.ranks)  # all wrappers and backends share a cell's time
+        return len(self.models) * len(self.ranks)  # all wrappers and backends of a cell share its time budget
 
     def batch_of(self, model: str) -> int:
         """Samples per rank in one step of this model."""

@@ -46,7 +46,7 @@ def measure_collectives(settings: CollectiveSettings) -> Measured:
 
 
 def measure_chunks(settings: ChunkSettings) -> Measured:
-    """Time and check the total with every chunk size. Collective: call on every rank of the launched world."""
+    """Time and check the all-reduce at every chunk size. Collective: call on every rank of the launched world."""
     return measure_cells(
         settings, settings.chunks, lambda groups, *size: [ChunkedAllReduce(settings, group, *size) for group in groups]
     )
@@ -170,7 +170,7 @@ class ChunkedAllReduce(_Vector):
 
 
 class MemoryAdd(_Vector):
-    """Measures memory bandwidth: all ranks at once read and write their vectors once by adding a number in place.
+    """Measures memory bandwidth: all ranks add a number to their vectors in place, at the same time.
 
     `MemoryBounds` derives the bound for an all-reduce, which uses the same vector, from this and from `MemoryCopy`.
     """
@@ -197,7 +197,7 @@ class MemoryCopy(MemoryAdd):
     operation = "copy"
 
     def prepare(self, repetition: int) -> None:
-        # Write the source last: an all-reduce also finds as much of its vector in the caches as fits.
+        # Write the source last, so that as much of it as fits is in the caches, as for an all-reduce.
         self.target.fill_(-1 if self.dtype.is_signed else 255)
         super().prepare(repetition)
 

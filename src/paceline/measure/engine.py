@@ -297,7 +297,7 @@ def agree_on_max(value: float, control: dist.ProcessGroup) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work of the device."""
+    """Wait for all work queued on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

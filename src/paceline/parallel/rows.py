@@ -377,7 +377,7 @@ class EmbeddingRows(Lookups):
                 found.append(Rows(table.index, min(most, len(table.param)), True))
             elif not most or most == DENSE or not table.is_plain:
                 other = "sparse=True, and the weight has other uses"
-                table.why = table.why or (other if table.is_sparse and most else "no lookup in it was recorded")
+                table.why = table.why or (other if table.is_sparse and most else "no lookups were recorded")
             elif not are_rows_worth(share, is_all):
                 table.why = f"up to {most} rows of {len(table.param)} on each rank"
             else:

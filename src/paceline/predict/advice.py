@@ -19,8 +19,8 @@ from paceline.units import format_duration
 
 # Below these shares of the step there is no advice: run-to-run noise is as large.
 WORTH, _IDLE_WORTH = 0.05, 0.2
-# How long messages in shared memory are assumed to take beside compute, relative to gloo on one host: typical, longest
-# and shortest. Alone, they take 0.05 to 0.36 times as long in `results`.
+# Assumed time of a shared-memory message during compute, relative to gloo on one host: typical, longest and shortest.
+# Without compute, the ratios in `results` are 0.05 to 0.36.
 _SHM_TIMES = (0.35, 0.6, 0.15)
 _EXPLAINS = 0.4  # share of the lateness of a rank that an operator must explain to be named
 _MORE = 4  # how many times as many samples per message to advise

@@ -125,7 +125,7 @@ class Job:
         return replace(self, gradients=gradients, ready_s=moments, tail=tuple(tail), whole=self)
 
     def list_rows(self, gradients: Sequence[Gradient]) -> list[Rows]:
-        """The tail, as a plan for these gradients describes it."""
+        """The tail as the `rows` of a plan for these gradients."""
         place = {gradient.name: index for index, gradient in enumerate(gradients)}
         return [Rows(place[one.name], one.num_rows, one.rest_s is None) for one, _ in self.tail]
 
@@ -226,9 +226,8 @@ def build_job_from_tables(
 ) -> Job:
     """The job described by two tables. Layers run backward in the reverse of their order in `sizes`; a layer without a
     time is assumed to take none. If the first and the last layer of a language model have equal sizes, they are one
-    tied tensor, whose gradient is complete only when the first layer's is, unless they are `untied` or the row `total`
-    counts both. Blocks of GPT-2's size are divided into
-    their tensors, since buckets consist of tensors."""
+    tied tensor, whose gradient is complete only when the first layer's is, unless they are `untied` or the `total` row
+    counts both. Blocks of GPT-2's size are divided into their tensors, since buckets consist of tensors."""
     if not sizes:
         raise RecordError("no layers: the table of sizes is empty")
     totals = [record.num_params for record in sizes if record.layer.strip().lower() == "total"]
@@ -245,7 +244,7 @@ def build_job_from_tables(
     notes: list[str] = []
     all_params = sum(record.num_params for record in sizes) - is_tied * last.num_params
     if totals and not counts_both and totals != [all_params]:
-        raise RecordError(f"the row `total` has {totals[0]:,} parameters, but the layers have {all_params:,}")
+        raise RecordError(f"the `total` row has {totals[0]:,} parameters, but the layers have {all_params:,}")
     lookups: list[Lookup] = []
     if is_tied:
         known = "the total counts one" if totals else "assumed, since their sizes are equal; --untied counts both"
@@ -278,7 +277,7 @@ def build_job_from_tables(
         raise RecordError("no layer times: each layer needs a row `NAME grad` with the seconds of its backward")
     if taken_apart:
         notes.append(f"{taken_apart} blocks are divided into GPT-2's tensors, ready by their share of matrix products")
-    # The row `backward` is the time outside any layer; in some tables it is only the call, microseconds on a GPU.
+    # The `backward` row is the time outside any layer; in some tables it covers only the call, microseconds on a GPU.
     whole_s = now_s + phases.get("backward", 0.0) + math.fsum(seconds[layer] for layer in unknown)
     if whole_s > 1.001 * now_s:
         took = f"layers with gradients take {format_ms(now_s)} of {format_ms(whole_s)} ms of backward"

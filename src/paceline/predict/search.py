@@ -15,12 +15,12 @@ from paceline.predict.curves import MeasuredCurve, fit_line
 from paceline.predict.job import Job
 from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 
-# Sizes within this share of the best form one plateau: measurements cannot tell them apart.
+# Sizes whose times are within this share of the best form one plateau: measurements cannot tell them apart.
 PLATEAU = 0.01
 _MOST_SWEEPS = 30
 # Number of partitions used to show how the best bucket size moves.
 _MOST_CHANGED = 160
-# Buckets that are estimated at once.
+# Maximum number of buckets estimated at once.
 _MOST_CELLS = 200_000
 _EPSILON = 1e-12
 
@@ -147,7 +147,7 @@ def estimate_backwards(job: Job, partitions: Sequence[Sequence[int]], costs: Mac
         return [simulate(job, cuts, costs).over_s for cuts in partitions]
     work, found, place = _Work(job, costs), list[float](), 0
     while place < len(partitions):
-        # Partitions of caps have ever fewer buckets: the first has the most.
+        # Partitions of increasing caps have fewer and fewer buckets, so the first has the most.
         chunk = partitions[place : place + max(1, _MOST_CELLS // len(partitions[place]))]
         place += len(chunk)
         ends = np.full((len(chunk), max(map(len, chunk))), len(job.sizes))
@@ -212,8 +212,8 @@ class _Work:
 
 
 def scale_curve(curve: MeasuredCurve, alpha: float = 1.0, beta: float = 1.0) -> MeasuredCurve:
-    """The curve with latency and bandwidth scaled. They are split by the line fitted to the curve; its residuals
-    stay."""
+    """The curve with latency and bandwidth scaled. A line fitted to the curve splits each time into the two; its
+    residuals are kept."""
     points = list(zip(curve.sizes, curve.seconds, strict=True))
     line, seconds = fit_line(points), []
     for size, measured_s in points:
@@ -224,7 +224,7 @@ def scale_curve(curve: MeasuredCurve, alpha: float = 1.0, beta: float = 1.0) -> 
 
 def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) -> list[CapCurve]:
     """How the best bucket size changes with the model's bytes (`B`), the latency (`alpha`) and the bandwidth (`beta`),
-    one at a time. The last two are those of the line fitted to the measured curve; its residuals stay."""
+    one at a time. The last two are those of the line fitted to the measured curve; its residuals are kept."""
     changes = []
     for what, factor in [("", 1.0), *itertools.product(("B", "alpha", "beta"), (0.1, 0.5, 2.0, 10.0))]:
         other_job, other_costs = job, costs
@@ -268,8 +268,9 @@ def find_cuts(job: Job, costs: MachineCosts) -> tuple[int, ...]:
     time, launches are free, and a message that is sent during compute costs no more than one sent after it."""
     work, count = _Work(job, costs), len(job.sizes)
     compute_s = work.backward_s + costs.gather_s_per_byte * work.totals[-1]
-    # A state is a place, where messages end on the clock of compute (without launches), the cost so far, and the state
-    # before it. At each place only states remain that no other beats in both; if none slows the other, this is one.
+    # A state is a place, the time on the compute clock (without launches) when messages end, the cost so far, and the
+    # previous state. Each place keeps only the states that no other beats in both time and cost; if messages and
+    # compute do not slow each other, a single one remains.
     places, ends_s, costs_s, parents = (np.zeros(1, dtype) for dtype in (np.int64, np.float64, np.float64, np.int64))
     lasts, firsts = np.tril_indices(count)
     times = work.time_messages(work.totals[lasts + 1] - work.totals[firsts])

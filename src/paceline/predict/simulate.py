@@ -137,8 +137,8 @@ class Sending:
     """How ranks send with a strategy. `parts` is the codec's work for a bucket: pairs of fixed seconds and seconds per
     byte of gradients, one before the first message and one after each; empty if it is free. `is_in_place`: the ranks
     share memory. `large_factor` multiplies the codec's cost for a bucket above `LARGE_BYTES`, whose vectors are
-    allocated anew in each step. `ranks_per_host` ranks share the link of their host. `round_s_per_byte` is the other
-    work of a schedule's round or a sharded update, per byte of parameters."""
+    allocated anew in each step. `ranks_per_host` ranks share the link of their host. `round_s_per_byte` is the time
+    of the remaining work in a schedule's round or a sharded update, in seconds per byte of parameters."""
 
     strategy: Strategy
     world_size: int

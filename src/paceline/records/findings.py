@@ -98,7 +98,7 @@ class Finding:
 
     @property
     def gain(self) -> str:
-        """The gain as text, with its interval and how sure it is."""
+        """The gain as text, with its interval and certainty."""
         if not self.gain_s or not self.step_s:
             return "none is claimed" if self.certainty == "withdrawn" else "none"
         text = f"{self.share:.1%} of a step ({format_ms(self.gain_s)} of {format_ms(self.step_s)} ms), {self.certainty}"
@@ -118,7 +118,7 @@ class Finding:
 
     @property
     def card(self) -> dict[str, str]:
-        """The answer in four lines: with the verdict, the first three have the cause, the gain and the cure."""
+        """The answer in four lines: the verdict, the cure, the gain, and the evidence as `why`."""
         cure = "; ".join(filter(None, (self.line, self.cure))) or "none needed" * (self.kind in HEALTHY)
         verdict = f"{self.verdict[:1].upper()}{self.verdict[1:]}"
         return {"verdict": verdict, "cure": cure, "gain": self.gain, "why": self.evidence}
@@ -133,7 +133,7 @@ class Finding:
         return self.step_s / max(self.step_s - self.gain_s, 1e-12) if self.gain_s else 1.0
 
     def withdraw(self, doubt: Finding) -> Finding:
-        """The same cause without a gain, because of a doubt about the machine; a measured gain allows for it."""
+        """The same cause without a gain, because of a doubt about the machine. Measured gains already allow for it."""
         if self.certainty == "measured":
             return self
         cure = doubt.cure or self.cure
@@ -187,7 +187,7 @@ def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds) -> Iterator[
         kind, what = ("parameters", "parameters") if isinstance(r, StepRecord) else ("wrong", "elements")
         yield kind, num_wrong, f"{num_wrong} of {getattr(r, 'num_checked', None)} {what}"
     if fraction is not None and fraction > 1.1:  # slightly above 1 is within the noise of both
-        yield "above", fraction, f"{fraction:.2f} of memory"
+        yield "above", fraction, f"{fraction:.2f}x"
     if isinstance(r, BatchRecord):  # a repetition is an epoch, so even a few have many steps
         if timing.noise > UNSTABLE:
             yield "epochs", timing.noise, spread

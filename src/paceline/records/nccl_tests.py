@@ -1,6 +1,6 @@
 """Reads the output of all_reduce_perf from nccl-tests: text pasted into a file, or JSON (`-J`). Times are out-of-place.
 
-The lines `# Rank` name ranks and nodes. Without them the number of ranks follows from busbw = algbw * 2(n-1)/n. That
+The `# Rank` lines name ranks and nodes. Without them the number of ranks follows from busbw = algbw * 2(n-1)/n. That
 ratio is also checked, so that no other collective is mistaken for an all-reduce.
 """
 

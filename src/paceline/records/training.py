@@ -201,8 +201,8 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
 def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[float, float] | None:
     """Fieller's 90 % interval of mean(noises) / mean(signals): every r for which mean(noises - r * signals) can be 0.
 
-    It holds for few probes, and is unbounded above if the mean of the signals can be 0. Their true mean is a square, so
-    a negative estimate counts as 0.
+    It is valid even for few probes, and is unbounded above if the mean of the signals can be 0. Their true mean is a
+    square, so a negative estimate counts as 0.
     """
     count = len(signals)
     if count < 3:  # too few to estimate their spread

@@ -329,8 +329,8 @@ class CapsResult(Result):
         self.interval = self._estimate_interval(costs, device)
 
     def _scale(self, factor: float) -> MachineCosts:
-        """The costs with which messages and compute take `factor` times as long while they overlap. Below 1 nothing
-        slows the other, and messages are faster than in the table."""
+        """The costs if messages and compute take `factor` times as long while they overlap. Below 1, neither slows the
+        other, and messages are faster than in the table."""
         rate, seconds = 1 / max(1.0, factor), tuple(min(1.0, factor) * one for one in self.cost.seconds)
         contention = Contention((1,), (rate,), (rate,), "fitted to the measured times")
         return MachineCosts(MeasuredCurve(self.cost.sizes, seconds), contention=contention)

@@ -183,7 +183,7 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     found = [(profile.ready_of(block.name), block.name) for block in profile.blocks]
     marks = sorted((time_s * 1e3, ready_bytes[time_s] / MIB, name) for time_s, name in found if time_s is not None)
     xs, ys = [x for x, _, _ in marks], [y for _, y, _ in marks]
-    axes.plot(xs, ys, "o", color=COLORS[1], ms=4.5, label="last of a block")
+    axes.plot(xs, ys, "o", color=COLORS[1], ms=4.5, label="last gradient of a block")
     for x, y, text in _join_labels(marks, end_ms):
         # The curve never falls, so the upper left of a point is free.
         offset, side = (4, "left") if x < 0.06 * end_ms else (-5, "right")
@@ -336,7 +336,7 @@ OVERVIEWS = (
     _gpu_column("SM efficiency (est.)", "sm_efficiency"),
     _gpu_column("occupancy (est.)", "occupancy"),
     _gpu_column("tensor cores", "tensor_core_share"),
-    _gpu_column("communication of kernels", "communication_share"),
+    _gpu_column("communication (of kernel time)", "communication_share"),
     *raw_columns("world_size", "message_s", "host_s"),
     *raw_columns(gpu_missed_s="gpu.missed_s", gpu_kernel_s="gpu.kernel_s", gpu_num_kernels="gpu.num_kernels"),
     *(Column(None, partial(Overview.seconds, category=c), key=f"{c}_s") for c in CATEGORIES),
@@ -473,7 +473,7 @@ def list_memory(memory: MemoryUse) -> list[MemoryRow]:
 
 MEMORY = (
     Column("memory", "category", key="category", is_key=True),
-    Column("at begin", "begin_bytes", "bytes", "begin_bytes", is_key=True),
+    Column("at start", "begin_bytes", "bytes", "begin_bytes", is_key=True),
     Column("at peak", "peak_bytes", "bytes", "peak_bytes", is_key=True),
     Column("of peak", "share", "percent.1", "share_of_peak"),
     Column("at end", "end_bytes", "bytes", "end_bytes", is_key=True),

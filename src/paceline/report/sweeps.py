@@ -241,7 +241,7 @@ _FIT = (
 
 
 def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
-    check = f"residuals up to {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "only two sizes, so unchecked,"
+    check = f"residuals up to {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "not checked (only two sizes),"
     return (
         f"fit: {_name_backend(record)}, {format_number_of(record.world_size, 'rank')}: time = "
         f"{format_duration(fit.alpha_s)} + size / {format_rate(fit.bytes_per_s)} GB/s, {check} from "

@@ -196,7 +196,7 @@ class TrainRunResult(Result):
         parts = ", ".join(f"{name[:-2].replace('_', ' ')} {format_ms(phases[name])}" for name in PARTS[1:-1])
         sent, exposed_s = "`paceline profile phases` measures how much of it is communication", phases.get(PARTS[-1])
         if exposed_s is not None:
-            sent = f"exposed communication is {format_ms(exposed_s)} ({exposed_s / phases['step_s']:.1%}) of it"
+            sent = f"of this, {format_ms(exposed_s)} ms ({exposed_s / phases['step_s']:.1%}) is exposed communication"
         return (f"Median step {format_ms(phases['step_s'])} ms: {parts}; {sent}.",)
 
     @property

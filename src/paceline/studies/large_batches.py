@@ -341,7 +341,7 @@ def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
 
 
 def _say_number(value: float) -> str:
-    """A number of samples, rounded to its significant digits."""
+    """A number of samples as text: an integer or, below 10, two significant digits."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 

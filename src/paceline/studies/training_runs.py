@@ -33,14 +33,14 @@ from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome
 
 # When gradient noise is probed, as fractions of the run, and how. All probes together may use a small fraction of the
-# run's samples: with more small batches per probe, the noise can be measured until later in training.
+# run's samples: the more small batches per probe, the further into training the noise can be measured.
 _PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
 _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
 
 
 def survey_job(settings: TrainSettings) -> tuple[int, bool]:
-    """The number of samples of an epoch, and whether the model has a BatchNorm. Collective: call on every rank of the
+    """The number of samples in an epoch, and whether the model has a BatchNorm. Collective: call on every rank of the
     launched world."""
     with open_world(settings) as world:
         (train, test), _ = load_sets(settings, world)
@@ -51,7 +51,7 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
 
 
 def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
-    """Train the cell to its end. Collective: call on every rank of the launched world.
+    """Run the cell's training to the end. Collective: call on every rank of the launched world.
 
     Synthetic data has the same seed in all cells: another seed would be another task, not another run.
     """
@@ -82,7 +82,8 @@ def train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         num_targets += taken.num_targets
         num_samples += taken.num_samples
         largest = max(largest, taken.num_samples)
-        # By samples, because a growing batch has most of its updates at the beginning; by updates if they end the run.
+        # Progress counts samples, because a growing batch has most of its updates at the beginning. It counts updates
+        # if the run has a fixed number of them.
         done = step / num_steps if settings.steps is not None else num_samples / (epochs * epoch_samples)
         passed = sum(share <= done + 1e-9 for share in due)
         due = due[passed:]

@@ -250,7 +250,7 @@ def load_checkpoint(path: Path) -> Loaded:
         if document["version"] != _VERSION:
             # A ConfigError, not damage: falling back to an older checkpoint would discard newer training.
             text = f"{path} has version {document['version']!r}, but this Paceline reads version {_VERSION}"
-            raise ConfigError(f"{text}: use the Paceline that wrote it, or choose another folder", code="version")
+            raise ConfigError(f"{text}: use the Paceline version that wrote it, or another folder", code="version")
         files, names = document["files"], (MODEL_FILE, TENSORS_FILE, STATE_FILE)
         if files.keys() != set(names):
             raise RecordError(f"lists {', '.join(files) or 'no files'} but should list {', '.join(names)}")

@@ -70,7 +70,7 @@ class PhaseClock:
 
 
 def fixed_kernels(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Turn oneDNN off while open, if it does not support this precision on this CPU.
+    """Turn oneDNN off inside this context if it does not support this precision on this CPU.
 
     Otherwise torch turns it off in the middle of the first step, and a resumed run would use different kernels.
     """
@@ -147,7 +147,7 @@ class Learner:
 
     def fill(self, loaded: LoadedBatch) -> Batch:
         """The batch to compute. A rank without samples gets a filler with zero weight, or an empty batch if the model
-        has norms over all ranks, which would count the filler."""
+        normalizes over all ranks, which would count the filler."""
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
         return loaded.batch.map(lambda tensor: tensor[:0])
@@ -202,7 +202,7 @@ class StepOutcome:
     bad_parameter: str = ""
 
     def add(self, other: StepOutcome) -> StepOutcome:
-        """Add up two outcomes."""
+        """The sum of two outcomes."""
         correct = self.num_correct
         if correct is not None and other.num_correct is not None:
             correct = correct + other.num_correct

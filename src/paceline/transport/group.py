@@ -87,7 +87,7 @@ class PacelineGroup(_TorchGroup):
         limits_s = self._timeout.total_seconds(), _STOPPED_S
         self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, self._pids, *limits_s)
         self._lane, self._run = self._native.first
-        self._native.run(_BARRIER)  # every rank has the segments, or is named in an error here
+        self._native.run(_BARRIER)  # every rank now has the segments; otherwise an error names the rank
         self._levels, self._is_quick = None, self._size > 1
         if len(set(hosts)) > 1:
             self._is_quick = False
@@ -125,9 +125,9 @@ class PacelineGroup(_TorchGroup):
         return "shm"
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Zero bytes that are reduced in place. Collective: every rank must allocate the same number.
+        """A zeroed byte tensor that collectives reduce in place. Collective: every rank must allocate the same size.
 
-        They are this rank's part of memory shared by the ranks of the host, and live as long as a tensor in them.
+        It is this rank's part of memory shared by the ranks of the host, which lives as long as a tensor uses it.
         """
         if self._levels is not None:
             return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
@@ -369,7 +369,7 @@ def _as_list(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
 
 
 def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
-    """Options, because torch's groups also accept a bare reduction or root, and a timeout."""
+    """Options, also built from a bare reduction or root and a timeout, which torch's groups accept."""
     if isinstance(opts, kind):
         return opts
     made = kind()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.report.step_tables import WrappersResult
     from paceline.report.sweeps import ChunksResult, CollectiveResult
 
-# What `quick` leaves out, unless it is asked for.
+# Values that `quick` uses for settings that are not given.
 _QUICK = {"iters": 10, "warmup": 1}
 _QUICK_MODELS = ("mlp", "cnn")
 _LONG_S = 60.0

@@ -99,7 +99,7 @@ def profile(
 
 
 def _measure_together(session: Session, given: Any, iters: int | None, warmup: int | None) -> list[Any]:
-    """Measure how twice as many ranks slow each other down on a CPU, if ranks are started here and each has a core.
+    """Measure how much twice as many ranks slow each other down on a CPU if ranks are started here and each has a core.
 
     Called first, so that the profile finds its ranks warm.
     """
@@ -192,7 +192,7 @@ def comm_table(
         flag = f"--curve {path}"
         inputs[flag] = run = load_run(path)
         if not any(isinstance(record, CollectiveRecord) for record in run.records):
-            advice = "give one of `paceline bench allreduce`"
+            advice = "give a run of `paceline bench allreduce`"
             raise ConfigError(f"{flag} is a run of `{run.verb}`: {advice}", code="mismatch")
         if not load_sweeps(path, counts):
             raise ConfigError(f"{flag} has no measured all-reduce on {', '.join(map(str, counts))} ranks")

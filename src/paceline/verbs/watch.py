@@ -291,7 +291,7 @@ def watch(
     """
     found = load_result(run)
     what = f"{run} is a run of `paceline {found.run.verb}`"
-    why = f"{what}: `paceline report` shows it; give one of `paceline train`"
+    why = f"{what}: view it with `paceline report`, or give a run of `paceline train`"
     refuse((not isinstance(found, TrainRunResult), why), code="other-verb")
     folder = Path(run)
     over_s = None

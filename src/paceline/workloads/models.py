@@ -199,7 +199,7 @@ def compute_outcome(
     if not isinstance(predicted, torch.Tensor):
         kind = type(predicted).__name__
         raise ConfigError(f"the model returned {kind}: it must return a tensor, or an object with `logits`")
-    returned = f"the model returned the shape {tuple(predicted.shape)}"
+    returned = f"the model returned a tensor of shape {tuple(predicted.shape)}"
     if form.num_classes == 0:
         if predicted.numel() != targets.numel():
             raise ConfigError(f"{returned} for {len(batch)} numbers: ({len(batch)}, 1) is required")

@@ -132,7 +132,7 @@ def _note_errors(rank: int) -> None:
             pulse.fail(failure.summary, failure.is_secondary)
         before(kind, error, trace)
         if isinstance(error, Exception) and (world := current_world()) is not None:
-            pulse.note_exit()  # closing may take seconds, and a rank that left long ago has handled its error
+            pulse.note_exit()  # closing may take seconds; without this, the error would count as handled
             world.__exit__(kind, error, None)
 
     sys.excepthook = note

@@ -41,7 +41,7 @@ _AFTERMATH_S = 1.0
 _CERTAIN = ("killed", "hung")
 # After a fault, how long surviving ranks may take to leave their world, and to report the rank that they lost.
 _REGROUP_S, _STANDBY_S = 30.0, 5.0
-_SPARE_S = 120.0  # how long a spare may take to become ready if none is
+_SPARE_S = 120.0  # how long to wait for a spare if none is ready
 # Surviving ranks abort NCCL communicators themselves when told to. torch's watchdog must not do so, nor end the
 # process, nor hold a lock for a minute while it dumps its flight recorder.
 RECOVERS = "PACELINE_RECOVERS"
@@ -261,9 +261,7 @@ def _explain_start() -> str:
     """Why a new process may have failed before it became a rank: it imports the script that starts it."""
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     if not script.is_file():
-        return (
-            "ranks import the script that starts them, and one on standard input cannot be imported: save it in a file"
-        )
+        return "ranks import the script that starts them, which is impossible on standard input: save it in a file"
     if "__main__" in script.read_text(errors="replace"):
         return f"its error is above; ranks import {script.name}, which must work in a new process"
     return "a script must start ranks under `if __name__ == '__main__':`"
@@ -339,7 +337,7 @@ class Spares:
         end_processes(others)
 
     def take(self, spare: RankProcess, kind: str, content: Any, num_ranks: int) -> None:
-        """Handle a message of a spare: it is ready, or has failed."""
+        """Handle a message from a spare: it is ready, or has failed."""
         if kind == "standby":
             spare.step = content[0]
         elif kind in ("value", "failure", "ended"):
@@ -507,7 +505,7 @@ class LocalWorld:
         for number in {failure.rank for failure in self.failures if failure.rank is not None}:
             self.ranks[number].process.kill()
             late.pop(self.ranks[number])
-        if self.failures and monitor is not None:  # once it is dead: later messages would not arrive in time
+        if self.failures and monitor is not None:  # as soon as it is dead, so that the others learn in time
             monitor.tell_lost()
         stay = {rank for rank in late if rank.step is not None}
 

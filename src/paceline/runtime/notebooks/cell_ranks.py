@@ -209,7 +209,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
     @contextlib.contextmanager
     def _receiving(self) -> Iterator[None]:
         if self._is_busy:
-            raise ConfigError("the ranks run a cell: wait until it ends, or interrupt it", code="busy")
+            raise ConfigError("the ranks are running a cell: wait until it ends, or interrupt it", code="busy")
         with contextlib.suppress(queue.Empty):
             while True:  # messages that arrived after the last cell
                 rank, message = self._inbox.get_nowait()

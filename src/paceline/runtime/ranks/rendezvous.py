@@ -190,7 +190,7 @@ class PrivateStore(dist.Store):
                 if isinstance(error, OSError | LaunchError):
                     is_late = isinstance(error, TimeoutError)
                     what = "Timed out waiting for its answer" if is_late else "Connection closed by peer"
-                    text = f"the Store of the job: {what}, probably because rank 0, its host or the launcher is gone"
+                    text = f"the job's Store: {what}, probably because rank 0, its host or the launcher is gone"
                     raise dist.DistNetworkError(text) from None
                 raise
 
@@ -202,7 +202,7 @@ class PrivateStore(dist.Store):
         deadline, pause_s = time.monotonic() + self._limit_s(timeout), 0.001
         while not (answer := self._ask(kind, *keys, limit_s=max(0.0, deadline - time.monotonic()) + _ANSWER_S)):
             if time.monotonic() > deadline:
-                raise dist.DistStoreError("the Store of the job: Timed out waiting for a key of another rank")
+                raise dist.DistStoreError("the job's Store: Timed out waiting for another rank's key")
             time.sleep(pause_s)
             pause_s = min(0.1, pause_s * 1.5)
         return answer

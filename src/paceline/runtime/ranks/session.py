@@ -476,7 +476,7 @@ def lock_folder(folder: Path, timeout_s: float = 0.1) -> int:
 class ProgressDisplay:
     """Progress of a run on stderr: a bar with the remaining time on a terminal, lines elsewhere; see `open_session`.
 
-    Without tasks, cells are counted by the ranks' messages.
+    Without tasks, the number of cells comes from the ranks' messages.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def send_to_launcher(message: Any) -> None:
 
 
 def receive() -> Any:
-    """Wait for a message from the launcher to the job here (`RankPool.send`); EOFError if the launcher is gone."""
+    """Wait for a message from the launcher to this rank's job (`RankPool.send`); EOFError if the launcher is gone."""
     assert _link is not None
     return pickle.loads(_link.recv_bytes())
 
@@ -59,14 +59,14 @@ SPARE = "PACELINE_SPARE"
 
 def stand_by(step: int, is_lost: bool = False) -> None:
     """Wait for a place in a new world, and take it, after this rank has left the previous one. `step` is the last
-    completed step, -1 without any state. `is_lost` means that the rank left because it lost another rank, not because
-    it was asked to."""
+    completed step, -1 if the rank has no state. `is_lost` means that the rank left because it lost another rank, not
+    because it was asked to."""
     import torch.distributed as dist
 
     from paceline.runtime.ranks import rendezvous
 
     if dist.is_initialized():
-        raise LaunchError("this rank could not leave the world of a lost rank")
+        raise LaunchError("this rank could not leave its world after another rank was lost")
     rendezvous.close_stores()
     _answer("standby", (step, is_lost))
     while not isinstance(variables := receive(), dict):

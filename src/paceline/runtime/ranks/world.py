@@ -123,8 +123,8 @@ def init(
             list such as `cpu:shm,cuda:nccl`. `paceline` is another name for shm.
         device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
         rendezvous: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
-        rank: This process's number, without a launcher.
-        world_size: The number of ranks, without a launcher.
+        rank: This process's rank, if there is no launcher.
+        world_size: The number of ranks, if there is no launcher.
         threads: torch's threads per rank. By default this host's cores divided by its number of ranks.
         timeout_s: Bounds each collective.
         rendezvous_timeout_s: Bounds the wait for the other ranks.
