@@ -52,7 +52,7 @@ def test_json_is_one_document_of_both_backends_and_the_run_folder_holds_everythi
 
 @pytest.mark.slow
 def test_a_person_gets_a_table_with_all_wrappers_at_world_size_1(command, tmp_path):
-    asked = ("bench", "wrappers", "--model", "cnn", "--ranks", "1", "--batch-size", "2", "--iters", "5")
+    asked = ("bench", "wrappers", "--model", "cnn", "--ranks", "1", "--batch-size", "2", "--iters", "5", "--details")
     answer = command(*asked, "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     for words in (*DEFAULT_WRAPPERS, "step (ms)", "/ torch", "/ tuned", "/ bare", "fastest of"):
