@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.parallel import backward
+from paceline.predict import simulate
 
 from .reading import PACKAGE, REPOSITORY, expect_none, parse
 
@@ -95,3 +96,9 @@ def test_the_step_logic_changes_no_field_of_the_reducer_and_the_reducer_does_not
 def test_a_changed_field_is_found():
     source = "self.reducer.failure = None\nself.a, self.reducer.failed_in = 1, 'x'\nself.reducer = 3\nx = self.a.b"
     assert find_fields_of_others(source) == ["self.reducer.failure", "self.reducer.failed_in"]
+
+
+def test_the_model_of_a_step_is_stated_in_the_same_words_in_the_document_and_in_the_simulator():
+    stated = (simulate.__doc__ or "").split("\n\n")[1].split()
+    document = (REPOSITORY / "docs" / "performance-model.md").read_text()
+    assert len(stated) > 50 and stated in [paragraph.split() for paragraph in document.split("\n\n")]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
@@ -225,18 +224,3 @@ def test_a_measured_curve_passes_through_its_points_and_stays_between_them(point
 )
 def test_contention_is_interpolated_on_a_log_axis_and_constant_beyond(size, rates):
     assert Contention((10, 100), (0.2, 0.5), (0.1, 0.3)).rates(size) == pytest.approx(rates)
-
-
-@given(st.lists(st.integers(0, 10**7), min_size=1, max_size=12), st.integers(0, 10**6))
-@settings(deadline=None, max_examples=30)
-def test_the_queue_without_contention_agrees_with_the_events(sizes, seed):
-    source = random.Random(seed)
-    job = make_job(sizes, [source.uniform(0, 0.05) for _ in sizes], 0.05)
-    cuts = sorted({len(sizes), *(source.randrange(1, len(sizes) + 1) for _ in range(4))})
-    queue = MachineCosts(line(1e-3, 1e9), launch_s=2e-4, gather_s_per_byte=1e-10)
-    events = replace(queue, contention=Contention((1,), (1 - 1e-12,), (1 - 1e-12,)))
-    mine, theirs = (simulate(job, cuts, costs) for costs in (queue, events))
-    assert mine.step_s == pytest.approx(theirs.step_s, abs=1e-9)
-    for name in ("ready_s", "launch_s", "start_s", "done_s"):
-        wanted = [getattr(bucket, name) for bucket in theirs.buckets]
-        assert [getattr(bucket, name) for bucket in mine.buckets] == pytest.approx(wanted, abs=1e-9)

@@ -8,23 +8,26 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.plan import cut_by_cap
 from paceline.predict.curves import MeasuredCurve, fit_line
 from paceline.predict.job import Job
-from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import (
+    MachineCosts,
+    MessageTimes,
+    SimulatedStep,
+    find_tails,
+    has_closed_form,
+    simulate,
+    simulate_cuts,
+)
 
 # Sizes whose times are within this share of the best form one plateau: measurements cannot tell them apart.
 PLATEAU = 0.01
 _MOST_SWEEPS = 30
 # Number of partitions used to show how the best bucket size moves.
 _MOST_CHANGED = 160
-# Maximum number of buckets estimated at once.
-_MOST_CELLS = 200_000
 _EPSILON = 1e-12
-
-Floats = NDArray[np.float64]
 
 
 @functools.lru_cache(8)  # many predictions share one job
@@ -136,79 +139,9 @@ def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
         caps = caps[-1:]  # outer strategies have no buckets
     if 1 < most < len(caps):
         caps = [caps[round(place * (len(caps) - 1) / (most - 1))] for place in range(most)]
-    times_s = estimate_backwards(job, [cuts for cuts, _ in caps], costs)
+    times_s = simulate_cuts(job, [cuts for cuts, _ in caps], costs)
     points = zip(caps, times_s, strict=True)
     return CapCurve(tuple(CapPoint(max(least, low), high, cuts, s, job, costs) for (cuts, (low, high)), s in points))
-
-
-def estimate_backwards(job: Job, partitions: Sequence[Sequence[int]], costs: MachineCosts) -> list[float]:
-    """`simulate(job, cuts, costs).over_s` for many cuts; faster than one by one if messages are sent one at a time."""
-    if costs.sending is not None or costs.servers > 1:
-        return [simulate(job, cuts, costs).over_s for cuts in partitions]
-    work, found, place = _Work(job, costs), list[float](), 0
-    while place < len(partitions):
-        # Partitions of increasing caps have fewer and fewer buckets, so the first has the most.
-        chunk = partitions[place : place + max(1, _MOST_CELLS // len(partitions[place]))]
-        place += len(chunk)
-        ends = np.full((len(chunk), max(map(len, chunk))), len(job.sizes))
-        for row, cuts in zip(ends, chunk, strict=True):
-            row[: len(cuts)] = cuts
-        found += work.estimate(ends).tolist()
-    return found
-
-
-class _Work:
-    """The simulator's model in closed form, for one message at a time. The clock is the compute done so far, with
-    launches and copies: while a message is in flight, compute advances by `took_s * compute_rate / message_rate`. The
-    step is the compute plus, for each message, its time except the part that compute hides."""
-
-    def __init__(self, job: Job, costs: MachineCosts) -> None:
-        self.job, self.costs = job, costs
-        self.totals = np.array(job.totals, dtype=np.float64)
-        self.latest_s = np.array(job.latest_s)
-        self.tied = {job.gradients[place].name: place for place in job.tied}
-        self.backward_s = max(job.backward_s, job.latest_s[-1])
-
-    def time_messages(self, sizes: Floats) -> tuple[Floats, Floats, Floats]:
-        """For messages of these sizes: seconds alone, the compute that hides one, and how much of each hidden second
-        of compute does not lengthen the step."""
-        known, places = np.unique(sizes, return_inverse=True)
-        contention, logs = self.costs.contention, np.log(np.maximum(known, 1.0))
-        scale = np.log(np.array(contention.sizes, dtype=np.float64))
-        compute, message = (np.interp(logs, scale, r) for r in (contention.compute_rates, contention.message_rates))
-        alone_s = self.costs.curve.estimate_all(known)
-        found = alone_s, alone_s * compute / message, (compute + message - 1) / compute
-        return tuple(values[places.reshape(sizes.shape)] for values in found)  # type: ignore[return-value]
-
-    def estimate_tails(self, starts: NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """For last buckets that start at these gradients: when they are ready, and the seconds of the rows that follow
-        them. A tied gradient in the last bucket is sent whole, when its lookups are ready, too."""
-        ready_s = np.full(starts.shape, self.latest_s[-1])
-        rows_s = np.zeros(starts.shape)
-        for one, num_bytes in self.job.tail:
-            is_late = starts <= self.tied.get(one.name, -1)
-            ready_s[is_late] = self.backward_s
-            rows_s[~is_late] += self.costs.curve.estimate_s(num_bytes)
-        return ready_s, rows_s
-
-    def estimate(self, ends: NDArray[np.int64]) -> Floats:
-        """Seconds until all gradients are reduced, for each row of bucket ends; rows are padded with the last end."""
-        costs, starts = self.costs, np.hstack([np.zeros_like(ends[:, :1]), ends[:, :-1]])
-        sizes, is_bucket = self.totals[ends] - self.totals[starts], ends > starts
-        alone_s, hiding_s, hidden = self.time_messages(sizes)
-        alone_s, hiding_s = alone_s * is_bucket, hiding_s * is_bucket
-        rows, last = np.arange(len(ends)), is_bucket.sum(axis=1) - 1
-        last_s, rows_s = self.estimate_tails(starts[rows, last])
-        ready_s = self.latest_s[ends - 1]
-        ready_s[ends == len(self.latest_s)] = np.repeat(last_s, (ends == len(self.latest_s)).sum(axis=1))
-        launched_s = np.cumsum(costs.launch_s * is_bucket + costs.gather_s_per_byte * sizes, axis=1)
-        over_s = self.backward_s + launched_s[:, -1:]
-        # A message starts when its bucket is launched and the messages before it have ended.
-        before_s = np.cumsum(hiding_s, axis=1) - hiding_s
-        starts_s = before_s + np.maximum.accumulate(ready_s + launched_s - before_s, axis=1)
-        left_s = alone_s - hidden * np.clip(over_s - starts_s, 0.0, hiding_s)
-        found: Floats = over_s[:, 0] + left_s.sum(axis=1) + rows_s + costs.finish_s
-        return np.maximum(found, self.job.backward_s)
 
 
 def scale_curve(curve: MeasuredCurve, alpha: float = 1.0, beta: float = 1.0) -> MeasuredCurve:
@@ -266,24 +199,24 @@ def estimate_closed_form(job: Job, alpha_s: float) -> float:
 def find_cuts(job: Job, costs: MachineCosts) -> tuple[int, ...]:
     """Where to cut the ready order so that the step ends as early as possible. Exact if messages are sent one at a
     time, launches are free, and a message that is sent during compute costs no more than one sent after it."""
-    work, count = _Work(job, costs), len(job.sizes)
-    compute_s = work.backward_s + costs.gather_s_per_byte * work.totals[-1]
+    totals, count = np.array(job.totals, dtype=np.float64), len(job.sizes)
+    compute_s = max(job.backward_s, job.latest_s[-1]) + costs.gather_s_per_byte * totals[-1]
     # A state is a place, the time on the compute clock (without launches) when messages end, the cost so far, and the
     # previous state. Each place keeps only the states that no other beats in both time and cost; if messages and
     # compute do not slow each other, a single one remains.
     places, ends_s, costs_s, parents = (np.zeros(1, dtype) for dtype in (np.int64, np.float64, np.float64, np.int64))
     lasts, firsts = np.tril_indices(count)
-    times = work.time_messages(work.totals[lasts + 1] - work.totals[firsts])
+    times = MessageTimes.estimate(totals[lasts + 1] - totals[firsts], costs)
     for place in range(1, count + 1):
         starts, first = np.arange(place), place * (place - 1) // 2
-        alone_s, hiding_s, hidden = (values[first : first + place] for values in times)
-        ready_s, rows_s = np.full(place, work.latest_s[place - 1]), np.zeros(place)
+        alone_s, hiding_s, moved, slowed = (values[first : first + place] for values in times)
+        ready_s, rows_s = np.full(place, job.latest_s[place - 1]), np.zeros(place)
         if place == count:
-            ready_s, rows_s = work.estimate_tails(starts)
-        ready_s += costs.gather_s_per_byte * work.totals[place]
+            ready_s, rows_s = find_tails(job, costs, starts)
+        ready_s += costs.gather_s_per_byte * totals[place]
         starts_s = np.maximum(ends_s - costs.launch_s, ready_s[places])
         hides_s = np.clip(compute_s - starts_s, 0.0, hiding_s[places])
-        found_s = costs_s + costs.launch_s + (alone_s + rows_s)[places] - hidden[places] * hides_s
+        found_s = costs_s + costs.launch_s + (alone_s + rows_s)[places] - (moved - slowed)[places] * hides_s
         found_ends_s = starts_s + hiding_s[places]
         if place == count:
             break
@@ -308,8 +241,8 @@ def find_best_cuts(
     """The best free cuts: those of `find_cuts`, or seeds if they are better. With several messages at a time or a
     strategy, `find_cuts` is not exact, and all of them are improved in the full model."""
     starts = list(dict.fromkeys([find_cuts(job, costs), *seeds]))
-    if costs.sending is None and costs.servers == 1:
-        times_s = estimate_backwards(job, starts, costs)
+    if has_closed_form(costs):
+        times_s = simulate_cuts(job, starts, costs)
         cuts = starts[times_s.index(min(times_s))]
         return cuts, simulate(job, cuts, costs)
     return min((_improve(job, costs, cuts) for cuts in starts), key=lambda pair: pair[1].step_s)

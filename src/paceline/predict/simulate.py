@@ -1,8 +1,14 @@
-"""The simulator: an event-driven model of one data-parallel step with one bucket plan. Reads top to bottom.
+"""The simulator: the model of one data-parallel step with one bucket plan. Reads top to bottom.
 
-It follows the wrapper's order of events rather than a formula: gradients become ready while the rank computes, buckets
-are launched in order, messages queue for the backend's servers, and compute and messages slow each other down. A
-strategy (`Sending`) determines a bucket's messages and what its codec computes before, between and after them.
+A gradient is ready after a fixed amount of the rank's own compute, and a bucket is launched when its gradients and all
+earlier buckets are complete. Copying and launching a bucket counts as compute; its message then queues for one of n
+servers. While messages are in flight, compute runs at a rate c and each message at a rate m, which depend on the size
+of the message; of two concurrent messages each is slowed by another factor p. At the end of backward, the rank waits
+for all messages. The rest of the step (data, forward, optimizer, buffers) takes as long as measured.
+
+`Queue` evaluates this in closed form for one message at a time, and `Timeline` event by event for everything else:
+several servers, and strategies (`Sending`), whose buckets become several messages with the work of a codec between
+them.
 """
 
 from __future__ import annotations
@@ -15,13 +21,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.errors import ConfigError
 from paceline.plan import Gradient, Plan, find_late
 from paceline.predict.curves import CostCurve, interpolate_sizes
 from paceline.predict.job import Job
 from paceline.strategy import Strategy
 
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
 _EPSILON = 1e-12
+# Maximum number of buckets that are simulated at once.
+_MOST_CELLS = 200_000
 # Standard deviation of the model's own error, as a share of the exposed communication. The same for all predictions.
 MODEL_ERROR = 0.10
 # How much longer a GPU computes while NCCL moves a message: published mean and maximum, arXiv 2507.03114.
@@ -286,11 +300,11 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
         return _simulate_period(job, costs, sending)
     layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets, sending)
     run = Timeline(costs)
-    done = [BucketSpan(size) for size in layout.num_bytes]
-    if sending is None and costs.servers == 1 and costs.contention.is_nothing:
-        backward_s = _queue(job, layout, costs, done)
+    if has_closed_form(costs):
+        done, backward_s = Queue.read(job, layout, costs).list_spans()
         run.now_s = max([backward_s, *(bucket.done_s for bucket in done[-1:])])
     else:
+        done = [BucketSpan(size) for size in layout.num_bytes]
         backward_s = run.compute_and_send(job, layout, done)
     # Embedding rows follow once the control words, which carry their number, have arrived.
     tail = [BucketSpan(num_bytes, backward_s) for one, num_bytes in job.tail if one.name not in layout.late]
@@ -308,18 +322,129 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     return SimulatedStep(tuple(done), backward_s, over_s, job.before_s, after_s, job.backward_s, tuple(tail))
 
 
-def _queue(job: Job, layout: Layout, costs: MachineCosts, buckets: Sequence[BucketSpan]) -> float:
-    """The end of backward without contention and with one message at a time, computed without simulating events."""
-    now_s = free_s = computed_s = 0.0
-    for bucket, complete_s in zip(buckets, itertools.accumulate(layout.ready_s, max), strict=True):
-        now_s += complete_s - computed_s
-        computed_s = complete_s
-        bucket.ready_s = now_s
-        now_s += costs.launch_s + costs.gather_s_per_byte * bucket.num_bytes
-        bucket.launch_s = now_s
-        bucket.start_s = max(now_s, free_s)
-        free_s = bucket.done_s = bucket.start_s + costs.curve.estimate_s(bucket.num_bytes)
-    return now_s + job.backward_s - computed_s
+def simulate_cuts(job: Job, partitions: Sequence[Sequence[int]], costs: MachineCosts) -> list[float]:
+    """`simulate(job, cuts, costs).over_s` for many cuts; faster than one by one if there is a closed form."""
+    if not has_closed_form(costs):
+        return [simulate(job, cuts, costs).over_s for cuts in partitions]
+    found, place = list[float](), 0
+    while place < len(partitions):
+        # Partitions of increasing caps have fewer and fewer buckets, so the first has the most.
+        chunk = partitions[place : place + max(1, _MOST_CELLS // len(partitions[place]))]
+        place += len(chunk)
+        ends = np.full((len(chunk), max(map(len, chunk))), len(job.sizes))
+        for row, cuts in zip(ends, chunk, strict=True):
+            row[: len(cuts)] = cuts
+        found += _simulate_rows(job, ends, costs).tolist()
+    return found
+
+
+def _simulate_rows(job: Job, ends: Indices, costs: MachineCosts) -> Floats:
+    """Seconds until all gradients are reduced, for each row of bucket ends; rows are padded with the last end."""
+    starts, totals = np.hstack([np.zeros_like(ends[:, :1]), ends[:, :-1]]), np.array(job.totals, dtype=np.float64)
+    is_bucket, ready_s = ends > starts, np.array(job.latest_s)[ends - 1]
+    last_s, rows_s = find_tails(job, costs, starts[np.arange(len(ends)), is_bucket.sum(axis=1) - 1])
+    ready_s[ends == len(job.latest_s)] = np.repeat(last_s, (ends == len(job.latest_s)).sum(axis=1))
+    queue = Queue(costs, totals[ends] - totals[starts], ready_s, max(job.backward_s, job.latest_s[-1]), is_bucket)
+    return np.maximum(queue.over_s + rows_s + costs.finish_s, job.backward_s)
+
+
+def find_tails(job: Job, costs: MachineCosts, starts: Indices) -> tuple[Floats, Floats]:
+    """For last buckets that start at these gradients: when they are ready, and the seconds of the rows that follow
+    them. A tied gradient in the last bucket is sent whole, when its lookups are ready, too."""
+    tied = {job.gradients[place].name: place for place in job.tied}
+    ready_s, rows_s = np.full(starts.shape, job.latest_s[-1]), np.zeros(starts.shape)
+    for one, num_bytes in job.tail:
+        is_late = starts <= tied.get(one.name, -1)
+        ready_s[is_late] = max(job.backward_s, job.latest_s[-1])
+        rows_s[~is_late] += costs.curve.estimate_s(num_bytes)
+    return ready_s, rows_s
+
+
+def has_closed_form(costs: MachineCosts) -> bool:
+    """Whether each bucket is one message, and messages are sent one at a time."""
+    return costs.sending is None and costs.servers == 1
+
+
+class MessageTimes(NamedTuple):
+    """Messages of some sizes: seconds alone, the compute that hides one, and, for each hidden second of compute, the
+    seconds by which the message advances and by which the compute is delayed."""
+
+    alone_s: Floats
+    hiding_s: Floats
+    moved: Floats
+    slowed: Floats
+
+    @classmethod
+    def estimate(cls, sizes: Floats, costs: MachineCosts) -> MessageTimes:
+        known, places = np.unique(sizes, return_inverse=True)
+        contention, logs = costs.contention, np.log(np.maximum(known, 1.0))
+        scale = np.log(np.array(contention.sizes, dtype=np.float64))
+        compute, message = (np.interp(logs, scale, r) for r in (contention.compute_rates, contention.message_rates))
+        alone_s = costs.curve.estimate_all(known)
+        found = alone_s, alone_s * compute / message, message / compute, 1 / compute - 1
+        return cls(*(values[places.reshape(sizes.shape)] for values in found))
+
+
+class Queue:
+    """The model in closed form, for one message at a time; one row per step, with its buckets in launch order. The
+    clock is the compute done so far, with launches and copies. `ready_s` is when each bucket is complete without
+    these; the buckets for which `is_bucket` is false fill up shorter rows."""
+
+    def __init__(
+        self, costs: MachineCosts, sizes: Floats, ready_s: Floats, backward_s: float, is_bucket: NDArray[np.bool_]
+    ) -> None:
+        times = MessageTimes.estimate(sizes, costs)
+        alone_s, self.hiding_s = times.alone_s * is_bucket, times.hiding_s * is_bucket
+        own_s = costs.launch_s * is_bucket + costs.gather_s_per_byte * sizes
+        # Seconds on the clock: launched, in flight, and the end of backward.
+        self.launched_s = ready_s + np.cumsum(own_s, axis=1)
+        self.ready_s = self.launched_s - own_s
+        self.end_s = backward_s + own_s.sum(axis=1)
+        before_s = np.cumsum(self.hiding_s, axis=1) - self.hiding_s
+        # A message starts when its bucket is launched and the messages before it have ended.
+        self.starts_s = before_s + np.maximum.accumulate(self.launched_s - before_s, axis=1)
+        # The part of a message that compute hides delays compute; the rest follows the end of backward.
+        self.hides_s = np.clip(self.end_s[:, None] - self.starts_s, 0.0, self.hiding_s)
+        self.left_s = np.where(self.hides_s < self.hiding_s, alone_s - times.moved * self.hides_s, 0.0)
+        self.lost_s = times.slowed * self.hides_s
+        self.sizes = sizes
+
+    @classmethod
+    def read(cls, job: Job, layout: Layout, costs: MachineCosts) -> Queue:
+        """A single step."""
+        sizes = np.array(layout.num_bytes, dtype=np.float64)[None, :]
+        ready_s = np.maximum.accumulate(np.array(layout.ready_s, dtype=np.float64))[None, :]
+        backward_s = max([job.backward_s, *ready_s[0, -1:]])
+        return cls(costs, sizes, ready_s, backward_s, np.ones_like(sizes, dtype=np.bool_))
+
+    @property
+    def over_s(self) -> Floats:
+        """When the last message ends, for each row."""
+        found: Floats = self.end_s + (self.lost_s + self.left_s).sum(axis=1)
+        return found
+
+    def list_spans(self) -> tuple[list[BucketSpan], float]:
+        """The buckets of the first row in seconds since backward began, and the end of backward."""
+        starts_s, lost_s, left_s, end_s = self.starts_s[0], self.lost_s[0], self.left_s[0], float(self.end_s[0])
+        moments_s = np.minimum(np.stack([starts_s, starts_s + self.hides_s[0]], axis=1), end_s)
+        delays_s = np.stack([np.cumsum(lost_s) - lost_s, np.cumsum(lost_s)], axis=1)
+
+        def read_clock(clock_s: Floats) -> Floats:
+            delayed_s: Floats = np.interp(clock_s, np.append(0.0, moments_s), np.append(0.0, delays_s))
+            return clock_s + delayed_s
+
+        backward_s = end_s + float(lost_s.sum())
+        after_s = backward_s + np.cumsum(left_s)
+        begun_s = np.where(starts_s < end_s, read_clock(starts_s), after_s - left_s)
+        done_s = np.where(left_s > 0, after_s, np.maximum(begun_s, read_clock(starts_s + self.hides_s[0])))
+        columns = (
+            self.sizes[0].astype(int),
+            read_clock(self.ready_s[0]),
+            read_clock(self.launched_s[0]),
+            begun_s,
+            done_s,
+        )
+        return [BucketSpan(*row) for row in zip(*(column.tolist() for column in columns), strict=True)], backward_s
 
 
 def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> SimulatedStep:
