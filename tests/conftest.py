@@ -41,7 +41,7 @@ os.environ.pop("COLUMNS", None)
 MAX_RANKS = 4
 ASKED_BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "")
 assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACKEND}: gloo or shm"
-# The default backend of several CPU ranks of this host.
+# The default backend for several CPU ranks on one host.
 BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
 
 # A deadline per example would fail tests on a busy machine.
@@ -56,9 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_server() -> Iterator[None]:
-    """All pools of this process fork their ranks from one server, which has imported what jobs import: the optimizers
-    of torch import its compiler. A test with other variables of the environment gets a server of its own, and the
-    next one gets the first one again."""
+    """All pools of this process fork their ranks from one server, which has already imported the usual modules: torch's
+    optimizers import its compiler. A test with other environment variables gets its own server, and the
+    next test gets the first server again."""
     find, environment, first = launch._find_server, launch._describe_imports(), list[Any]()
 
     def find_server(modules: Sequence[str] = ()) -> Any:
@@ -81,7 +81,7 @@ def warm_pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def on_ranks(warm_pool: RankPool) -> Callable[..., list[Any]]:
-    """`on_ranks(num_ranks, fn, *args)`: run a function of the test's module on warm ranks, in time.
+    """`on_ranks(num_ranks, fn, *args)`: run a function of the test's module on warm ranks, with a timeout.
 
     With PACELINE_TEST_BACKEND=gloo, or shm, CPU worlds use that backend unless they name one.
     """
@@ -98,7 +98,7 @@ def run_as_if_fresh(fn: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a rank that uses the kernels of a fresh process.
 
     On a CPU without bf16, torch disables oneDNN permanently at the first bf16 product, so later tests would compute
-    different bits. Accelerate keeps the first world that it saw.
+    different bits. Accelerate keeps the first world it sees.
     """
     import torch
 
@@ -132,7 +132,7 @@ class Answer:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
-    """`command("bench", ...)`: the command line in this process, as `main()` runs it."""
+    """`command("bench", ...)`: the command line in this process, run the way `main()` does."""
 
     def run(*arguments: str) -> Answer:
         from paceline.cli.main import main
@@ -210,7 +210,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 def list_below(pid: int, recursive: bool = True) -> set[int]:
     """The ids of the descendants of this process; they may have ended. Every test calls this, so it uses the kernel's
-    lists of children if there are any, which takes a hundredth of psutil's time."""
+    lists of children where available, which takes a hundredth of psutil's time."""
     if not Path(f"/proc/{pid}/task/{pid}/children").exists():
         return {child.pid for child in psutil.Process(pid).children(recursive)}
     found, ask = set[int](), [pid]

@@ -1,4 +1,4 @@
-"""`paceline bench` end to end, as a user types it: alone, under torchrun, corrupted, killed and interrupted."""
+"""`paceline bench` end to end, as users run it: alone, under torchrun, corrupted, killed and interrupted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_json_is_one_document_and_the_run_folder_holds_everything(command, tmp_p
     run = load_run(folder)
     assert run.complete and run.config["ranks"] == [2, 3] and run.verb == "bench allreduce"
     assert run.environment.versions["torch"] and run.environment.details["threads_per_rank"] >= 1
-    # Every number that was printed follows from the record.
+    # Every printed number follows from the record.
     for row, record in zip(rows, run.records, strict=True):
         assert isinstance(record, CollectiveRecord) and isinstance(record.timing, Samples)
         assert record.timing.count == row["iters"] == 5
@@ -81,7 +81,7 @@ def test_a_person_gets_a_table_the_fit_and_the_folder_in_the_width_of_the_termin
         assert words in answer.out
     (folder,) = (tmp_path / "here").iterdir()
     assert "2 of 2 cells" in answer.err
-    # The answer first; then the table, where the files are, and what to do next.
+    # The answer comes first, then the table, the location of the files, and the next command.
     assert answer.out.startswith("all_reduce of 1 MiB on 2 ranks takes ")
     assert answer.out.index("time (ms)") < answer.out.index(f"run: {folder}") < answer.out.index("next: paceline bench")
     result = paceline.load_result(folder)
@@ -96,7 +96,7 @@ def test_a_person_gets_a_table_the_fit_and_the_folder_in_the_width_of_the_termin
 
 @pytest.fixture(scope="module")
 def memories(rendered, tmp_path_factory):
-    """One run with both kinds of memory and the limit, shared by several tests."""
+    """One run with both kinds of memory and the memory limit, shared by several tests."""
     asked = (*SMALL, "--backend", "gloo,paceline", "--memory", "both", "--limit")
     answer = type_command(*asked, "--json", "--out", str(tmp_path_factory.mktemp("memories")))
     assert answer.code == 0, answer.err
@@ -114,7 +114,7 @@ def test_memories_and_the_limit_are_told_everywhere(memories):
     assert [(r.num_bytes, r.operation, r.source) for r in passes] == [
         (size, operation, "measured") for size in (4096, 2**20) for operation in ("add", "copy")
     ]
-    # Derived from the records of the run, each by its size.
+    # Derived from the records of the run, matched by size.
     for row in rows:
         bound_s = min(r.timing.median_s for r in passes if r.num_bytes == row["num_bytes"])
         assert (row["memory_bound_s"], row["nwrong"]) == (bound_s, 0)
@@ -215,14 +215,14 @@ def test_chunks_table_and_picture(command, tmp_path):
     arguments = ("bench", "chunks", "--total", "4MB", "--iters", "2", "--warmup", "1", "--out", str(tmp_path))
     answer = command(*arguments, "--json")
     document = json.loads(answer.out)
-    assert answer.code == 0 and "fewer than 5" in str(document["warnings"])  # a failure with --strict alone
+    assert answer.code == 0 and "fewer than 5" in str(document["warnings"])  # fails only with --strict
     assert [row["num_messages"] for row in document["rows"]] == [100, 34, 10, 4, 1]
     assert all(row["nwrong"] == 0 for row in document["rows"])
     files = {path.name for path in Path(document["run"]).iterdir()}
     assert files == {"run.json", "table.md", "table.csv", "chunks.png", "chunks.svg"}
 
 
-# In one launched world: a call, a command, and commands on ranks of which one computes wrongly.
+# In one launched world: a call, a command, and commands on ranks one of which computes wrong sums.
 LAUNCHED = """
 import os
 import sys
@@ -340,7 +340,7 @@ def _serves_forks(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("after_s", [0.0, 0.8, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.4, 1.2, 1.6))])
 def test_ctrl_c_while_the_ranks_start_ends_everything(start, tmp_path, after_s):
     job = start("-m", "paceline", "bench", "allreduce", "--sizes", "256MiB", "--iters", "1000")
-    # The server that imports torch, and then forks the ranks.
+    # The server that imports torch and then forks the ranks.
     wait_until(lambda: any(map(_serves_forks, descendants(job.pid))))
     time.sleep(after_s)
     os.killpg(job.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`paceline bench wrappers` end to end, as a user types it."""
+"""`paceline bench wrappers` end to end, as users run it."""
 
 from __future__ import annotations
 

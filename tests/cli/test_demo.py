@@ -1,4 +1,4 @@
-"""`paceline demo`: the program is slow, and the run says what was measured, whatever that is."""
+"""`paceline demo`: the program is slow, and the output reports what was measured, whatever the outcome."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every example runs and prints what its docstring promises."""
+"""Every example runs and prints the output promised in its docstring."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_gather_objects(start, prefix):
 
 
 def test_read_a_run(start, tmp_path):
-    # Made up, so that the times are known; the example must derive its numbers from them.
+    # Synthetic, so that the times are known; the example must derive its numbers from them.
     def record(num_bytes: int, seconds: float) -> CollectiveRecord:
         return CollectiveRecord(
             collective="all_reduce", backend="gloo", device="cpu", world_size=2, num_bytes=num_bytes, dtype="float32",
@@ -146,7 +146,7 @@ def test_paraphrase(tmp_path, monkeypatch):
 
 
 def train_in_one_process(epochs: int) -> float:
-    """The loop of ray_train.py on the batches of both ranks, without a break: the last loss on rank 0's batch."""
+    """The loop of ray_train.py on the batches of both ranks, without interruption: the last loss on rank 0's batch."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 1024), nn.ReLU(), nn.Linear(1024, 1))
     momentum = [torch.zeros_like(parameter) for parameter in net.parameters()]
@@ -156,20 +156,20 @@ def train_in_one_process(epochs: int) -> float:
             batches = [torch.randn(32, 10, generator=generator) for generator in generators]
             losses = [nn.functional.mse_loss(net(inputs).squeeze(1), inputs.mean(1)) for inputs in batches]
             gradients = torch.autograd.grad(sum(losses) / 2, list(net.parameters()))
-            with torch.no_grad():  # by hand: torch.optim would leave a variable behind in this process
+            with torch.no_grad():  # by hand: torch.optim would leave an environment variable in this process
                 for parameter, velocity, gradient in zip(net.parameters(), momentum, gradients, strict=True):
                     parameter -= 0.01 * velocity.mul_(0.9).add_(gradient)
     return losses[0].item()
 
 
 def find_processes(variable: str, value: str) -> list[str]:
-    """The processes that inherited this variable: Ray's daemons are not below the process that started them."""
+    """The processes that inherited this variable: Ray's daemons are not children of the process that started them."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.name())
-        except psutil.Error:  # it is gone, or another user's
+        except psutil.Error:  # it has exited, or belongs to another user
             continue
     return found
 
@@ -178,7 +178,7 @@ def find_processes(variable: str, value: str) -> list[str]:
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="not installed: ray")
 @pytest.mark.skipif(bool(why_not()), reason="the example uses the backend shm")
 def test_ray_train(start, tmp_path):
-    # Not in tmp_path: Ray's sockets are in this folder, and their paths may have 107 characters.
+    # Not in tmp_path: Ray puts its sockets in this folder, and their paths are limited to 107 characters.
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         environment = {**os.environ, "HOME": str(tmp_path), "RAY_TMPDIR": folder, "RAY_DEDUP_LOGS": "0"}
         job = start(str(EXAMPLES / "ray_train.py"), str(tmp_path / "runs"), env=environment)
@@ -189,4 +189,4 @@ def test_ray_train(start, tmp_path):
     first, second = (ast.literal_eval(line) for line in re.findall(r"^(?:first|second) run: (.*)$", out, re.MULTILINE))
     assert (first["epoch"], first["buckets"], second["epoch"], second["buckets"]) == (2, 3, 4, 3)
     assert first["loss"] == pytest.approx(train_in_one_process(2), rel=1e-3)
-    assert second["loss"] == pytest.approx(train_in_one_process(4), rel=1e-3)  # with the state of the first
+    assert second["loss"] == pytest.approx(train_in_one_process(4), rel=1e-3)  # resumed from the state of the first

@@ -1,7 +1,7 @@
-"""Malformed commands, configurations, checkpoints, traces and data, generated: one line and exit 2, and no traceback.
+"""Generated malformed commands, configurations, checkpoints, traces and data: one line, exit code 2, no traceback.
 
-Every case is drawn from its number, so a case that fails can be run again alone. Nothing is started: a command that
-would start ranks ends with its own code, which is right for what is odd but not wrong.
+Every case is determined by its number, so a failing case can be rerun separately. Nothing is started: a command that
+would start ranks exits with its own code, which is right for unusual but valid input.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ PREDICTED = {
     (("predict",), "--ranks"),
     (("predict", "scale"), "--ranks"),
     (("profile", "comm-table"), "--ranks"),
-}  # which starts none of them
+}  # none of these starts ranks
 NEEDS = {"--hidden": ("--model", "mlp"), "--context": ("--model", "gpt2-tiny"), "--warmup": ("--iters", "5")}
 
 
 def list_commands() -> list[tuple[tuple[str, ...], Any]]:
-    """Every command that measures, by its words."""
+    """Every command that measures, as a tuple of words."""
     root: Any = typer.main.get_command(app)
     found = []
     for name, command in root.commands.items():
         if hasattr(command, "commands"):
             found += [((name, inner), one) for inner, one in command.commands.items()]
-        elif name not in ("watch", "run", "doctor", "demo"):  # which do not measure, or have nothing to refuse
+        elif name not in ("watch", "run", "doctor", "demo"):  # they do not measure, or have nothing to refuse
             found.append(((name,), command))
     return found
 
@@ -63,14 +63,14 @@ Case = tuple[tuple[str, ...], set[int]]
 
 
 def find_kind(option: Any) -> str:
-    """ "integer", "float" or "text", in any version of typer."""
+    """One of "integer", "float" and "text", in any version of typer."""
     found = getattr(option, "type", None) or option.type_descriptor.annotation
     text = f"{getattr(found, 'name', '')} {found}"
     return "integer" if "int" in text else "float" if "float" in text else "text"
 
 
 def draw_invocation(draw: random.Random) -> Case:
-    """An option of a command with what it cannot be."""
+    """An option of a command with an invalid value."""
     words, command = draw.choice(COMMANDS)
     options = [one for one in command.params if one.opts and one.opts[0].startswith("--") and not one.is_flag]
     absurd = [one for one in options if one.opts[0] in ABSURD and (words, one.opts[0]) not in PREDICTED]
@@ -100,7 +100,7 @@ JUNK = (None, True, -1, 0, 10**30, 1e308, "8", "", "x" * 3000, [], {}, [[1]], {"
 
 
 def spoil(draw: random.Random, document: Any) -> Any:
-    """A JSON document in which one value has become another."""
+    """A JSON document with one value replaced."""
     document = copy.deepcopy(document)
     place = document
     while True:
@@ -121,7 +121,7 @@ def spoil(draw: random.Random, document: Any) -> Any:
 
 
 def spoil_text(draw: random.Random, text: str) -> str:
-    """A text of another making, or one that was cut or changed."""
+    """A replaced, truncated or modified text."""
     return draw.choice((
         lambda: "", lambda: "[" * 100_000, lambda: '{"a":' * 50_000, lambda: "null", lambda: "[]", lambda: f"[{LONG}]",
         lambda: text[: draw.randrange(len(text))], lambda: "\ufeff" + text[:50], lambda: "\x00" * 64,
@@ -130,7 +130,7 @@ def spoil_text(draw: random.Random, text: str) -> str:
 
 
 def load_small() -> list[tuple[str, Any]]:
-    """Small runs that commands read, with how they are given."""
+    """Small runs that commands read, each with the command line that reads it."""
     names = ("allreduce-gloo-2-ranks", "layers-cnn-tiny", "trace-gpt2-mini-gloo-2-ranks")
     files = [RESULTS / "neoverse-n1-2-cores" / name / "run.json.gz" for name in names]
     files += sorted(RESULTS.glob("*/*/run.json.gz"), key=lambda file: (file.stat().st_size, str(file)))[:3]
@@ -138,7 +138,7 @@ def load_small() -> list[tuple[str, Any]]:
 
 
 def draw_file(draw: random.Random, folder: Path, small: list[tuple[str, Any]]) -> Case:
-    """A run, or what should be one, for a command that reads it."""
+    """A run, or a damaged one, for a command that reads it."""
     _, document = draw.choice(small)
     is_text = draw.random() < 0.4
     text = spoil_text(draw, json.dumps(document)) if is_text else json.dumps(spoil(draw, document))
@@ -163,7 +163,7 @@ def draw_file(draw: random.Random, folder: Path, small: list[tuple[str, Any]]) -
 
 
 def draw_config(draw: random.Random, folder: Path) -> Case:
-    """A training run whose configuration was changed by hand."""
+    """A training run whose configuration was edited."""
     run = made_runs.make_folder(folder / "run", made_runs.make_rows(steps=3))
     document = json.loads((run / CONFIG_FILE).read_text())
     if draw.random() < 0.7:
@@ -210,7 +210,7 @@ def check_case(monkeypatch, arguments: tuple[str, ...], allowed: set[int]) -> No
     code, err = run_command(monkeypatch, arguments)
     assert code in allowed, (shown, code, err[-500:])
     assert "Traceback" not in err, (shown, err[-2000:])
-    if code == 2 and "Usage:" not in err:  # the parser of options prints how a command is used, too
+    if code == 2 and "Usage:" not in err:  # the option parser also prints usage
         lines = [line for line in err.splitlines() if line.startswith("paceline: error: ")]
         assert len(lines) == 1, (shown, err[-500:])
 
@@ -258,7 +258,7 @@ def test_an_absurd_request_is_refused_by_its_memory_or_time(monkeypatch, tmp_pat
 
 
 def spoil_bytes(draw: random.Random, content: bytes) -> bytes:
-    """Bytes that were cut, changed or replaced."""
+    """Truncated, modified or replaced bytes."""
     damaged = bytearray(content)
     action = draw.random()
     if action < 0.2:
@@ -271,7 +271,7 @@ def spoil_bytes(draw: random.Random, content: bytes) -> bytes:
 
 
 def spoil_checkpoints(folder: Path, numbers: range) -> int:
-    """Damage a checkpoint in these ways, of which none may be loaded; in how many of them only bits were flipped."""
+    """Damage a checkpoint in these ways, none of which may load; returns in how many of them only bits were flipped."""
     import torch
 
     from paceline.training.checkpoint_files import CheckpointStore, load_checkpoint
@@ -311,7 +311,7 @@ def test_a_thousand_damaged_checkpoints(tmp_path):
 
 
 def spoil_data(folder: Path, numbers: range) -> None:
-    """Files of data sets, read as a rank reads them: an error of ours in one line, or samples."""
+    """Files of datasets, read as a rank reads them: either one of our one-line errors, or samples."""
     import numpy
 
     from paceline.workloads.data import DataRequest

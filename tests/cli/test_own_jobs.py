@@ -1,4 +1,4 @@
-"""A user's own data and step on the command line: every verb, exact resumes, and errors with the user's line."""
+"""A user's own data and step on the command line: every verb, exact resumes, and errors that cite the user's line."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def here(folder, monkeypatch, tmp_path):
-    """The folder of the files, from which they are named; runs are made elsewhere."""
+    """The folder of the files, which are named relative to it; runs are created elsewhere."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path
@@ -229,7 +229,7 @@ RARE = ("set", "stream", "step on named data")
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in JOBS])
 def test_a_run_that_is_resumed_inside_an_epoch_is_bit_equal_to_one_that_was_not_stopped(here, name):
-    """26 samples in batches of 6: five steps an epoch, four if the short one is dropped."""
+    """26 samples in batches of 6: five steps per epoch, four if the short batch is dropped."""
     job = (*JOBS[name], "--batch-size", "6", "--save-every", "1steps", "--keep", "20", "--out", str(here))
     longer = ("--steps", "9") if "--steps" in job else ("--epochs", "2")
     whole = find_run(type_alone("train", *job, *longer))
@@ -389,7 +389,7 @@ def test_batch_sizes_of_own_data_are_compared(here, job):
     assert [(r.batch_size, r.num_steps) for r in records[:2]] == [(4, 7), (13, 2)]
     assert "more than the 26 samples" in records[2].failure
     names = " ".join(job[:4])
-    (line,) = load_result(json.loads(answer.out)["run"]).next_steps  # the size is by times
+    (line,) = load_result(json.loads(answer.out)["run"]).next_steps  # the size is chosen by step times
     assert line.rpartition(" ")[0] == f"paceline scale ranks {names} --batch-size" and line.endswith((" 4", " 13"))
 
 

@@ -1,6 +1,6 @@
 """Pages in a headless Chromium: no errors or requests, on a phone and a desktop, and escaped names.
 
-Without Chromium these are skipped. PACELINE_AXE, the path of axe-core's `axe.min.js`, adds a check of accessibility.
+Skipped without Chromium. Set PACELINE_AXE to the path of axe-core's `axe.min.js` to add an accessibility check.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_a_drawn_line_keeps_its_peaks_and_its_data(browser: Browser, pages: dict
     places = [tuple(map(float, pair.split(","))) for pair in path[1:].split("L")]
     assert len(places) < 4_000
     top = min(y for _, y in places)
-    assert sum(y < top + 20 for _, y in places) == 1  # the peak alone is up there
+    assert sum(y < top + 20 for _, y in places) == 1  # only the peak is that high
     link = "document.querySelector('[data-figure=\"1\"]')"
     browser.evaluate("window.made = []; URL.createObjectURL = (blob) => (made.push(blob), '#')")
     browser.evaluate(f"{link}.click()")

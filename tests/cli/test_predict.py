@@ -1,4 +1,4 @@
-"""`paceline predict` on layer tables: a plateau, what moves it, and one line for missing input."""
+"""`paceline predict` on layer tables: a plateau, what shifts it, and one-line errors for missing input."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def test_one_document_with_the_plateau(command, tables, tmp_path):
     document = json.loads(answer.out)
     assert document["source"] == "simulated" and document["local_backward_s"] == pytest.approx(0.05)
     assert [row["num_buckets"] for row in document["caps"]] == [3, 2, 1]
-    # The first layer, 12 MB, and the tied embedding, 4 MB, are ready last: two messages are exposed whatever the plan.
+    # The first layer, 12 MB, and the tied embedding, 4 MB, are ready last: two messages are exposed with any plan.
     assert document["best"]["exposed_s"] == pytest.approx(2e-4 + 16e6 / 1e9, rel=0.05)
-    # The message of the second layer, 12 MB, moves at 60 % of its speed next to compute, which it slows as published.
+    # The message of the second layer, 12 MB, runs at 60 % of its speed next to compute, and slows compute as published.
     slowed_s = document["caps"][0]["expected_s"] - document["best"]["backward_s"]
     assert slowed_s == pytest.approx((1e-4 + 12e6 / 1e9) / 0.6 * 0.189 / 1.189, rel=0.05)
     low_s, high_s = document["interval_s"]
     assert low_s < document["expected_s"] < high_s
     assert document["expected_s"] == min(row["expected_s"] for row in document["caps"])
     assert document["expected_s"] == document["expected_best"]["backward_s"]
-    # torch's default has a first bucket of 1 MiB: the second layer, and then all the rest.
+    # torch's default has a first bucket of 1 MiB: the second layer, followed by everything else.
     assert document["default_s"] == pytest.approx(0.05 + 1e-4 + 16e6 / 1e9, rel=0.01)
     assert document["default_expected_s"] - document["default_s"] == pytest.approx(slowed_s, rel=0.01)
     assert document["plateau_low_bytes"] <= document["best"]["high_bytes"] <= document["plateau_high_bytes"]
@@ -70,7 +70,7 @@ def test_one_document_with_the_plateau(command, tables, tmp_path):
 
 
 def test_a_tied_tensor_in_two_parts(tables):
-    """A GPT-2 of width 100 with two blocks: what stays exposed is what is ready at the end, and then the rows."""
+    """A GPT-2 of width 100 with two blocks: only what is ready at the end remains exposed; then row transfers."""
     sizes = {"Token embedding": 5_000_000, "Block 0": 121_300, "Block 1": 121_300, "LM head": 5_000_000}
     rows = "".join(f"{number},{name},{size}\n" for number, (name, size) in enumerate(sizes.items()))
     (tables / "layer-sizes-model.csv").write_text(f",Name,No. Params\n{rows}")
@@ -80,14 +80,14 @@ def test_a_tied_tensor_in_two_parts(tables):
     result = predict_csv(tables)
     first = result.splits[0]
     assert result.free_plan[1].exposed_s == pytest.approx(1e-4 + 20e6 / 1e9, rel=0.05)
-    # The last product of the first block makes 3 w^2 + 3 w numbers, and its norm has 2 w.
+    # The last matrix product of the first block has 3 w^2 + 3 w parameters, and its norm has 2 w.
     assert first.late_bytes == 4 * (30_000 + 500) and first.num_bytes == 256 * 404
-    # 8 ranks gather their rows: as much as an all-reduce of four times the bytes of one.
+    # 8 ranks gather their rows: the same traffic as an all-reduce of four times one rank's bytes.
     left_s = result.cost.estimate_s(first.late_bytes) + result.cost.estimate_s(4 * first.num_bytes)
     assert first.free.exposed_s == pytest.approx(left_s, rel=0.01) and 0 < first.quick.exposed_s < left_s
     drawn = result.figure("split").axes[0]
     assert {"rows of the lookups", "bucket with the tied tensor"} <= set(drawn.get_legend_handles_labels()[1])
-    # A backward so short that one bucket is best: the tensor is sent whole there, and nothing is gained.
+    # Backward is so short that one bucket is best: the tensor is sent whole, and rows gain nothing.
     rows = "".join(f"{name} grad,{s},{s},{s},0,{s}\n" for name, s in ((name, s / 1000) for name, s in times.items()))
     (tables / "layer-times-model.csv").write_text(TIMES.splitlines()[0] + "\n" + rows)
     short = predict_csv(tables)
@@ -170,7 +170,7 @@ def test_measured_steps_need_the_step_in_the_tables(tables, tmp_path):
 
 
 def write_hidden(folder: Path) -> None:
-    """Eight gradients of 1 MB, and messages that are hidden except for the last: large ones take hardly longer."""
+    """Eight gradients of 1 MB, with only the last message exposed: larger messages take hardly longer."""
     rows = "".join(f"{n},Layer {n},250000\n" for n in range(8))
     (folder / "layer-sizes-model.csv").write_text(",Name,No. Params\n" + rows)
     rows = "".join(f"layer_{n} grad,0.01,0.01,0.01,0,0.01\n" for n in range(8))
@@ -188,7 +188,7 @@ def test_one_range_is_good_with_and_without_contention(tables, tmp_path):
     assert len(result.caps.best.cuts) == 8
     both = [p.low_bytes for p, q in zip(result.caps.points, result.expected.points, strict=True)
             if result.caps.is_fast(p) and result.expected.is_fast(q)]  # fmt: skip
-    # Two curves, one answer: the sizes within 1 % of the best on both curves, and the most that they may lose.
+    # Two curves, one answer: the sizes within 1 % of the best on both curves, and the largest possible loss.
     assert {low for low, _ in unfitted.shared} <= set(both) and unfitted.recommended in unfitted.shared
     assert 0 <= unfitted.risk <= 0.01 and unfitted.answer.count("Use a bucket size of ") == 1
     assert f"Use a bucket size of {format_bytes(unfitted.recommended[0])} to " in unfitted.answer
@@ -219,7 +219,7 @@ def test_the_table_of_changes_is_of_the_sizes_that_it_names(tables, tmp_path):
 
 
 def write_small(folder: Path, most: int = 10_000_000) -> None:
-    """Gradients of 4 MB and 8 MB, of which the smaller is ready last, and an all-reduce of 0.1 ms."""
+    """Gradients of 4 MB and 8 MB, the smaller of which is ready last, and an all-reduce of 0.1 ms."""
     (folder / "layer-sizes-model.csv").write_text(",Name,No. Params\n0,a,1000000\n1,b,2000000\n")
     rows = "".join(f"{name},{s},{s},{s},0,{s}\n" for name, s in (("a grad", 0.02), ("b grad", 0.05)))
     (folder / "layer-times-model.csv").write_text(TIMES.splitlines()[0] + "\n" + rows)
@@ -237,7 +237,7 @@ def test_a_measured_time_fits_the_one_rate(command, tables, tmp_path):
         asked = f"{point.high_bytes}B={took_ms:.6f}ms"
         result = predict_csv(tables, measured=asked)
         assert result.factor == pytest.approx(factor, rel=1e-3) and result.unexplained < 1e-4
-        # All other sizes follow, and the answer rests on nothing else.
+        # All other sizes follow from it, and the answer depends on nothing else.
         assert [p.backward_s for p in result.fitted.points] == pytest.approx(
             [p.backward_s for p in true.points], rel=1e-3
         )
@@ -260,7 +260,7 @@ def test_a_measured_time_narrows_the_interval(tables, tmp_path):
     table = tmp_path / "measured.csv"
     table.write_text(f"bucket_size,backward_s\n{best.high_bytes}B,{best.backward_s:.9f}\n")
     assert predict_csv(tables, measured=table).factor == pytest.approx(result.factor, rel=1e-6)
-    # Two times that one rate cannot explain are less certain than one.
+    # Two times that no single rate explains are less certain than one.
     twice = predict_csv(tables, measured=f"{asked},1MB={1.3e3 * best.backward_s:.3f}ms")
     assert twice.interval[1] - twice.interval[0] > widths[1] and len(twice.measured) == 2
     for words in ("25MiB", "25MiB=724", "=724ms", "25MiB=fast", "25=1ms"):
@@ -294,12 +294,12 @@ def test_the_picture_has_every_measured_size_and_the_text_says_which_is_best(tab
     result = predict_csv(tables, measured=table)
     axes = result.figure("caps").axes[0]
     assert axes.get_xlim() == pytest.approx((2**-10, 25))
-    # The differences between sizes show: the axis of times begins just below the time without communication.
+    # Differences between sizes remain visible: the time axis starts just below the time without communication.
     assert axes.get_ylim() == pytest.approx((0.97 * 70, 1.03 * 100))
     assert result.table("caps").columns[0].cell(result.caps.points[0]) == "3.81 MiB to 7.63 MiB"
     assert "lines: simulated" not in "".join(text.get_text() for text in axes.figure.findobj(Text))
     assert result.recommended == (4_000_000, 8_000_000)
-    assert result.keeps_default  # torch's default sends each of the two alone, too
+    assert result.keeps_default  # torch's default also sends each of the two separately
     # 80 ms is 11.1 % less than 90.
     assert (
         "the best measured size is 25 MiB, 11.1% faster than the best size in a predicted range" in result.findings[-2]

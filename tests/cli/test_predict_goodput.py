@@ -1,4 +1,4 @@
-"""`paceline predict goodput`: from run folders, from given costs, and one line for missing input."""
+"""`paceline predict goodput`: from run folders, from given costs, and one-line errors for missing input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_fault(**changes):
 
 @pytest.fixture
 def trained(tmp_path) -> Path:
-    """A run of two ranks with four saves, of which the first was slow."""
+    """A run of two ranks with four saves, the first of which was slow."""
     folder = make_folder(tmp_path / "trained", make_rows(steps=20))
     rows = [{"step": 5 * n, "stall_s": stall_s, "wait_s": 0.0, "write_s": 1.5} for n, stall_s in enumerate(STALLS_S, 1)]
     (folder / "saves.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -91,7 +91,7 @@ def test_typed_costs_replace_measured_ones_and_policies_are_compared(command, tr
     assert document["mtbf_s"] == pytest.approx(90 * 86400 / 512)
     assert [row["policy"] for row in document["policies"]] == ["spare", "shrink", "restart"]
     assert document["policies"][0]["idle_ranks"] == 1
-    # 8 samples per rank: a batch of 4,096, which 511 ranks cannot share.
+    # 8 samples per rank: a global batch of 4,096, which 511 ranks cannot share.
     assert any("256 of 512 ranks continue" in line for line in document["findings"])
     (train,) = load_result(document["run"]).next_steps
     assert train.startswith("paceline run --hosts HOSTS -- paceline train --model gpt2-tiny --batch-size 8 ")
@@ -209,7 +209,7 @@ def benchmark(monkeypatch):
 
 
 def test_the_benchmark_kills_ranks_of_the_world_and_no_spares(benchmark, tmp_path):
-    """A monitor's page has the rank in the world; both processes have the name of a rank."""
+    """A monitor page with the world rank; both processes have a rank's process name."""
     processes = []
     try:
         for rank in range(2):

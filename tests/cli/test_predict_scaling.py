@@ -1,4 +1,4 @@
-"""`paceline predict --model-profile`: a laptop's files, predictions for a cluster, and one line for wrong input."""
+"""`paceline predict --model-profile`: files from a laptop, predictions for a cluster, and one-line errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def predict(command, files, tmp_path):
-    """`predict --model-profile` on the small profile; words in braces are the files."""
+    """`predict --model-profile` on the small profile; words in braces stand for the files."""
 
     def run(*words: str):
         filled = [word.format(**files) for word in words]
@@ -182,7 +182,7 @@ def test_the_library_answers_for_one_network_and_number_of_ranks(files, tmp_path
     assert (result.step_s, result.exposed_s) == (row.step_s, row.exposed_s) and result.exposed_s > 0
     assert result.interval == (row.low_s, row.high_s) and row.low_s < result.step_s < row.high_s
     assert result.folder is None and not (tmp_path / "runs").exists()
-    again = paceline.predict(result, network="10gbe", ranks=64)  # a result with one profile is as good as a folder
+    again = paceline.predict(result, network="10gbe", ranks=64)  # a result with one profile can replace its folder
     assert again.step_s == result.step_s
     saved = paceline.load_result(result.save(tmp_path / "saved"))
     assert saved.answer == result.answer and saved.interval == result.interval
@@ -287,7 +287,7 @@ def test_the_interval_is_not_narrower_than_the_noise_of_an_unstable_profile():
 
 @pytest.fixture(scope="module")
 def nccl(tmp_path_factory) -> str:
-    """nccl-tests' output on a node of 4 GPUs, pasted into a file."""
+    """nccl-tests output from a node with 4 GPUs, pasted into a file."""
     names = "# size count type redop root time algbw busbw #wrong time algbw busbw #wrong"
     ranks = [f"#  Rank  {n} Group  0 Pid {n + 1} on box device  {n} [0x0{n}] NVIDIA H100" for n in range(4)]
     rows = []

@@ -1,4 +1,4 @@
-"""`paceline predict --strategy` end to end: bytes and step of each strategy, and one line for wrong input."""
+"""`paceline predict --strategy` end to end: bytes and step of each strategy, and one-line errors for bad input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_strategies_in_one_document_and_in_words(predict):  # noqa: F811
     names = ["dense", "bf16", "int8", "zero1", "topk:0.01"]
     rows = document["rows"]
     assert [(row["world_size"], row["strategy"]) for row in rows] == [(n, name) for n in (2, 8) for name in names]
-    # 160 MiB in four gradients; int8 has a scale of 4 bytes for 256 numbers, and all-to-all and all-gather of halves.
+    # 160 MiB in four gradients; int8 adds a 4-byte scale per 256 numbers; all-to-all and all-gather move halves.
     total = 160 * 2**20
     assert [row["sent_bytes"] for row in rows[:4]] == [total, total / 2, total / 4 * 260 / 256, total]
     assert [row["update"] for row in rows[:5]] == ["exact", "rounded", "lossy", "exact", "lossy"]
@@ -47,7 +47,7 @@ def test_two_levels_on_nodes(predict):  # noqa: F811
     rows = {(row["world_size"], row["strategy"]): row for row in json.loads(answer.out)["rows"]}
     one_node = [rows[4, name] for name in ("dense", "hosts", "int8+hosts")]
     assert len({(row["step_s"], row["sent_bytes"]) for row in one_node}) == 1
-    # Inside a node 3/4 of 160 MiB each way; between four nodes 3/4 of a quarter, with a scale for 256 numbers.
+    # Inside a node, 3/4 of 160 MiB each way; between four nodes, 3/4 of a quarter, with one scale per 256 numbers.
     inside, part = 2 * 3 / 4 * 160 * 2**20, 160 * 2**20 / 16 * 260 / 256
     assert rows[16, "int8+hosts"]["sent_bytes"] == inside + 2 * 3 / 4 * part
     assert rows[16, "int8+hosts"]["step_s"] < 0.6 * rows[16, "int8"]["step_s"]

@@ -1,4 +1,4 @@
-"""`paceline predict --trace`: the answer first, and one line for a trace that cannot be used."""
+"""`paceline predict --trace`: the answer comes first, with one-line errors for unusable traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.made_traces import MadeTrace
 SIZES = (8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB, MIB, MIB, 512 * KIB, 512 * KIB)
 READY = (4, 8, 12, 18, 22, 24, 28, 30)
 JOB = made_job(SIZES, READY, 31, device="cuda")
-# A slow link with a latency that counts, and no contention: one bucket leaves everything exposed.
+# A slow link with significant latency and no contention: one bucket leaves everything exposed.
 COSTS = MachineCosts(FamilyCurve("line", 2, 1e-4, 2e9), contention=Contention())
 
 
@@ -49,12 +49,12 @@ def test_the_best_cap_comes_first_and_is_the_argument_to_write(command, one_buck
     assert answer.out.replace("\n", " ").startswith(result.answer)
     cap = f"bucket_cap_mb={result.best.cap_mib:g}"
     assert cap in result.answer and f"next: DistributedDataParallel(model, {cap})" in answer.out
-    # What it is predicted to gain, it gains in truth: here the truth is known.
+    # The predicted gain is real; in this synthetic trace the true gain is known.
     truth = simulate(JOB, JOB.cut(result.best.cap_bytes), COSTS).step_s / simulate(JOB, (8,), COSTS).step_s
     gain, low, high = get_saved(result.best)
     assert low - 0.01 <= 1 - truth <= high + 0.01 and gain > 0.05
     assert JOB.cut(result.best.cap_bytes) == result.best.cuts
-    assert any(row.doubt for row in result.rows)  # a message half as large was never seen
+    assert any(row.doubt for row in result.rows)  # the trace has no message half as large
     planned = simulate(result.job, result.model.cut_like(result.plan.bucket_bytes), result.costs).step_s
     assert planned <= result.best.step_s
 
@@ -96,7 +96,8 @@ def test_intervals_decide_and_not_the_value_alone(tmp_path, latency_s, bytes_per
     result = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, costs, cuts)))
     highest, lowest = max(get_saved(row)[2] for row in result.rows), min(get_saved(row)[1] for row in result.rows)
     assert (result.verdict, result.to_json()["verdict"]) == (verdict, verdict)
-    if verdict == "keep":  # no value is above 1 %, so there is nothing to recommend or compare, though an interval is
+    # no value is above 1 %, so there is nothing to recommend or compare, although an interval reaches above it
+    if verdict == "keep":
         assert max(get_saved(row)[0] for row in result.rows) < 0.01 < highest
     if verdict == "flat":
         assert lowest >= -0.01 and highest <= 0.01 and "(flat)" in result.answer
@@ -106,7 +107,7 @@ def test_intervals_decide_and_not_the_value_alone(tmp_path, latency_s, bytes_per
 def test_the_plan_is_that_of_the_verdict(one_bucket):
     used, kept = (paceline.predict_trace(one_bucket) for _ in range(2))
     assert used.verdict == "use" and len(used.plan.buckets) > 1
-    kept.verdict, kept.best = "undecided", kept.now  # as where a gain is not sure
+    kept.verdict, kept.best = "undecided", kept.now  # as when a gain is uncertain
     assert kept.plan.bucket_bytes == kept.traced.layout == (sum(SIZES),)
 
 
@@ -149,7 +150,7 @@ def test_a_cap_is_short_and_makes_the_same_buckets():
 
 
 def damage(folder: Path, how: str) -> list[Path]:
-    """Traces that cannot be used."""
+    """Unusable traces."""
     cpu, costs = made_job(SIZES, READY, 31), MachineCosts(COSTS.curve, 2, pair_rate=0.5)
     made = made_on_cpu(cpu, costs, (3, 8))
     whole, file = json.dumps(build_document(made)), folder / "bad.json"
@@ -198,7 +199,7 @@ def test_a_trace_that_cannot_be_used_is_refused_in_one_line(command, tmp_path, h
     answer = command("predict", "--trace", *map(str, files), "--out", str(tmp_path / "runs"))
     assert (answer.code, answer.out) == (2, "") and answer.err.count("\n") == 1, answer.err
     assert answer.err.startswith("paceline: error: ")
-    if how != "two jobs":  # which of them is wrong cannot be known
+    if how != "two jobs":  # it is impossible to know which of them is wrong
         assert files[-1].name in answer.err
     assert not (tmp_path / "runs").exists()
 

@@ -1,4 +1,4 @@
-"""`paceline profile` as a user types it: phases, layers, traces, networks, and two runs compared."""
+"""`paceline profile` as users run it: phases, layers, traces, networks, and two runs compared."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_trace_comes_with_an_overview_advice_and_a_picture(trace):
 def test_two_traces_are_compared(trace, phases, out, command):
     extras = ("--shapes", "--memory-use", "--accumulate", "2", "--json")
     answer = type_alone(*TRACE, *extras, "--out", out)
-    assert "CPUAllocator" not in answer.err  # torch's line on each block that it did not see allocated
+    assert "CPUAllocator" not in answer.err  # torch prints this for each block whose allocation it did not see
     other = json.loads(answer.out)
     assert other["picture"] is None
     *rows, total = other["memory"]
@@ -170,13 +170,13 @@ def test_layers_are_files_that_can_be_read_again(layers):
 
 @pytest.fixture(scope="module")
 def curve() -> str:
-    """All-reduces on 2 ranks, measured before."""
+    """All-reduces on 2 ranks, measured earlier."""
     return str(Path(__file__).parents[2] / "results" / "neoverse-n1-2-cores" / "allreduce-gloo")
 
 
 @pytest.mark.slow
 def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, curve, command):
-    """The profile that comm-table saved, the same networks and ranks: the same step and the same exposed time."""
+    """From the profile that comm-table saved, with the same networks and ranks: the same step and exposed times."""
     networks = ("--network", "nvlink,10Gb/s,50us", "--json", "--out", out)
     answer = type_alone(*TABLE, *networks, "--ranks", "2,8", "--curve", curve)
     assert answer.code == 0, answer.err
@@ -187,7 +187,7 @@ def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, cu
     for row in rows:
         assert row["gradient_bytes"] == 4 * 18_954
         assert row["overhead"] == pytest.approx(row["comm_s"] / (row["comm_s"] + row["compute_s"]))
-    # A ring of two: each byte goes once over the wire, after two latencies.
+    # A ring of two: each byte crosses the link once, after two latencies.
     assert rows[2]["comm_s"] == pytest.approx(200e-6 + 2 * 4 * 50e-6 + 4 * 18_954 / 0.95 / 1.25e9)
     assert "all-reduce measured on 2, 4, 6 ranks" in rows[4]["assumption"]
     asked = (*networks, "--ranks", "2", "--allreduce", curve, "--model-profile", json.loads(answer.out)["run"])
@@ -263,7 +263,7 @@ def test_other_verbs_warn_of_a_busy_machine_as_bench_does(asked, monkeypatch, tm
         line for line in document["warnings"] if line.startswith("the machine was busy before the run (load ")
     )
     assert warning in load_result(document["run"]).warnings
-    # The load alone is no failure with --strict: two repetitions are.
+    # With --strict, load alone is not a failure, but two repetitions are.
     assert answer.code == (1 if "--strict" in asked else 0)
     assert ("failed (--strict): 1 rank: fewer than 5 repetitions" in answer.err) is ("--strict" in asked)
 
@@ -272,6 +272,6 @@ def test_torchs_dataparallel_on_one_gpu_is_said_to_replicate_nothing(monkeypatch
     for name, value in (("count_gpus", 1), ("gpu_name", "")):  # the CPU computes in its place
         monkeypatch.setattr(f"paceline.machine.{name}", lambda value=value: value)
     asked = ("--wrapper", "dp", "--device", "cpu", "--json", "--out", str(tmp_path))
-    assert type_alone(*TRACE, *asked).code == 2  # there it does nothing at all
+    assert type_alone(*TRACE, *asked).code == 2  # has no effect there
     document = json.loads(type_alone(*TRACE, "--wrapper", "dp", "--json", "--out", str(tmp_path)).out)
     assert document["warnings"][0].startswith("--wrapper dp on one GPU")

@@ -1,4 +1,4 @@
-"""`paceline run` on two names for this host, with a fake ssh; bad setups; dry runs."""
+"""`paceline run` with two names for this host and a fake ssh; bad setups; dry runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ exec {python} "$@"
 
 @pytest.fixture
 def ssh(tmp_path) -> str:
-    """A program that runs the command here, with the name of the host in MADE_HOST."""
+    """A program that runs the command here, with the host's name in MADE_HOST."""
     path = tmp_path / "ssh"
     path.write_text(SSH)
     path.chmod(0o755)
@@ -43,7 +43,7 @@ def ssh(tmp_path) -> str:
 
 @pytest.fixture
 def other_python(tmp_path) -> str:
-    """A Python that finds the modules in `tmp_path/there` first, on host b alone."""
+    """A Python that searches `tmp_path/there` first for modules, only on host b."""
     (tmp_path / "there").mkdir()
     path = tmp_path / "python"
     path.write_text(PYTHON.format(folder=tmp_path / "there", python=sys.executable))
@@ -81,7 +81,7 @@ def test_a_bad_setup_is_named_in_one_line(
     words = ("--check-timeout", "60", *words)
     options = [word for word in words if not word.startswith("-- ")]
     asked = ["run", "--hosts", "a:1,b:1", "--ssh", ssh, "--python", other_python, *options, "--", program]
-    if "clock" in name:  # a warning: it would run, and so only the checks of `doctor` are looked at
+    if "clock" in name:  # only a warning: the run would start, so just the checks of `doctor` are tested
         answer = command("doctor", *asked[1:-2])
         (line,) = [text for text in answer.out.splitlines() if "b: clock" in text and text.split()[0] == "warn"]
         assert answer.code == 0 and advice in answer.out.replace("\n", " ")
@@ -122,7 +122,7 @@ def test_a_port_that_is_taken_is_named(command, ssh, monkeypatch):
 def run_on(
     ssh: str, commands: dict[str, str], grace_s: float = 5.0, is_read: bool = True
 ) -> tuple[int, list[tuple[str, str]]]:
-    """Run a shell command on each host; the exit code, and what was shown."""
+    """Run a shell command on each host; returns the exit code and the output."""
     shown: list[tuple[str, str]] = []
 
     def show(stream: str, text: str) -> None:
@@ -150,7 +150,7 @@ def test_torchruns_own_traceback_is_shortened_but_not_that_of_a_rank(ssh):
 
 
 def test_when_one_host_fails_all_processes_on_the_others_end(ssh, tmp_path):
-    # The grandchild is in a session of its own, ignores SIGTERM, and loses its parent.
+    # The grandchild has its own session, ignores SIGTERM, and loses its parent.
     stubborn = "trap '' TERM; (setsid sh -c 'trap \"\" TERM; echo $$ > pid; sleep 60' &) ; while :; do sleep 0.1; done"
     text = f"cd {tmp_path}; {stubborn}"
     code, shown = run_on(
@@ -163,7 +163,7 @@ def test_when_one_host_fails_all_processes_on_the_others_end(ssh, tmp_path):
 
 def test_a_lost_host_is_named_instead_of_its_victim(ssh, tmp_path):
     wait = f"while [ ! -e {tmp_path}/failed ]; do sleep 0.05; done; sleep 0.3"
-    lost = f"trap '' TERM; echo $$ > {tmp_path}/pid; {wait}; kill -9 $PPID; exec sleep 60"  # the agent is killed
+    lost = f"trap '' TERM; echo $$ > {tmp_path}/pid; {wait}; kill -9 $PPID; exec sleep 60"  # kills the agent
     with pytest.raises(LaunchError, match="host b") as caught:
         run_on(ssh, {"a": f"touch {tmp_path}/failed; exit 3", "b": lost})
     assert caught.value.code == "host-lost"
@@ -186,7 +186,7 @@ def test_a_rank_ends_if_both_processes_of_the_agent_are_killed(ssh, tmp_path):
 
 
 def test_ranks_end_with_the_launcher(ssh, tmp_path):
-    """The launcher is killed, and nothing is left of what it started."""
+    """The launcher is killed, and everything it started is gone."""
     source = (
         "import sys\nfrom paceline.runtime.hosts.ssh import open_agents, run_agents\n"
         "with open_agents(['a'], sys.argv[1]) as agents:\n"
@@ -208,7 +208,8 @@ def test_dry_runs_print_and_do_nothing(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["paceline", "train", "--channels", "8", "16", "--debug"]
     answer = command("run", "--slurm", "--nodes", "2", "--dry-run", "--", *words)
-    assert " -m paceline train --channels 8 16 --debug\n" in answer.out  # as typed: these words are not ours
+    # passed on verbatim: these words are not for us
+    assert " -m paceline train --channels 8 16 --debug\n" in answer.out
     assert answer.code == 0 and "#SBATCH --nodes=2" in answer.out and not answer.err
     answer = command("run", "--kubernetes", "--image", "x", "--name", "job", "--", "paceline", "train")
     assert answer.code == 0 and "kind: Job" in answer.out

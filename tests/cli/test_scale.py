@@ -1,6 +1,6 @@
 """`paceline scale` end to end, on jobs too small for the results to mean anything.
 
-Studies that are interrupted and resumed are in `test_scale_resume`.
+Interrupted and resumed studies are tested in `test_scale_resume`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _no_launcher(monkeypatch, tmp_path):
 
 
 def list_tables(document: dict, name: str) -> list[str]:
-    """The tables of a study. On a busy machine no model may fit the times, and the study then says so."""
+    """The tables of a study. On a busy machine possibly no model fits the times; the study then reports that."""
     is_predicted = not all(line.startswith("No prediction for") for line in document["assumptions"])
     return [table for table in TABLES[name] if table != "predicted" or is_predicted]
 
@@ -93,7 +93,7 @@ def test_a_study_leaves_its_records_tables_pictures_and_page(studies, name):
 
 
 def assert_links(page: Path, names: set[str]) -> None:
-    """The page shows pictures of these names, and they are where it says."""
+    """The page shows images with these names, and the files exist."""
     links = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
     assert {Path(link).name for link in links} == names
     assert all((page.parent / link).is_file() for link in links)
@@ -123,7 +123,7 @@ def test_batch_sizes_are_timed_over_whole_epochs(studies):
 
 
 def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
-    """From run.json itself, without the classes that made the table."""
+    """From run.json itself, without the classes that produced the table."""
     folder = studies["ranks"]["run"]
     saved = json.loads((Path(folder) / "run.json").read_text())["records"]
     records = [record for record in saved if record["kind"] == "step" and record["role"] == "job"]
@@ -149,7 +149,7 @@ def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
         assert float(row["overlap"]) == pytest.approx(1 - exposed_s / statistics.median(busy))
     for record, row in zip([r for r in records if r["world_size"] > 1], read_csv(folder, "bandwidth"), strict=True):
         busy_s = statistics.median(max(ranks) for ranks in record["busy"]["seconds"])
-        rate = sum(record["bucket_bytes"]) / busy_s  # two ranks: each byte goes over the bus once
+        rate = sum(record["bucket_bytes"]) / busy_s  # two ranks: each byte crosses the bus once
         assert float(row["busbw_bytes_per_s"]) == pytest.approx(rate)
         assert float(row["peak_share"]) == pytest.approx(rate / float(row["peak_bytes_per_s"])) and rate > 0
 
@@ -157,7 +157,7 @@ def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
 def test_ranks_are_measured_with_their_layers_and_all_reduces(studies):
     run = load_run(Path(studies["ranks"]["run"]))
     counts = {kind: sum(isinstance(r, kind) for r in run.records) for kind in (StepRecord, LayerProfileRecord)}
-    # Of each cell: one rank, each wrapper on it, two ranks that send nothing, and each wrapper on them.
+    # For each cell: one rank, each wrapper on one rank, two ranks that send nothing, and each wrapper on two.
     assert counts == {StepRecord: 2 * 6, LayerProfileRecord: 2}
     sweep = [record for record in run.records if isinstance(record, CollectiveRecord)]
     assert {(record.backend, record.world_size) for record in sweep} == {("gloo", 2)}
@@ -183,7 +183,7 @@ def test_large_batches_have_a_baseline_recipes_seeds_and_noise(studies):
     assert [r.num_updates for r in runs] == [24, 6, 6, 3, 3] * 2
     assert [r.lr for r in runs[:3]] == pytest.approx([0.005, 0.005, 0.02])
     assert all(len(r.curve) == 2 and r.curve[-1].update == r.num_updates for r in runs)
-    # Other seeds are other runs of the same task.
+    # Other seeds give other runs of the same task.
     assert len({r.curve[-1].test_loss for r in runs}) == len(runs)
     noise = [record for record in run.records if isinstance(record, NoiseRecord)]
     assert [record.step for record in noise] == [2, 7, 14, 24]  # 0.1, 0.3, 0.6 and all of 24 updates
@@ -211,7 +211,8 @@ def test_strategies_are_compared_with_bf16_by_accuracy_and_bytes(tmp_path):
     assert rows["bf16"]["gap"] is None
     for name, row in rows.items():
         accuracy = statistics.mean(run.curve[-1].test_accuracy for run in runs if run.recipe == name)
-        assert row["test_accuracy"] == pytest.approx(accuracy) and row["target_s"] > 0  # 0 is reached at once
+        # a target of 0 is reached at once
+        assert row["test_accuracy"] == pytest.approx(accuracy) and row["target_s"] > 0
         if name != "bf16":
             assert row["gap"] == pytest.approx(rows["bf16"]["test_accuracy"] - accuracy)
     sent = {name: row["sent_bytes"] for name, row in rows.items()}
@@ -229,7 +230,7 @@ NUMBERS = (
 
 @pytest.mark.slow
 def test_large_batches_of_a_model_that_predicts_numbers(tmp_path):
-    """By default with every recipe that fits such a job, compared by test loss."""
+    """By default, compare every recipe that fits such a job by test loss."""
     answer = type_alone(*NUMBERS, "--json", "--out", str(tmp_path / "out"))
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
@@ -243,7 +244,7 @@ def test_large_batches_of_a_model_that_predicts_numbers(tmp_path):
 
 
 def test_a_person_reads_tables_findings_and_where_the_page_is(studies, tmp_path):
-    """A finished study is shown again: nothing is measured, and its files are drawn anew."""
+    """Resuming a finished study shows it again: nothing is measured, and its files are redrawn."""
     folder = tmp_path / "copy"
     shutil.copytree(studies["ranks"]["run"], folder)
     (folder / "weak.png").unlink()
@@ -273,7 +274,7 @@ def test_a_page_of_several_runs_shows_pictures_that_are_there(studies, tmp_path)
 
 
 def change_records(run: str, folder: Path, change) -> Path:
-    """A copy of a run whose records were changed."""
+    """A copy of a run with modified records."""
     shutil.copytree(run, folder)
     document = json.loads((folder / "run.json").read_text())
     for record in document["records"]:
@@ -293,10 +294,10 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, tmp_path):
         answer = type_command("scale", *verb)
         assert answer.code == 1 and "above the peak" in answer.err and "saved" not in answer.err
         assert "above the peak" not in answer.out and "of peak" not in answer.out
-    assert "efficiency" in answer.out  # what else was measured is shown
+    assert "efficiency" in answer.out  # the other measurements are still shown
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ def test_times_of_another_machine_are_not_mixed_in(command, studies, tmp_path, v
     (folder / "run.json").unlink()
     answer = command("scale", verb, "--resume", str(folder))
     assert_refused(answer, "it was started on a faster box, but this is")
-    # As a part of a page, too.
+    # Also as part of a page.
     shutil.copytree(folder, tmp_path / "page" / verb)
     if verb == "batch":
         assert_refused(command("scale", "report", "--resume", "page"), "it was started on a faster box")
@@ -365,7 +366,7 @@ def test_a_page_is_of_studies_alone(command, studies, tmp_path):
 
 
 def test_a_study_that_cannot_be_leaves_nothing_behind():
-    """Ranks find that out, when the folder is there already."""
+    """Ranks detect this after the folder has been created."""
     assert_refused(
         type_alone(*LARGE, "--global-batch-size", "64"), "48 samples are fewer than a batch of 64: leave it out"
     )

@@ -26,7 +26,7 @@ from tests.conftest import descendants, wait_until
 
 pytestmark = pytest.mark.slow
 
-# Long enough that a signal comes in the middle of it, on one rank.
+# Long enough that a signal arrives in the middle of it, on one rank.
 LONG = (
     "scale", "large-batch", *TINY, "--samples", "160", "--test-samples", "16", "--base-batch-size", "2",
     "--global-batch-size", "4", "--recipes", "none", "--seeds", "5", "--epochs", "1", "--evaluations", "1",
@@ -39,7 +39,7 @@ def read_run(out: str) -> Path:
 
 
 def list_records(folder: Path) -> list[Record]:
-    """What a run found, without how long that took."""
+    """The findings of a run, without durations."""
     found: list[Record] = []
     for record in load_run(folder).records:
         if isinstance(record, LargeBatchRecord):
@@ -55,7 +55,7 @@ def list_cells(folder: Path) -> set[str]:
 
 @pytest.fixture
 def whole(studies) -> Path:
-    """The folder of the undisturbed study, one run after the other in this process."""
+    """The folder of the undisturbed study, with sequential runs in this process."""
     return Path(studies["large-batch"]["run"])
 
 
@@ -100,7 +100,7 @@ def test_several_runs_at_once_find_the_same(whole, tmp_path):
 def test_a_study_whose_cells_are_all_there_needs_no_run(whole, tmp_path):
     folder = break_off(whole, tmp_path / "broken", set())
     before = look_at(folder)
-    for _ in range(2):  # the second time it is over, and needs no rank
+    for _ in range(2):  # the second time it is complete, and needs no rank
         answer = type_alone("scale", "large-batch", "--resume", str(folder), "--json")
         assert answer.code == 0, answer.err
         assert load_run(folder).records == load_run(whole).records and look_at(folder) == before
@@ -118,7 +118,7 @@ def test_a_damaged_cell_is_named_and_nothing_is_lost(whole, tmp_path):
 
 
 def stop_in_the_middle(job: subprocess.Popen[str], out: Path) -> tuple[Path, str]:
-    """Ctrl-C while a cell runs, after some are finished; (the folder, what it said)."""
+    """Ctrl-C during a cell, after some are finished; returns (the folder, the output)."""
 
     def count() -> int:
         return len(list(out.glob("*/cells/*.json")))
@@ -145,7 +145,7 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_resume(start, tmp_path):
     place = Path("out") / folder.name
     words = f"interrupted: {len(before)} of 10 cells saved; resume with: paceline scale large-batch --resume {place}"
     assert words in err
-    # How many run at once may be another number now; a launched world can have one.
+    # The number of concurrent runs may have changed; a launched world allows one.
     answer = type_alone("scale", "large-batch", "--resume", str(folder), "--at-once", "1", "--json")
     assert answer.code == 0, answer.err
     after = look_at(folder)
@@ -164,14 +164,14 @@ def test_ctrl_c_before_the_first_cell_leaves_nothing(start, tmp_path):
     assert not list((tmp_path / "out").iterdir()) and "resume with" not in err
 
 
-# -- cells that are played back ----------------------------------------------------------------------------------------
+# -- replayed cells ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def play(monkeypatch, studies):
-    """`play(n)`: no rank is started; cells are answered from the finished studies, and Ctrl-C comes before the n-th.
+    """`play(n)`: replay cells from the finished studies without starting ranks; Ctrl-C arrives before the n-th.
 
-    Returns the names of the cells that are made from then on.
+    Returns a list that collects the names of the cells run from then on.
     """
 
     def begin(num_cells: int = -1) -> list[str]:
@@ -186,12 +186,12 @@ def play(monkeypatch, studies):
         monkeypatch.setattr(Session, "_call", answer)
         return made
 
-    monkeypatch.setattr(Session, "ask", lambda *_: (48, False))  # what the survey of LARGE finds
+    monkeypatch.setattr(Session, "ask", lambda *_: (48, False))  # the batch size found by the survey of LARGE
     return begin
 
 
 def read_hint(err: str) -> tuple[str, str, Path]:
-    """What is saved, the verb to resume, and the folder; the hint must be there once."""
+    """The saved output, the verb to resume, and the folder; the hint must appear exactly once."""
     ((kept, verb, path),) = re.findall(r"interrupted: (.+) saved; resume with: paceline (scale .+) --resume (.+)", err)
     return kept, verb, Path(path)
 
@@ -261,7 +261,7 @@ def test_what_is_lost_is_measured_and_the_rest_is_not(studies, tmp_path, name, l
 
 
 def test_a_study_resumed_elsewhere_says_so(whole, monkeypatch, tmp_path):
-    """Accuracy does not depend on the machine, but the reader should know that it changed."""
+    """Accuracy does not depend on the machine, but the reader should know that the machine changed."""
     folder = break_off(whole, tmp_path / "broken", {"epochs-16-none-seed-2"})
     monkeypatch.setattr(Environment, "machine_and_torch", property(lambda environment: "a faster box"))
     answer = type_alone("scale", "large-batch", "--resume", str(folder), "--json")
@@ -281,12 +281,12 @@ def test_runs_at_once_in_a_launched_world_are_refused(monkeypatch, tmp_path):
     assert_refused(type_alone(*LARGE, "--at-once", "2"), "--at-once 2 in a launched world")
 
 
-# -- the report of all -------------------------------------------------------------------------------------------------
+# -- the combined report -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small(monkeypatch, studies) -> None:
-    """The three parts of `scale report` are asked for as in the finished studies."""
+    """Request the three parts of `scale report` with the settings of the finished studies."""
     for name in studies:
         kind = scale.STUDIES[name]
         settings = kind.from_json(load_run(studies[name]["run"]).config)
@@ -294,7 +294,7 @@ def small(monkeypatch, studies) -> None:
 
 
 def assert_whole(folder: Path, studies: dict[str, dict], command_line: str) -> None:
-    """The page and its parts are those of the finished studies, and all are of one command."""
+    """The page and its parts equal the finished studies, and all belong to one command."""
     assert {path.name for path in folder.iterdir()} == {
         "batch", "ranks", "large-batch", "report.md", "report.json", "run.json",
     }  # fmt: skip
@@ -332,7 +332,7 @@ def test_a_report_is_resumed_wherever_it_was_interrupted(play, small, studies, m
     asked, made = command, []
     for more, wanted in (
         (1, f"batch (1 of {counts['batch']} cells)"),
-        (counts["batch"] - 1, "batch (finished)"),  # before the first cell of the next
+        (counts["batch"] - 1, "batch (finished)"),  # before the first cell of the next part
         (2, f"batch (finished), ranks (2 of {counts['ranks']} cells)"),
     ):
         now = play(more)
@@ -343,7 +343,7 @@ def test_a_report_is_resumed_wherever_it_was_interrupted(play, small, studies, m
         assert (kept, verb) == (wanted, "scale report") and not (folder / "report.md").exists()
         asked = ("scale", "report", "--resume", str(folder))
     now = play()
-    with monkeypatch.context() as patch:  # the records of the last are saved, and its pictures are not drawn
+    with monkeypatch.context() as patch:  # the last records are saved, but the figures are not drawn
 
         def stop(session, result) -> None:
             if result.run.verb == "scale large-batch":

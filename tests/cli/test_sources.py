@@ -1,6 +1,6 @@
-"""Every command that docs/sources.md names for the five documents runs, on small jobs and data.
+"""Every command in docs/sources.md for the five documents runs, on small jobs and data.
 
-Each command keeps its options, with smaller numbers and models. NCCL becomes gloo, and a GPU the CPU.
+Each command keeps its options, with smaller numbers and models. gloo replaces NCCL, and the CPU a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODELS = {
 }
 NUMBERS = {"--iters": ["2"], "--warmup": ["1"]}
 SAMPLES = {"--samples": ["32"]}
-# By verb, options that each of its commands gets, and options that replace those that it has.
+# For each verb: options added to each of its commands, and options that replace existing ones.
 GIVEN = {
     "bench allreduce": NUMBERS | {"--sizes": ["4B,64KiB"]},
     "bench chunks": NUMBERS,
@@ -52,11 +52,12 @@ SMALLER = {
     "--global-batch-size": ["8"],
     "--epochs": ["1"],
 }
-FROM_A_RUN = {"--model-profile", "--csv", "--trace", "--compare"}  # nothing is measured, so nothing has to be smaller
+# nothing is measured, so nothing must be made smaller
+FROM_A_RUN = {"--model-profile", "--csv", "--trace", "--compare"}
 
 
 def group_options(words: list[str]) -> dict[str, list[str]]:
-    """Each option with its values; an option that is given several times keeps all of them."""
+    """Each option with its values; a repeated option keeps all of them."""
     options: dict[str, list[str]] = {}
     for word in words:
         if re.match(r"--?[a-z]", word):
@@ -76,11 +77,11 @@ def limit_ranks(text: str) -> str:
 
 
 def shorten(command: str) -> list[str]:
-    """The arguments of a small form of a command of the documents."""
+    """The arguments of a small version of a documented command."""
     words = shlex.split(command)[1:]
     first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
     verb, options = words[:first], group_options(words[first:])
-    if verb[0] == "report":  # otherwise the page is written into the run's folder
+    if verb[0] == "report":  # otherwise the page is written to the run's folder
         return [*map(find_file, words), "--page", "page.html"]
     options = {name: [find_file(value) for value in values] for name, values in options.items()}
     if (FROM_A_RUN & set(options) and verb[0] != "bench") or " ".join(verb) not in GIVEN:
@@ -112,7 +113,7 @@ VERDICTS = ("done", "confirmed", "**in part**", "**contradicted**", "answered", 
 
 
 def find_unfinished_rows(text: str) -> list[str]:
-    """Rows of the documents without one of the verdicts, a command, a page or a result."""
+    """Rows of the documents without a valid verdict, command, page or result."""
     sections = re.split(r"^## \d{3}: .*$", text, flags=re.MULTILINE)[1:]
     rows = [line for section in sections for line in section.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows if not row.startswith("| the doc")]
@@ -136,7 +137,7 @@ def test_a_row_with_a_gap_is_found(gap):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with small files of each data set, and the file that a command names."""
+    """A folder with small files of each dataset, and the file that a command names."""
     folder = tmp_path_factory.mktemp("sources")
     save_cifar_batches(folder / "cifar10")
     save_mnist(folder / "mnist")
@@ -149,7 +150,7 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-# Several commands have the same small form. tests/dist/test_slurm.py runs jobs of `paceline run --slurm`.
+# Several commands have the same small version. tests/dist/test_slurm.py runs the jobs of `paceline run --slurm`.
 SHORT = sorted({tuple(shorten(command)) for command in COMMANDS if not command.startswith("paceline run")})
 
 
@@ -159,7 +160,7 @@ def test_a_command_of_the_sources_runs(arguments, place, monkeypatch):
     monkeypatch.chdir(place)
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    # A job on one rank runs in this process, which takes no time to start.
+    # A one-rank job runs in this process, so nothing has to start.
     is_alone = "--ranks" not in arguments and arguments[0] in ("train", "profile", "scale")
     answer = (type_alone if is_alone else type_command)(*arguments)
     assert answer.code == 0, answer.err

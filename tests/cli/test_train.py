@@ -42,7 +42,7 @@ def one_launched_rank():
     """This process is the only rank of a launched world: a job on one rank needs no other process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MASTER_ADDR", raising=False)
-        # torch sets it when an optimizer is made for the first time, and leaves it set.
+        # torch sets it when the first optimizer is created, and leaves it set.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor"))
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
             patch.setenv(name, value)
@@ -55,7 +55,7 @@ def type_alone(*arguments: str) -> Answer:
 
 
 def save_mnist(folder: Path, num_train: int = 64, num_test: int = 16) -> Path:
-    """The four idx files, with a digit's class written large into its pixels."""
+    """The four idx files; each digit's class is written in large into its pixels."""
     folder.mkdir(exist_ok=True)
     draw = np.random.default_rng(0)
     for prefix, count in (("train", num_train), ("t10k", num_test)):
@@ -109,7 +109,7 @@ def test_profile_notes_every_phase_of_every_step(trained):
     assert [row["step"] for row in rows] == list(range(1, 9))
     for row in rows:
         phases_s = [row[name] for name in ("forward_s", "backward_s", "optimizer_s")]
-        # Each is that of the slowest rank in it, so their sum may pass the step's; none alone can.
+        # Each phase reports its slowest rank, so their sum may exceed the step time; no single phase can.
         assert all(0 < seconds <= row["step_s"] for seconds in phases_s)
 
 
@@ -214,7 +214,7 @@ def test_options_for_large_batches(mnist, asked, rates, tmp_path):
     assert answer.code == 0, answer.err
     run = Path(json.loads(answer.out)["run"])
     assert [row["lr"] for row in load_rows(run)] == pytest.approx(rates)
-    again = type_alone("train", "--resume", str(run))  # its settings, drops too, come back from JSON
+    again = type_alone("train", "--resume", str(run))  # its settings, including drops, survive JSON
     assert again.code == 0 and "the run was already finished" in again.out
 
 

@@ -1,6 +1,6 @@
-"""`paceline train` that is killed, stopped, damaged or misconfigured: nothing is lost, and the reason is printed.
+"""`paceline train` when killed, stopped, damaged or misconfigured: nothing is lost, and the reason is printed.
 
-The real command, mostly in a process of its own; what ranks do is tested in `tests/dist/test_training_resume.py`.
+The real command, mostly in a separate process; the ranks are tested in `tests/dist/test_training_resume.py`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from paceline.training.train_settings import TrainSettings
 from tests.cli.test_train import one_launched_rank
 from tests.conftest import descendants, find_ranks, wait_until
 
-# Raise it to look for a moment at which a kill does harm.
+# Raise it to search for a moment at which a kill does harm.
 KILLS = int(os.environ.get("PACELINE_KILL_TRIALS", "3"))
 NOTED = ("step", "epoch", "loss", "accuracy", "samples", "lr", "test_loss", "test_accuracy", "test_samples")
 TRAIN = (
     "train", "--model", "cnn", "--channels", "4", "8", "--hidden", "16", "--samples", "256", "--batch-size", "8",
     "--epochs", "20", "--dropout", "0.1", "--schedule", "cosine", "--save-every", "5steps",
 )  # fmt: skip
-# The same with fewer saves, which change nothing but the time.
+# The same with fewer saves, which only affect the duration.
 SETTINGS = TrainSettings(
     model="cnn", channels=(4, 8), hidden=16, samples=256, batch_size=8, epochs=20, dropout=0.1, schedule="cosine",
     save_every="50steps", ranks=2,
@@ -53,7 +53,7 @@ def the_run(out: Path) -> Path:
 
 
 def read_steps(out: Path) -> int:
-    """How many steps a run has logged so far; 0 before there is a run."""
+    """The number of steps a run has logged so far; 0 before the run exists."""
     files = list(out.glob("*/metrics.jsonl"))
     return files[0].read_bytes().count(b"\n") if files else 0
 
@@ -73,7 +73,7 @@ def assert_nothing_temporary(folder: Path) -> None:
 
 
 def finish(job: subprocess.Popen[str], code: int = 0) -> str:
-    """Wait for a command; what it said on stderr. Its ranks are gone, too."""
+    """Wait for a command and return its stderr. Checks that its ranks are gone."""
     _, err = job.communicate(timeout=100)
     assert job.returncode == code, err
     assert "Traceback" not in err
@@ -115,7 +115,7 @@ def newest(folder: Path) -> Path:
 
 
 def wait_for_a_save(job: subprocess.Popen[str], checkpoints: Path) -> None:
-    """Until a save is under way, which takes milliseconds."""
+    """Wait until a save is in progress, which takes milliseconds."""
     deadline = time.monotonic() + 100
     while not any(checkpoints.glob(".saving-*")) and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.0005)
@@ -149,7 +149,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(start, t
 @pytest.mark.parametrize(
     ("number", "tell"),
     [
-        # The group has the process, too: what it does alone is a part of that.
+        # The group includes this process, so the signal covers what the process would do by itself.
         pytest.param(signal.SIGTERM, os.kill, marks=pytest.mark.slow),
         (signal.SIGTERM, os.killpg),
         pytest.param(signal.SIGINT, os.killpg, marks=pytest.mark.slow),
@@ -158,7 +158,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(start, t
     ],
 )
 def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
-    # To the whole group, as a terminal and `timeout` send it: ranks must not take it for two.
+    # To the whole group, as a terminal and `timeout` send it: ranks must not count it as two.
     job = start(*COMMAND, *TRAIN, "--ranks", "2", "--out", "out")
     wait_for_steps(job, tmp_path / "out", 12)
     ranks = descendants(job.pid)
@@ -282,12 +282,12 @@ def test_a_job_that_is_started_again_resumes_its_run(command, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_ranks_end_once_the_checkpoint_is_on_disk(warm_pool, tmp_path):
-    """A launcher ends the others as soon as one rank has ended, and rank 0 may still be writing."""
+    """A launcher ends the other ranks as soon as one has ended, while rank 0 may still be writing."""
     assert warm_pool.run(train_with_a_slow_disk, (tmp_path,), num_ranks=2) == [True, True]
 
 
 def train_with_a_slow_disk(folder: Path) -> bool:
-    """Whether the checkpoint of the end is there when this rank is done."""
+    """Whether the final checkpoint exists when this rank is done."""
     from paceline.training import checkpoint_files, loop
 
     wait = checkpoint_files.CheckpointStore.wait

@@ -65,7 +65,7 @@ def emulated_torch(out) -> dict:
 
 @pytest.fixture(scope="module")
 def type_on_ranks(warm_pool):
-    """The command line in a launched world of two warm ranks; the answer of rank 0."""
+    """The command line in a launched world of two warm ranks; returns the answer of rank 0."""
     return lambda *arguments: warm_pool.run(type_command, arguments, num_ranks=2, timeout_s=200)[0]
 
 
@@ -118,7 +118,7 @@ def test_everything_is_measured_predicted_and_written(on_gloo):
 
 @pytest.mark.slow
 def test_on_shared_memory_with_messages_during_backward(type_on_ranks, out):
-    # Wide enough that a message of 256 KiB fits twice into its gradients.
+    # Wide enough that its gradients hold two messages of 256 KiB.
     wide = ("--hidden", "700", "--quick", "--backend", "paceline")
     document = read(type_on_ranks(*TUNE, *wide, "--json", "--out", out))
     assert_complete(document, "paceline", "shm", 2)
@@ -198,7 +198,8 @@ def test_what_cannot_be_tuned_is_refused_at_once(command, monkeypatch, tmp_path,
 
 @pytest.mark.parametrize("option", ["--plan", "--accumulate"])
 def test_options_that_a_tuning_does_not_have(command, option):
-    """A plan is its answer, and gradients travel with the last micro-batch alone: the plan is the same without."""
+    """The answer is a plan, and gradients are sent only with the last micro-batch: the plan is the same without
+    accumulation."""
     answer = command("tune", option, "2")
     assert answer.code == 2 and option in answer.err
 

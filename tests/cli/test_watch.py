@@ -68,7 +68,7 @@ def test_a_program_has_a_live_page_until_it_is_killed(start: Callable[..., subpr
         while not (event := read_event(viewer))["reload"] or event["rows"]:
             pass
     assert "Killed by signal 9" in event["status"]
-    with ask(words[0]) as answer:  # the page that the browser loads then
+    with ask(words[0]) as answer:  # the page that the browser then loads
         assert "Killed by signal 9" in answer.read().decode()
     job.wait(100)
     assert (the_run(out) / "report.html").exists() and "exit code -9" in said.read_text()
@@ -85,7 +85,7 @@ while True:
     optimizer.step()
     time.sleep(0.01)
 """
-# Its stderr goes to a file: the process that watches holds it, too, and goes on.
+# Its stderr goes to a file: the watching process holds it, too, and keeps running.
 _RUN = """
 import os, subprocess, sys
 with open(sys.argv[1], "w") as file:
@@ -96,7 +96,7 @@ with open(sys.argv[1], "w") as file:
 
 
 def _find_place(address: str) -> int:
-    """How many bytes of rows a page has that is loaded now; it is that of a run that goes on."""
+    """The number of bytes of rows in a page loaded now; the run is still going on."""
     with ask(address) as answer:
         live = read_data(answer.read().decode())["live"]
     assert live["how"] == "running"

@@ -14,5 +14,5 @@ __all__ = ["forked", "job"]
 
 @pytest.fixture
 def job(on_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """`job(num_ranks, fn, *args)`: what ranks do together."""
+    """`job(num_ranks, fn, *args)`: run a function on this many ranks."""
     return on_ranks

@@ -62,7 +62,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., A
 
 
 def serve() -> None:
-    """Fork for every request, and answer with the function's result or error."""
+    """Fork for every request, and reply with the function's result or error."""
     import torch.distributed  # noqa: F401
 
     from paceline.transport import group, register
@@ -81,13 +81,14 @@ def serve() -> None:
             os.write(1, (json.dumps(answer) + "\n").encode())
             os._exit(0)
         os.waitpid(pid, 0)
-        os.write(1, b"gone\n")  # processes end before their test does
+        os.write(1, b"gone\n")  # processes exit before their test ends
 
 
 class Ranks:
     """Forked ranks of one job, each with an open default group on the shm backend.
 
-    `work(rank, say, *args)` runs on each rank; what it says and returns is sent back. Afterwards every rank destroys
+    `work(rank, say, *args)` runs on each rank; its results and everything passed to `say` are sent back. Afterwards
+    every rank destroys
     its group and reports leftovers. Leaving the block ends the remaining ranks.
     """
 
@@ -139,7 +140,7 @@ class Ranks:
         return [self.hear(rank) for rank in range(self.size)]
 
     def conclude(self, *except_ranks: int) -> dict[int, Any]:
-        """The results of the ranks; fails if a rank still holds anything of a group."""
+        """The results of the ranks; fails if a rank still holds any resource of a group."""
         answers = {rank: self.hear(rank) for rank in range(self.size) if rank not in except_ranks}
         for rank, answer in answers.items():
             assert not answer["left"], f"rank {rank} still has {answer['left']}"

@@ -1,4 +1,4 @@
-"""Programs written for gloo. None of them knows its backend; each returns its results.
+"""Programs written for gloo. They do not know their backend; each returns its results.
 
 `test_transport_torch` runs each on gloo and on paceline, and compares.
 """
@@ -26,7 +26,7 @@ def numbers(size: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """The result of a call, or the type of the error that it raises."""
+    """The result of a call, or the type of the error it raises."""
     try:
         return call()
     except (RuntimeError, ValueError, TypeError) as error:
@@ -60,7 +60,7 @@ def ddp() -> Any:
 
 
 def ddp_with_hooks() -> Any:
-    # Without PowerSGD: its callbacks hold the group, and gloo aborts if its own thread frees it last.
+    # Without PowerSGD: its callbacks hold the group, and gloo aborts if its own thread is the last to release it.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     found = []
@@ -88,7 +88,7 @@ def compiled_ddp() -> Any:
 
 
 def compiled_step() -> Any:
-    """A step with its own reduction, compiled as a whole: forward, backward, all-reduce, update."""
+    """A compiled step with its own reduction: forward, backward, all-reduce, update."""
     torch._dynamo.reset()
     torch.manual_seed(4)
     model, size = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), dist.get_world_size()

@@ -1,6 +1,6 @@
 """Simulated hosts in namespaces of this machine, each with its own name, network and mounts, connected by a cable.
 
-Needs root, `ip` and `unshare`. Nothing of it is visible outside; all of it is removed at the end.
+Needs root, `ip` and `unshare`. Nothing is visible outside the namespaces, and everything is removed at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
 TINY = "--model cnn --channels 2,4 --hidden 8 --batch-size 4 --samples 64"
-# The verbs other than train, which every launcher must run.
+# The verbs other than train; every launcher must run them.
 VERBS = (
     "bench allreduce --sizes 64KiB --iters 5", "bench wrappers --model cnn --batch-size 2 --iters 3",
     f"profile phases {TINY} --iters 3", f"profile trace {TINY} --steps 2",
@@ -49,7 +49,7 @@ class MadeHosts:
         return f"paceline-tests-{self.mark}-{name}"
 
     def wrap(self, name: str, command: Sequence[str], setup: str = "") -> list[str]:
-        """The command, wrapped to run on this host after the shell commands in `setup`, whose mounts are private."""
+        """The command, wrapped to run on this host after the shell commands in `setup`, with private mounts."""
         begin = f'hostname {name}; mount --bind "{self.folder}/hosts" /etc/hosts; {setup}'
         return ["ip", "netns", "exec", self.space(name), "unshare", "--uts", "--mount", "sh", "-ec",
                 f'{begin} exec "$@"', "sh", *command]  # fmt: skip
@@ -59,7 +59,7 @@ class MadeHosts:
         return subprocess.Popen(self.wrap(name, command, setup), **options)
 
     def serve(self, name: str, command: Sequence[str], setup: str = "", **options) -> subprocess.Popen[str]:
-        """Start a service with its output in a file; it ends with the hosts."""
+        """Start a service with its output in a file; it stops together with the hosts."""
         log = (self.folder / f"{Path(command[0]).name}-{name}.log").open("a")
         with log:
             service = self.start(name, command, setup, stdout=log, stderr=log, stdin=subprocess.DEVNULL, **options)
@@ -76,7 +76,7 @@ class MadeHosts:
         service.wait()
 
     def list_processes(self, but: Sequence[str] = ("sshd", "munged", "slurmctld", "slurmd")) -> list[str]:
-        """The processes on the hosts other than their services."""
+        """The processes on the hosts, except their services."""
         found = []
         for name in self.names:
             for pid in run_ip("netns", "pids", self.space(name)).split():
@@ -110,7 +110,7 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(f"signal {number}")
 
-    # `timeout` or a closed terminal, which end the tests, must end the hosts too.
+    # `timeout` or a closed terminal that ends the tests must end the hosts, too.
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         try:
@@ -129,7 +129,7 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
             pytest.skip(f"SEVERAL HOSTS ARE NOT TESTED: namespaces are not allowed here: {error.stderr.strip()}")
         yield hosts
     finally:
-        for number in (signal.SIGINT, *before):  # nothing interrupts this
+        for number in (signal.SIGINT, *before):  # must not be interrupted
             before[number] = before.get(number) or signal.getsignal(number)
             signal.signal(number, signal.SIG_IGN)
         for service in reversed(hosts.services):
@@ -141,7 +141,7 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
 
 
 def remove_space(space: str) -> None:
-    """Kill everything in a namespace and remove it; parts may already be gone."""
+    """Kill everything in a namespace and remove it; parts of it may already be gone."""
     with contextlib.suppress(subprocess.SubprocessError):
         for pid in run_ip("netns", "pids", space).split():
             with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ def remove_space(space: str) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the hosts of test runs that were killed."""
+    """Remove hosts left over from killed test runs."""
     for space, pid in re.findall(r"^(paceline-tests-(\d+)-\S+)", run_ip("netns", "list"), re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():
             remove_space(space)
@@ -172,7 +172,7 @@ def paths() -> str:
 
 
 def find_commands(way: str) -> list[str]:
-    """The commands of docs/several-hosts.md with this option; each has one of the three, so a test runs it."""
+    """The commands of docs/several-hosts.md with this option; each command has one of the three, so all are tested."""
     text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "several-hosts.md").read_text())
     blocks = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
     lines = [line.strip() for block in blocks for line in block.splitlines()]

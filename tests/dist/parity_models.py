@@ -1,4 +1,4 @@
-"""The models and cases of the parity matrix: small, each with one feature that wrappers often get wrong."""
+"""The models and cases of the parity matrix: small, each with one feature that wrappers often mishandle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BRANCHES = ("a", "b", "c")
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples, and the model branches that they use."""
+    """Samples, and the model branches they use."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -28,18 +28,18 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of the matrix. What depends on (step, rank, micro, world_size) is a function of these four.
+    """One row of the matrix. Whatever depends on (step, rank, micro, world_size) is a function of these four.
 
-    `zero`: before each step gradients are set `to none` or `to zeros`, `never` touched, `replaced` by a copy, or only
-    `some` set to None. `quiet`: no_sync holds the `whole` micro-batch, or its `backward` alone. `by_shard`: the
-    reference takes the shards one by one, because samples of one batch see each other or take different ways. `amp`:
-    forward is in autocast, and a GradScaler scales the loss.
+    `zero`: before each step, gradients are set `to none` or `to zeros`, `never` touched, `replaced` by a copy, or only
+    `some` set to None. `quiet`: no_sync covers the `whole` micro-batch, or only its `backward`. `by_shard`: the
+    reference processes the shards one by one, because samples of one batch interact or take different branches. `amp`:
+    forward runs in autocast, and a GradScaler scales the loss.
     """
 
     build: Callable[[], nn.Module]
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, 0.1)
-    steps: int = 3  # the first has no plan yet, the second is the first that overlaps
+    steps: int = 3  # the first has no plan yet; the second is the first with overlap
     micro: int = 1
     quiet: str = "whole"
     zero: str = "to none"
@@ -51,7 +51,7 @@ class Case:
     memory_format: Callable[[int], torch.memory_format] = lambda rank: torch.contiguous_format
 
     def batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
-        """The micro-batches of one rank in one step; always the same."""
+        """The micro-batches of one rank in one step; deterministic."""
         found = []
         for micro in range(self.micro):
             place = (step, rank, micro, world_size)
@@ -122,7 +122,8 @@ class Branches(nn.Module):
 
 
 def use_here_and_there(step: int, rank: int, micro: int, world_size: int) -> tuple[str, ...]:
-    """`a` on one rank, another at each step; `b` on all others; `c` on none, then all, then rank 0, then none."""
+    """`a` on one rank, a different one at each step; `b` on all others; `c` on none, then all, then rank 0, then
+    none."""
     odd_one = rank == step % world_size
     third = step == 1 or (step == 2 and rank == 0)
     return ("a" if odd_one else "b", *(["c"] if third else []))
@@ -134,12 +135,13 @@ def use_in_turn(step: int, rank: int, micro: int, world_size: int) -> tuple[str,
 
 
 def use_a_few(step: int, rank: int, micro: int, world_size: int) -> tuple[str, ...]:
-    """Over all micro-batches of a step: `a` on rank 0 in the first, `b` on every rank in the second, `c` at the end."""
+    """Across the micro-batches of a step: `a` on rank 0 in the first, `b` on every rank in the second, `c` at the
+    end."""
     return (("a",) if rank == 0 else ("b",), ("b",), ("c",) if step % 2 and rank else ("b",))[micro]
 
 
 class AddAliased(torch.autograd.Function):
-    """Adds, and returns the same memory as the gradient of both inputs."""
+    """Adds two inputs, and returns the same memory as the gradient of both."""
 
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -295,7 +297,7 @@ def size_by_rank(step: int, rank: int, micro: int, world_size: int) -> int:
 
 
 def size_for_norms(step: int, rank: int, micro: int, world_size: int) -> int:
-    """Enough samples to keep the variance away from zero, where rounding would be magnified."""
+    """Enough samples to keep the variance away from zero, where rounding errors would be amplified."""
     return 8
 
 

@@ -31,7 +31,7 @@ def plant_late_rank() -> None:
 
 
 def plant_buckets() -> None:
-    """One bucket for each gradient."""
+    """One bucket per gradient."""
     original = DistributedDataParallel.__init__
 
     def initialize(self, *args, **kwargs):

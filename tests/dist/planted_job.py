@@ -1,4 +1,4 @@
-"""A training job with the problem that the variable PLANTED names, if any.
+"""A training job with the problem named by the environment variable PLANTED, if any.
 
 For `paceline train --model planted_job.py:build --data planted_job.py:load`, and with torch's wrapper as a program:
 `torchrun --nproc-per-node 2 planted_job.py`.
@@ -18,7 +18,7 @@ from paceline.plan import Gradient, plan_like_torch
 PLANTED = os.environ.get("PLANTED", "nothing")
 BATCH_SIZE, ROWS, WIDTH = 1 if PLANTED == "batch" else 32, 40_000 if PLANTED == "network" else 1, 128
 TOKENS = {"batch": 1, "buckets": 8, "data": 8, "late rank": 8}.get(PLANTED, 64)
-# Layers of a batch of one are wide, and each bad bucket is one of many gradients.
+# Layers are wide for a batch of one, and each bad bucket is one of many gradients.
 WIDE, DEPTH = {"batch": (1024, 5), "buckets": (WIDTH, 48)}.get(PLANTED, (WIDTH, 8))
 CAP_MB = 0.001 if PLANTED == "buckets" else 25
 
@@ -38,7 +38,8 @@ class Sentences(Dataset):
 
 
 class Net(nn.Module):
-    """Long arithmetic on few parameters; the gradient of the offsets, last of all, has 20 MB where it is planted."""
+    """Long arithmetic on few parameters; the gradient of the offsets, the last one, has 20 MB when a problem is
+    planted."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +62,7 @@ def build(form):
 
 
 def save_plan(path):
-    """A bucket for each gradient."""
+    """One bucket per gradient."""
     found = [Gradient(name, 4 * one.numel(), shape=tuple(one.shape)) for name, one in Net().named_parameters()]
     path.write_text(plan_like_torch(found, reversed(range(len(found))), [1]).to_json())
 

@@ -22,7 +22,7 @@ ACCELERATE = [
     sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
     "--mixed_precision", "no", "--dynamo_backend", "no",
 ]  # fmt: skip
-# For each: the launcher, further arguments, and the required package.
+# For each program: the launcher, further arguments, and the required package.
 PROGRAMS = {
     "plain_loop": (TORCHRUN, [], ""),
     "mixed_precision": ([sys.executable], [], ""),
@@ -97,7 +97,7 @@ def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_
     (losses, weights), (others, other_weights) = found
     assert len(losses) >= 2 and losses == pytest.approx(others, rel=1e-6)
     assert weights.keys() == other_weights.keys()
-    # Running statistics are those of rank 0 with torch's wrapper, and of all ranks with ours.
+    # torch's wrapper keeps rank 0's running statistics, ours averages those of all ranks.
     names = [name for name in weights if "running_" not in name]
     assert all(torch.allclose(weights[name], other_weights[name], rtol=1e-6, atol=1e-12) for name in names)
 
@@ -115,7 +115,7 @@ def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_
 def test_a_planted_bottleneck_is_named(kind, arguments):
     command = build_command("plain_loop", "--steps", "200", *arguments)
     result = paceline.attach(command, steps=48, stop=True, progress=False)
-    # On one host, shared memory is another cure for a batch that is small for its messages.
+    # On one host, shared memory is an alternative fix for a batch that is too small for its messages.
     assert result.bottleneck.kind in ((kind, "backend") if kind == "batch" else (kind,)), result.text(None)
     if kind == "late rank":
         assert "rank 1" in result.bottleneck.text
@@ -132,7 +132,7 @@ def test_a_bottleneck_that_is_planted_from_outside_is_named_and_not_without_it(k
         plant = [str(Path(__file__).with_name("planted.py")), planted, str(SCRIPTS / f"{name}.py")]
         result = paceline.attach([*TORCHRUN, *plant, "--steps", "200"], steps=48, stop=True, progress=False)
         found.append(result.bottleneck)
-    # On two cores that also load data, a short wait is normal.
+    # A short wait is normal on two cores that also load data.
     assert found[0].kind == kind and (found[1].kind != kind or 3 * found[1].gain_s < found[0].gain_s)
 
 
@@ -173,7 +173,7 @@ def test_a_program_that_is_watched_prints_lines_and_runs_to_its_end(capfd, tmp_p
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
-    """As they stand there, in a folder with a program of that name, by programs of those names."""
+    """Run verbatim, in a folder with a program of that name, by programs with those names."""
     text = (ROOT / "docs" / "your-own-script.md").read_text()
     lines = [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     commands = [line.strip() for line in lines]
@@ -194,7 +194,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
 
 
 def train_rebucketed(kind: str, view: bool, static_graph: bool) -> tuple[list[int], list[torch.Tensor]]:
-    """The number of buckets every five steps and the weights at the end, of a wrapper that stays and of another."""
+    """The number of buckets every five steps, and the final weights; the wrapper is kept or replaced."""
     from paceline.measure.observer import rebucket
 
     wrap = paceline.DDP if kind == "paceline" else torch.nn.parallel.DistributedDataParallel
@@ -221,4 +221,4 @@ def train_rebucketed(kind: str, view: bool, static_graph: bool) -> tuple[list[in
 def test_a_wrapper_with_another_reducer_is_as_if_it_had_been_made_with_that_cap(on_ranks, options):
     (counts, weights), (others, _) = on_ranks(2, train_rebucketed, *options)
     assert counts == others == [1, 1, 1, 1, 6, 2, 1, 1]
-    assert torch.equal(*weights)  # sums of two ranks do not depend on buckets
+    assert torch.equal(*weights)  # sums over two ranks do not depend on buckets

@@ -1,4 +1,5 @@
-"""On paceline, averaged gradients are bit-identical on every rank, in every run and for every bucket plan."""
+"""On the paceline backend, averaged gradients are bit-identical on every rank, in every run and for every bucket
+plan."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def collect(dtype: torch.dtype, is_full: bool) -> dict[str, list[str]]:
         found["again"] = find_bits(world.rank, dtype, {})
     return found
 
-    # Private memory takes different paths for one message, for many, and for pieces of gradients.
+    # Private memory takes different paths for a single message, for many, and for pieces of gradients.
 
 
 FETCHED = ("default", "in 7 KB", "one bucket")

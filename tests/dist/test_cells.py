@@ -52,7 +52,7 @@ class Notebook:
         return self.text
 
     def show(self, source: str, ranks: list[int] | None = None) -> list[str]:
-        """What each rank shows of the last line, as text."""
+        """The text that each rank shows for the last line."""
         self.run(source, ranks)
         return [data["text/plain"] for _, data in sorted(self.shown, key=lambda one: one[0])]
 
@@ -202,7 +202,7 @@ def test_collectives_that_some_ranks_started_alone_are_noticed_though_no_rank_wa
 
 
 def interrupt_when(notebook: Notebook, text: str) -> threading.Thread:
-    """Ctrl-C once the cell has written this, to this process alone, as in a notebook."""
+    """Ctrl-C once the cell has written this, sent only to this process, as in a notebook."""
 
     def act() -> None:
         wait_until(lambda: text in notebook.text)
@@ -274,7 +274,7 @@ def test_a_stopped_rank_is_reported_and_a_killed_one_ends_the_others():
 
 
 def test_a_world_that_cannot_be_opened_is_one_error_and_leaves_nothing():
-    before = set(find_ranks(os.getpid()))  # of other tests
+    before = set(find_ranks(os.getpid()))  # ranks of other tests
     for settings in (CellSettings(2, "no-such-backend", "cpu"), CellSettings(2, gpu_ids=(0,))):
         with pytest.raises(ConfigError):
             CellRanks(settings, lambda *_: None, lambda _: None).start()

@@ -1,4 +1,4 @@
-"""The engine on real ranks: every collective is timed and checked, wrong data is counted, and its times are honest."""
+"""The engine on real ranks: every collective is timed and checked, wrong data is counted, and times are plausible."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_memories_and_the_limit_take_turns_in_one_cell(on_ranks, dtype):
 
 
 def watch_vectors(wanted: CollectiveSettings) -> list[bool]:
-    """For each all-reduce on shm in order: whether its vector was allocated by the group."""
+    """For each all-reduce on shm, in order: whether its vector was allocated by the group."""
     from paceline.transport.group import PacelineGroup
 
     places: list[tuple[int, int]] = []
@@ -80,7 +80,8 @@ def watch_vectors(wanted: CollectiveSettings) -> list[bool]:
         return given
 
     def look(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if isinstance(group, PacelineGroup) and tensor.numel() > 1:  # with one element, ranks agree on a time
+        # a single element is used by ranks to agree on a time
+        if isinstance(group, PacelineGroup) and tensor.numel() > 1:
             seen.append(any(begin <= tensor.data_ptr() < end for begin, end in places))
         return reduce(tensor, op, group, async_op)
 
@@ -98,7 +99,7 @@ def test_only_shared_memory_belongs_to_the_group(on_ranks):
 
 
 def skip_an_element(wanted: CollectiveSettings, how: str) -> Measured:
-    """Rank 1 skips the last element of every add, or of every copy."""
+    """On rank 1, skip the last element of every add, or of every copy."""
     from paceline.measure.collectives import MemoryAdd, MemoryCopy
 
     kind = MemoryAdd if how == "add" else MemoryCopy
@@ -137,11 +138,11 @@ def test_by_default_small_messages_get_many_repetitions(on_ranks):
 
 
 def corrupt_one_rank(wanted: CollectiveSettings, how: str) -> Measured:
-    """Corrupt the all-reduce of rank 1 in this way, unknown to the engine."""
+    """Corrupt the all-reduce of rank 1 in this way, without telling the engine."""
     real = dist.all_reduce
 
     def damaged(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if tensor.numel() > 100 and dist.get_rank() == 1:  # with one element, ranks agree on a time
+        if tensor.numel() > 100 and dist.get_rank() == 1:  # a single element is used by ranks to agree on a time
             match how:
                 case "one element":
                     work = real(tensor, op, group, async_op)
@@ -211,7 +212,7 @@ def test_too_many_ranks_are_an_error_on_all_ranks(on_ranks):
 
 
 def test_the_engine_agrees_with_a_hand_written_loop(warm_pool):
-    # Interleaved, and with a wide margin: `make bench` prints the exact ratio.
+    # Interleaved, and with a wide margin; `make bench` prints the exact ratio.
     rows = warm_pool.run(_compare, ((4 * MIB,), 5, 10), num_ranks=2, timeout_s=90)[0]
     assert 0.3 < rows[0]["ratio"] < 3.0, rows
 

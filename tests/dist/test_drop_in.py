@@ -1,4 +1,4 @@
-"""Programs written for torch's DistributedDataParallel give the same results with our wrapper in its place."""
+"""Programs written for torch's DistributedDataParallel give the same results with our wrapper."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def compare(program: Any, *args: Any, atol: float = 1e-6) -> None:
 
 def gan(rank: int, freezes: bool) -> list[nn.Module]:
     """The loop of torch's DCGAN example: two losses for D, then one through D for G. Some programs freeze D
-    meanwhile."""
+    during the latter."""
     ddp = nn.parallel.DistributedDataParallel
     generator = ddp(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4)))
     critic = ddp(nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1)))
@@ -161,7 +161,7 @@ def hooked(rank: int, name: str) -> list[nn.Module]:
         "local": post_localSGD_hook.post_localSGD_hook,
     }[name]
     if name == "power":
-        # With the same buckets and seeds, and without per-bucket state, both compute the same.
+        # With the same buckets and seeds, and without per-bucket state, both compute the same result.
         state = powerSGD_hook.PowerSGDState(None, 4, 2, 1, use_error_feedback=False, warm_start=False)
     if name == "local":
         alone, _ = dist.new_subgroups(1)
@@ -192,7 +192,7 @@ def test_torchs_communication_hooks(job, name, atol):
 
 
 def look_into_buckets() -> None:
-    """Every gradient, large ones included, is in one bucket that the hook receives."""
+    """Every gradient, including large ones, is in one bucket, which is passed to the hook."""
     with paceline.init(announce=None) as world:
         wide = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 4))
         model = DDP(wide, bucket_cap_mb=0.001)
@@ -203,7 +203,7 @@ def look_into_buckets() -> None:
             assert [grad.shape for grad in grads] == [param.shape for param in params]
             assert sum(grad.numel() for grad in grads) <= bucket.buffer().numel()
             seen.append((bucket.index(), bucket.is_last(), [tuple(param.shape) for param in params]))
-            for grad in grads:  # through the gradients rather than the buffer
+            for grad in grads:  # through the gradients instead of the buffer
                 dist.all_reduce(grad)
                 grad.div_(world.world_size)
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -379,7 +379,7 @@ def be_a_module() -> None:
                 loss_of(twin, world.rank).backward()
                 check(world, twin, wanted)
 
-        for prefix in ("module.", ""):  # both kinds of keys, into another wrapper
+        for prefix in ("module.", ""):  # with both kinds of keys, into another wrapper
             other = DDP(Talkative())
             other.load_state_dict({prefix + key: value + 1 for key, value in net.state_dict().items()})
             for a, b in zip(other.parameters(), net.parameters(), strict=True):

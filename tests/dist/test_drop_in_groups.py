@@ -67,7 +67,7 @@ class Owner:
 
 
 def open_groups_of_a_part() -> list[float]:
-    """Several groups of the same two ranks, one after another and at once; then groups of the whole world."""
+    """Several groups of the same two ranks, sequentially and concurrently; then groups of the whole world."""
     groups, sums = list[Any](), list[float]()
     with paceline.init(announce=None) as world:
         pair, owners = dist.new_group([0, 1]), [Owner(), Owner()]
@@ -116,7 +116,7 @@ def test_ignored_parameters_and_buffers_are_unchanged(job, how):
 
 
 def follow_the_seed() -> None:
-    """The loop of the seed document: accumulate without and with synchronisation, then synchronise explicitly."""
+    """The loop of document 001: accumulate without and with synchronisation, then synchronise explicitly."""
     with paceline.init(announce=None) as world:
         for reducer in REDUCERS:
             model = DDP(Net(), manual=True, **reducer)

@@ -138,7 +138,7 @@ def test_built_in_hooks_reduce_in_the_wrappers_group(job, name):
     job(3, use_built_in, name)
 
 
-# -- around a backward of a framework's own ----------------------------------------------------------------------------
+# -- inside a framework's own backward --------------------------------------------------------------------------------
 
 
 class Stepping(nn.Module):
@@ -269,7 +269,7 @@ def test_another_process_group_can_be_set(job):
     job(2, change_group)
 
 
-# -- what is not there ------------------------------------------------------------------------------------------------
+# -- unsupported names ------------------------------------------------------------------------------------------------
 
 
 class Guarded(Net):
@@ -320,7 +320,7 @@ def ask_for_names() -> None:
         with pytest.raises(AttributeError) as caught:
             _ = model.broken
         assert caught.value.name == "broken" and "'Guarded' object" in str(caught.value.__cause__)
-        bare = DDP.__new__(DDP)  # as in copying and unpickling
+        bare = DDP.__new__(DDP)  # as copying and unpickling do
         for name in ("module", "wrong", "_options", "__deepcopy_me__"):
             assert error_of(lambda name=name: getattr(bare, name))[0] == "AttributeError"
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
@@ -341,7 +341,7 @@ def test_an_error_for_a_missing_attribute_names_the_right_class(job):
 
 
 def join_as_torch_does(batches: tuple[int, ...], shards: bool, divide_by_all: bool, options: dict[str, Any]) -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # emits a warning
 
     with paceline.init(announce=None) as world:
         model, alone = DDP(Net(), check_replicas_every=1, **options), Net()

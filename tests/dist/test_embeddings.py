@@ -1,4 +1,4 @@
-"""Embedding gradients sent as rows equal those of torch's wrapper, whatever the model does with the weight."""
+"""Embedding gradients sent as rows equal those of torch's wrapper, however the model uses the weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import paceline
 from paceline.parallel import DDP
 from tests.dist.wrapped import check_equal, error_of, here
 
-# 256 KiB: the smallest table that is worth a message.
+# 256 KiB: the smallest table for which rows pay off.
 ROWS, WIDTH = 2048, 32
 # A separate bucket for the head: with a single bucket, a tied table is sent whole.
 SMALL_BUCKETS = 0.1
@@ -122,7 +122,7 @@ def to_dense(grad: torch.Tensor | None) -> torch.Tensor | None:
 def compare(world: Any, name: str, build: Callable[[], nn.Module], ids_of: Any = draw_ids, **options: Any) -> DDP:
     """Run both wrappers on the same batches. Collective."""
     torch.manual_seed(world.rank)
-    # torch's wrapper fails if a weight with sparse gradients has another use.
+    # torch's wrapper fails if a weight with sparse gradients is also used elsewhere.
     plain = MODELS["tied"][0] if name == "sparse and tied" else build
     # `max_norm` changes each rank's parameters in forward, depending on its tokens.
     ours = DDP(build(), check_replicas_every=0, **options)
@@ -172,7 +172,8 @@ def test_tied_models_of_hugging_face_are_split(job):
 
 
 def draw_unevenly(rank: int, step: int) -> torch.Tensor:
-    """In some steps a rank has no tokens, in one no rank has, and in one all have more than the table has rows."""
+    """In some steps one rank has no tokens, in another no rank has any, and in another all have more than the table
+    has rows."""
     sizes = {1: (0, 8) if rank else (3, 8), 2: (0, 8), 3: (ROWS // 4, 8)}
     return draw_ids(rank, step, sizes.get(step, (3, 8)))
 
@@ -236,7 +237,7 @@ def train_in_other_ways() -> None:
             model = DDP(MODELS[name][0](), embeddings="rows")
             alone = copy.deepcopy(model.module)
             for step in range(4):
-                # Three micro-batches; in step 2 gradients are zeroed in place, and in step 3 never.
+                # Three micro-batches; gradients are zeroed in place in step 2, and never in step 3.
                 for one in (model, alone):
                     if step != 3:
                         one.zero_grad(set_to_none=step != 2)

@@ -1,4 +1,4 @@
-"""The migration page: every argument of torch's wrapper has a row, each row is true, and its code and commands run."""
+"""The migration page: every argument of torch's wrapper has a correct row, and its code and commands run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGE = (ROOT / "docs" / "from-ddp.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.split("## Arguments")[1].split("\n## ")[0], re.MULTILINE))
-# For supported arguments: a value that a program might pass.
+# A value that a program might pass for each supported argument.
 GIVEN: dict[str, Any] = {
     "device_ids": None, "output_device": None, "dim": 0, "broadcast_buffers": False, "init_sync": False,
     "process_group": None, "bucket_cap_mb": 1e-4, "find_unused_parameters": True, "check_reduction": True,
@@ -57,7 +57,7 @@ class Marked(Net):
 
 
 def find_effects(rank: int, **given: Any) -> list[str]:
-    """The effect of an argument, among all effects of arguments. Collective."""
+    """The effect of an argument, out of all observable effects. Collective."""
     torch.manual_seed(rank)
     before = Marked(rank)
     model = DDP(copy.deepcopy(before), **given)

@@ -1,4 +1,4 @@
-"""One run of a large-batch study on real ranks: data, updates, evaluations, and a diverging loss."""
+"""A run of a large-batch study on real ranks: data, updates, evaluations, and a diverging loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CELLS = {cell.name: cell for cell in STUDY.list_cells(40)}
 
 
 def train_all(names: list[str], lr: float | None) -> list[Any]:
-    """Of each cell (records, bytes of its data, bytes of its first weights, samples of each micro-batch)."""
+    """For each cell: (records, bytes of its data, bytes of its initial weights, samples of each micro-batch)."""
     from paceline.studies import training_runs as measuring
     from paceline.training import loop
 
@@ -60,7 +60,7 @@ def trained(warm_pool) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_seeds_are_runs_of_one_task(trained):
-    """Synthetic data does not depend on the seed; initial weights, and so the training, do."""
+    """Synthetic data does not depend on the seed; initial weights do, and therefore so does the training."""
     data = [rank[1] for of_cell in trained.values() for rank in of_cell]
     assert all(found == data[0] for found in data)
     weights = {(CELLS[name].settings.seed, rank[2]) for name, of_cell in trained.items() for rank in of_cell}
@@ -103,7 +103,7 @@ def test_a_batch_that_grows_ends_at_the_asked_one(trained):
     (record, *_), _, _, steps = trained["epochs 16 grow seed 3"][0]
     assert (record.global_batch_size, record.largest_batch_size, record.batch_size) == (16, 16, 2)
     assert [sum(step) for step in steps][:8] == [2] * 8 and max(map(sum, steps)) == 8
-    # What a rank computes at once grew as long as it fits, and no further.
+    # The micro-batch of a rank grew as long as it fit, and no further.
     assert max(map(max, steps)) <= STUDY.most_at_once and record.num_samples == 80
 
 

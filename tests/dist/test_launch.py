@@ -1,4 +1,4 @@
-"""Ranks start, answer, fail with an error that names them, and never outlive their parent."""
+"""Ranks start, reply, fail with an error that names them, and never outlive their parent."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def init_by_torch_itself() -> int:
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
-    return int(total)  # and forgets to destroy the group
+    return int(total)  # without destroying the group
 
 
 def test_a_function_written_for_torchrun_runs_unchanged(on_ranks):
@@ -145,7 +145,7 @@ def test_a_dead_rank_is_named_although_its_peers_fail_first(on_ranks, warm_pool,
 @needs_fork
 def test_a_rank_that_ends_after_the_limit_does_not_replace_the_error(monkeypatch):
     with paceline.RankPool(2) as pool:
-        assert pool.run(abs, (-1,), timeout_s=60) == [1, 1]  # warm
+        assert pool.run(abs, (-1,), timeout_s=60) == [1, 1]  # on warm ranks
         read_stack = RankProcess.read_stack
 
         def end_first(rank: RankProcess) -> str:
@@ -176,7 +176,7 @@ def test_a_signal_is_not_sent_to_a_reused_process_id(monkeypatch):
 
 
 class LikeAVictim(OSError):
-    """Rank 0 fails once the text of this error is read, which is after its time was recorded."""
+    """Rank 0 fails only when this error's text is read, which is after its time was recorded."""
 
     def __str__(self) -> str:
         Path(self.args[0]).touch()
@@ -202,7 +202,7 @@ def test_a_pool_may_be_used_from_a_thread_and_then_from_another():
         thread = threading.Thread(target=lambda: first.extend(pool.run(os.getpid, timeout_s=60)))
         thread.start()
         thread.join()
-        time.sleep(0.3)  # the thread that started the ranks is gone; they are not
+        time.sleep(0.3)  # the thread that started the ranks is gone, but the ranks are not
         assert pool.run(os.getpid, timeout_s=60) == first and len(first) == 2
 
 
@@ -245,7 +245,7 @@ def test_ranks_can_post_messages_while_they_work(warm_pool):
 
 
 def test_an_unpicklable_function_is_refused_before_ranks_start(monkeypatch):
-    monkeypatch.setattr("paceline.runtime.ranks.by_value.is_interactive", lambda: False)  # as workers of pytest may be
+    monkeypatch.setattr("paceline.runtime.ranks.by_value.is_interactive", lambda: False)  # as pytest workers may be
     with pytest.raises(ConfigError, match="lambda"):
         paceline.run_ranks(lambda: None, 2)
 
@@ -256,7 +256,7 @@ def test_an_impossible_number_of_ranks_is_refused(count):
         paceline.run_ranks(os.getpid, count)
 
 
-# -- run_ranks in a world that is launched already ---------------------------------------------------------------------
+# -- run_ranks in an already launched world ---------------------------------------------------------------------------
 
 
 def run_nested(num_ranks: int, failing: int = -1) -> tuple[str, object]:
@@ -381,7 +381,7 @@ if __name__ == "__main__":
     ],
 )
 def test_no_rank_outlives_its_parent(start, tmp_path, ending):
-    """Ctrl-C reaches the whole process group; ranks also end if the launcher is killed while they are suspended."""
+    """Ctrl-C reaches the whole process group; suspended ranks also end if the launcher is killed."""
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
     job = start(str(script), str(tmp_path))
@@ -432,7 +432,7 @@ def describe_process() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "method": multiprocessing.get_start_method(),
         "forked": forked,
-        "loaded": [int(value) for value in loader],  # by a spawned worker of rank 0
+        "loaded": [int(value) for value in loader],  # loaded by a spawned worker of rank 0
         "sum": float(torch.ones(2**20).sum()),  # OpenMP in a fork
     }
 
@@ -464,7 +464,7 @@ def read_threads() -> tuple[int, str, int]:
 @pytest.mark.slow
 def test_a_server_is_replaced_when_it_is_killed_or_its_imports_are_stale(monkeypatch):
     with paceline.RankPool(1) as pool:
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # libraries read it when they are imported
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # libraries read it at import
         ((first, *found),) = pool.run(read_threads, timeout_s=60)
         assert found == ["1", 1]
         os.kill(first, signal.SIGKILL)
@@ -541,7 +541,7 @@ def test_unpicklable_arguments_are_named_in_one_line(start):
 def spawn_grandchild(folder: str) -> int:
     if os.environ["RANK"] == "0":
         pid = os.fork()
-        if pid == 0:  # holds every descriptor of its rank open
+        if pid == 0:  # keeps every descriptor of its rank open
             time.sleep(30)
             os._exit(0)
         Path(folder, "grandchild").write_text(str(pid))

@@ -1,4 +1,4 @@
-"""Two levels on four ranks of two simulated hosts: equal to one level where required, without losses."""
+"""Two levels on four ranks of two simulated hosts: equal to one level where required, and without losses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hosts_of(num_ranks: int, backend: str = "auto") -> Iterator[Any]:
 
 
 def join_errors(world: Any, model: DDP) -> dict[str, torch.Tensor]:
-    """The mean residuals over the hosts, of whole parameters."""
+    """The mean residuals over the hosts, assembled into whole parameters."""
     state = model._strategy
     return state.levels.join(world.share(model.strategy_state()["rank"]), state._shapes)
 
@@ -200,7 +200,8 @@ def test_a_killed_run_resumes_bit_identically(job, tmp_path):
 
 def meet_trouble() -> list[Any]:
     with hosts_of(2) as world:
-        # One rank has a non-finite number: all ranks get it, and no residual changes, not even of other parts.
+        # One rank has a non-finite number: it reaches all ranks, and no residual changes, not even those of other
+        # parts.
         for text in (f"{codec}+hosts" for codec in LOSSY):
             model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001)
             train(model, world, range(3))

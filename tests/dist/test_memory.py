@@ -1,4 +1,4 @@
-"""The memory of a real step on the CPU, in which every byte can be counted by hand."""
+"""The memory of a real step on the CPU, where every byte can be counted by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it, and it then sets a variable of the environment
+import torch._dynamo  # optimizers import it, which sets an environment variable
 from torch import nn
 
 import paceline

@@ -1,4 +1,4 @@
-"""Ranks that are killed, suspended or hang are named and ended; slow ones are only named; pauses are neither."""
+"""Ranks that are killed, suspended or hang are named and ended; slow ones are only named; pauses are ignored."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Warnings:
-    """What the launcher's monitor warns of. Each warning leaves a mark, for which a slow rank waits, and where
-    `then_end` is set, the hang timeout is over after it."""
+    """Warnings of the launcher's monitor. Each warning creates a file that a slow rank waits for; with `then_end`, the
+    hang timeout expires after the warning."""
 
     def __init__(self, folder: Path) -> None:
         self.mark, self.texts, self.then_end = folder / "named", list[str](), False
@@ -78,7 +78,7 @@ def train(folder: str, backend: str, fault: str, place: str, steps: int = 30) ->
             optimizer.step()
             optimizer.zero_grad()
             if fault == "busy" and net.num_steps == 20 and os.environ["RANK"] == "1":
-                pulse.watch_device(lambda: False)  # as a GPU with an endless kernel
+                pulse.watch_device(lambda: False)  # like a GPU with an endless kernel
                 with pulse.within(pulse.WAIT):
                     time.sleep(60.0)
             if fault == "slow" and net.num_steps == 20:
@@ -108,7 +108,7 @@ def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, warnings
     text = str(caught.value).splitlines()[0]
     assert text.startswith("rank 1 of 2 ") and words in text and f"in step 20, in {place}" in text, text
     assert (caught.value.rank, caught.value.code) == (1, code)
-    assert ("Paceline ended it" in text) is (fault != "kill"), text  # ranks that the monitor kills are told why
+    assert ("Paceline ended it" in text) is (fault != "kill"), text  # ranks killed by the monitor are told why
     said = [one for one in warnings.texts if "rank 1" in one.partition(";")[0]]
     assert len(said) == (fault in ("gil", "loop", "deadlock"))  # a certain fault needs no warning
     for one in said:
@@ -132,7 +132,7 @@ def test_a_rank_that_is_slow_once_is_named_and_goes_on(warm_pool, tmp_path, warn
 
 
 def test_the_launcher_monitors_where_the_environment_asks_for_it(warm_pool, tmp_path, monkeypatch, capfd):
-    """A monitor started by the ranks would kill one without the launcher knowing."""
+    """A monitor started by the ranks would kill one without telling the launcher."""
     monkeypatch.setenv("PACELINE_MONITOR", "1")
     monkeypatch.setenv("PACELINE_HANG_TIMEOUT", "1s")
     with pytest.raises(LaunchError, match=r"rank 1 of 2 .*computing") as caught:
@@ -223,7 +223,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_buffers_of_torchs_wrapper_wait_for_a_rank_that_pauses(tmp_path):
-    """It makes them equal in forward."""
+    """Buffers are synchronised in forward."""
     (tmp_path / "train.py").write_text(BUFFERS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     variables = os.environ | {"PACELINE_MONITOR": "1", "OMP_NUM_THREADS": "1"}
@@ -261,7 +261,7 @@ dist.destroy_process_group()
 
 @contextlib.contextmanager
 def open_slow(folder: Path, *options: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program without the monitor. Its forward is slow once, until there is a file `named`."""
+    """Start a program without the monitor. One forward is slow, until a file `named` exists."""
     (folder / "train.py").write_text(SLOW)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
     variables = os.environ | {"PACELINE_MONITOR": "1", "OMP_NUM_THREADS": "1"} | variables
@@ -350,7 +350,7 @@ def test_what_cannot_be_done_here_is_refused_or_left_out(monkeypatch):
 
 
 def open_links(place: str, hub: str = "", token: str = "1" * 32) -> Links:
-    """The links of one of two hosts, each with one rank; that of rank 0 is the hub."""
+    """The connections of one of two hosts, each with one rank; rank 0's host is the hub."""
     asked = {"token": token, "address": "127.0.0.1", "hub": hub, "ranks": [int(place == "b")]}
     return Links({"a net": [0], "b net": [1]}, asked)
 
@@ -427,7 +427,7 @@ def test_strangers_do_not_pile_up(monkeypatch):
         wait_until(lambda: len(said) == store_server._MOST_REPORTED)
         assert "too many unauthenticated connections" in said[0]
         monkeypatch.setattr(store_server, "HELLO_S", 0.5)
-        for _ in range(3):  # take the places of those that may be silent for long
+        for _ in range(3):  # occupy the places reserved for connections that may stay silent
             stack.enter_context(socket.create_connection(address))
         wait_until(lambda: not gate.list_links())
         assert not gate._unknown

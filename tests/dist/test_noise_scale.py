@@ -1,4 +1,4 @@
-"""Probes of the gradient noise scale in real jobs: correct norms for any number of ranks, without side effects."""
+"""Gradient noise scale probes in real jobs: correct norms for any number of ranks, without side effects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PROBED = {"step": 3, "epoch": 1.5, "batch_size": 4, "num_probes": 2}
 
 @pytest.fixture
 def build(tmp_path):
-    """`build(name)`: the settings of a job that trains this model of the file above."""
+    """`build(name)`: the settings of a job that trains this model from the file above."""
     (tmp_path / "models.py").write_text(MODELS)
     return lambda name, **changes: replace(NUMBERS, model=f"{tmp_path / 'models.py'}:{name}", **changes)
 
@@ -78,7 +78,7 @@ def open_job(settings: TrainSettings) -> Any:
 
 
 def probe(settings: TrainSettings, **asked: Any) -> Any:
-    """The record of a fresh job, the small batches that the model received, and the final weights."""
+    """The record of a fresh job, the small batches passed to the model, and the final weights."""
     from paceline.studies import training_runs as measuring
 
     seen: list[Any] = []
@@ -104,7 +104,7 @@ def probe_here(settings: TrainSettings, asked: dict[str, Any]) -> Any:
 
 @pytest.mark.slow
 def test_squares_are_those_of_gradients_by_hand(on_ranks, build):
-    """The gradient of a squared error is 2 * error * (x, 1), sample by sample."""
+    """The gradient of a squared error is 2 * error * (x, 1), for each sample."""
     ((record, seen, (weight, bias)),) = on_ranks(1, probe_here, build("linear"), {**PROBED, "num_small": 3})
     assert (record.data, record.precision, record.seed) == ("synthetic:numbers", "fp32", 1)
     assert (record.step, record.epoch, record.source) == (3, 1.5, "measured")
@@ -122,7 +122,7 @@ def test_squares_are_those_of_gradients_by_hand(on_ranks, build):
 
 
 def compare_with_textbook(settings: TrainSettings) -> list[tuple[float, float]]:
-    """Each small square with that of the mean cross-entropy over all targets of its batch."""
+    """Each small batch's squared norm uses the mean cross-entropy over all targets of its batch."""
     import torch.nn.functional as F
 
     from paceline.studies import training_runs as measuring
@@ -204,18 +204,19 @@ def test_a_probe_is_in_training_mode_whatever_the_model_is_in(on_ranks, build):
     assert training == evaluating
 
 
-# -- no trace ----------------------------------------------------------------------------------------------------------
+# -- side effects -----------------------------------------------------------------------------------------------------
 
 
 def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
-    """Three steps with a probe around each where `num_small` is not 0, and all that could have changed behind them."""
+    """Three steps, with a probe around each where `num_small` is not 0, and the state that a probe could have
+    changed."""
     from paceline.measure.step_bench import cycle_windows
     from paceline.studies.training_runs import measure_noise_scale
     from paceline.training.step import NoPhases, take_step
 
     with open_job(settings) as job:
         job.learner.model.train()
-        list(job.learner.module.modules())[-1].eval()  # its own mode, which is restored
+        list(job.learner.module.modules())[-1].eval()  # has its own mode, which is restored
         windows = cycle_windows(job)
         state: list[Any] = []
 
@@ -246,7 +247,7 @@ def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
         for step in range(3):
             window = next(windows)
             take_step(job.learner, window.batches, window.num_samples, 0.1, NoPhases())
-            for param in job.learner.parameters[:2]:  # gradients that the program keeps
+            for param in job.learner.parameters[:2]:  # gradients kept by the program
                 param.grad = torch.full_like(param, step)
             probe_if_asked(step + 1)
             job.learner.optimizer.zero_grad()
@@ -269,11 +270,11 @@ def test_training_does_not_know_of_probes(on_ranks, build, ranks, wrapper, preci
     assert plain[0][0] != plain[0][1], "nothing changes in a step"
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+# -- unsupported cases ------------------------------------------------------------------------------------------------
 
 
 def probe_half(settings: TrainSettings, scale: float) -> Any:
-    """The record at this loss scale, and the scale behind it."""
+    """The record at this loss scale, and the scale afterwards."""
     from paceline.studies.training_runs import measure_noise_scale
 
     with open_job(settings) as job:

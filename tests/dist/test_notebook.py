@@ -23,7 +23,7 @@ SOURCES = str(Path(__file__).parents[2] / "src")
 
 
 class Answer:
-    """What one cell sent to the notebook."""
+    """The messages that one cell sent to the notebook."""
 
     def __init__(self, reply: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         self.status = reply["content"]["status"]
@@ -72,7 +72,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernel(runtime: Path) -> Iterator[Kernel]:
-    """A kernel with two ranks, in which cells run on ranks."""
+    """A kernel with two ranks that run its cells."""
     kernel = Kernel(runtime)
     try:
         assert kernel.run("%load_ext paceline").status == "ok"

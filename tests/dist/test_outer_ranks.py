@@ -21,7 +21,7 @@ from paceline.strategy import Strategy
 from tests.dist.wrapped import check_equal, error_of, here
 from tests.unit.made_outer import Replicas, build_model, draw
 
-SOON_S = 60  # a limit of a collective, or of the job, is longer
+SOON_S = 60  # the timeouts of a collective and of the job are longer
 SCHEDULES = (
     "localsgd:3", "localsgd:3,after=4", "slowmo:3+bf16", "diloco:3", "diloco:4+int8", "diloco:4,fragments=2+int4",
     "diloco:4,fragments=2,delay=3,mixing=0.25+int8", "diloco:5,delay=2",
@@ -82,7 +82,7 @@ def resume_in_mid_round() -> None:
             weights = world.share({name: value.clone() for name, value in whole.model.state_dict().items()})[0]
             inner, before = copy.deepcopy(whole.optimizer.state_dict()), whole.vector().clone()
             resumed = Trainee(world.rank, text, build_normed())
-            resumed.model.load_state_dict(weights)  # rank 0's
+            resumed.model.load_state_dict(weights)  # rank 0's weights
             resumed.optimizer.load_state_dict(inner)
             resumed.model.load_strategy_state(states)
             resumed.done = at
@@ -140,7 +140,7 @@ def fail_in_every_way() -> list[tuple[str, str]]:
             if first:
                 trainee.model(torch.zeros(1, 1))
             else:
-                for _ in range(50):  # far from a sync
+                for _ in range(50):  # far from the next sync
                     trainee.train()
                     time.sleep(0.1)
 
@@ -215,7 +215,7 @@ def test_a_failure_on_one_rank_is_one_error_on_all(job):
 def use_in_many_ways() -> None:
     with paceline.init(announce=None) as world:
         first = world.rank == 0
-        # One rank's optimizer skips the step of a sync, and the ranks send their own messages before the next one.
+        # One rank's optimizer skips the step of a sync, and the ranks send their own messages before the next step.
         model = DDP(build_model(), strategy="localsgd:2")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(8):
@@ -241,7 +241,7 @@ def use_in_many_ways() -> None:
             with torch.no_grad():
                 for param in model.parameters():  # without an optimizer, the sync waits for the next forward
                     param.sub_(0.01 * param.grad)
-                    param.grad = None  # which does not need a gradient
+                    param.grad = None  # does not need a gradient
             assert model._strategy.is_due == (step % 2 == 0)
         model.sync_parameters()
         check_equal(world, model.parameters())
@@ -254,7 +254,7 @@ def use_in_many_ways() -> None:
         body.step()
         assert not model._strategy.is_due
         check_equal(world, model.parameters())
-        # In eval mode a forward may be an evaluation, so the sync waits for a backward.
+        # In eval mode a forward may belong to an evaluation, so the sync waits for a backward.
         model = DDP(build_model(), strategy="localsgd:1").eval()
         for step in range(3):
             if world.rank == 0:
@@ -291,10 +291,11 @@ def use_in_many_ways() -> None:
                 for m in strategy.traffic([Gradient(str(i), p.nbytes) for i, p in enumerate(part)], 2)
             ]
             assert exchanges.sent_bytes == 3 * sum(message.sent_bytes(2) for message in messages), text
-        # A model that is read again mid-round gets the common parameters, and keeps its momentum.
+        # A model that is reloaded mid-round gets the common parameters, and keeps its momentum.
         trainee = Trainee(world.rank, "diloco:3").train(4)
         held = sum(param.nbytes for param in trainee.model.parameters())
-        assert trainee.model.report().strategy.memory_bytes == 2 * held  # the start of the round, and the momentum
+        # the parameters at the start of the round, and the momentum
+        assert trainee.model.report().strategy.memory_bytes == 2 * held
         assert trainee.model.report().times is None and "no buckets to time" in str(trainee.model.report())
         before = world.share(trainee.vector())
         trainee.model.module[0].bias.requires_grad_(False)

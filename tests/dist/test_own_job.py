@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # optimizers import it, and it then sets a variable of the environment
+import torch._dynamo  # optimizers import it, which sets an environment variable
 import torch.distributed as dist
 from torch import nn
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_profiled_is_refused_at_once(arguments: tuple[Any, ...], 
 
 
 def step_both_ways(wrapper: str) -> tuple[list[float], list[float]]:
-    """The parameters after one step of the wrapped model, and the means over ranks of those of the bare model."""
+    """The parameters after one step of the wrapped model, and the mean over ranks of the bare models' parameters."""
     with join_world("gloo") as world:
         found = []
         job = OwnJob(build)
@@ -165,7 +165,7 @@ def step_both_ways(wrapper: str) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("wrapper", ["paceline", "torch"])
 def test_the_wrapper_and_the_bare_model_agree(on_ranks, wrapper: str) -> None:
-    """The steps of SGD are linear in the gradient: one with the mean is the mean of those of all ranks."""
+    """SGD steps are linear in the gradient: a step with the mean gradient is the mean of all ranks' steps."""
     for wrapped, bare in on_ranks(2, step_both_ways, wrapper):
         assert max(abs(value - 0.3) for value in bare) > 1e-3  # it moved
         assert wrapped == pytest.approx(bare, abs=1e-6)
@@ -176,7 +176,7 @@ def test_the_wrapper_and_the_bare_model_agree(on_ranks, wrapper: str) -> None:
 
 def join_all_ways() -> list[Any]:
     found: list[Any] = []
-    with join_world("gloo") as world:  # a new one
+    with join_world("gloo") as world:  # a new world
         found.append((world.rank, world.world_size, world.share(world.rank)))
         with join_world() as again:
             found.append(again is world)

@@ -1,4 +1,4 @@
-"""A user's own data and step on real ranks: distribution of samples, resumes, several models, tune and scale."""
+"""A user's own data and step on real ranks: sharding of samples, resumes, several models, tune and scale."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def read_seen(folder: Path) -> list[list[list[int]]]:
     ],
 )
 def test_ranks_do_not_see_the_same_samples(on_ranks, file, tmp_path, data, steps, used):
-    """26 samples in global batches of 6; the last two of a stream are one batch, which is not enough for two ranks."""
+    """26 samples in global batches of 6; the last two of a stream form one batch, which is not enough for two ranks."""
     runs, seen = tmp_path / "run", tmp_path / "seen"
     runs.mkdir(), seen.mkdir()
     settings = ask(file, "build", data, steps=2 * steps, save_every="3steps", keep=9)
@@ -207,7 +207,7 @@ def test_ranks_do_not_see_the_same_samples(on_ranks, file, tmp_path, data, steps
     rows = load_metrics(runs / "metrics.jsonl")
     assert [row["epoch"] for row in rows] == [0] * steps + [1] * steps
     assert sum(row["samples"] for row in rows) == 2 * used
-    # Resumed inside the first epoch, the run is identical.
+    # After a resume in the middle of the first epoch, the run is identical.
     before = safetensors.torch.load_file(runs / "weights.safetensors")
     for path in (runs / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > 3:

@@ -179,7 +179,7 @@ def test_strategies_race_with_exact_plans(tmp_path):
     elements = sum(parameter.num_elements for parameter in result.only(LayerProfileRecord)[0].parameters)
     assert codecs[0].num_bytes == 4 * elements
     assert {(), (50, 16)} <= {parameter.shape for parameter in result.only(LayerProfileRecord)[0].parameters}
-    # Not requested, so the plan is one of the exact candidates.
+    # A lossy plan was not requested, so the plan is one of the exact candidates.
     assert result.tuning.answer.strategy.is_exact and "paceline scale strategies" in result.answer
     predicted = {row["strategy"]: row for row in result.to_json()["strategies"]}
     assert predicted["bf16"]["sent_bytes"] == 2 * elements and predicted["diloco:10"]["measured_s"] is None

@@ -33,7 +33,7 @@ TOLERANCES = {
 
 
 def plan_split(module: nn.Module) -> Plan:
-    """Splits most gradients over several buckets; some pieces have a bucket of their own, others share one."""
+    """Splits most gradients across several buckets; some pieces get their own bucket, others share one."""
     gradients = read_replica(module).gradients
     return plan_in_pieces(gradients, reversed(range(len(gradients))), cap_bytes=90, tail_bytes=20)
 
@@ -51,7 +51,7 @@ class Variant:
     name: str
     options: Callable[[nn.Module], dict[str, Any]]
     is_so: Callable[[Plan], bool] = lambda plan: True
-    is_sharded: bool = False  # each rank has averages of its shard only, and the wrapper's optimizer
+    is_sharded: bool = False  # each rank holds only its shard of the averages, and uses the wrapper's optimizer
     is_lossy: bool = False  # results differ from one process, but are equal on all ranks
     period: int = 1  # steps between two syncs of parameters; above 1, gradients are not averaged
 
@@ -81,7 +81,7 @@ REDUCERS = (
     ),
     Variant("simple", lambda module: {"reducer": "simple"}),
 )
-# Exact strategies, with settings that leave nothing out.
+# Exact strategies, with settings that send everything.
 STRATEGIES = (
     Variant("top-k of everything", lambda module: {"strategy": "topk:1", "bucket_cap_mb": 0.15 * KIB}),
     Variant("PowerSGD of full rank", lambda module: {"strategy": "powersgd:1000", "bucket_cap_mb": 0.15 * KIB}),
@@ -102,7 +102,7 @@ LOSSY = (
 VARIANTS = {"reducers": REDUCERS, "strategies": STRATEGIES, "lossy": LOSSY}
 
 
-# -- training, together and alone --------------------------------------------------------------------------------------
+# -- training, on all ranks and in one process ------------------------------------------------------------------------
 
 
 def build(case: Case, rank: int) -> nn.Module:
@@ -129,7 +129,7 @@ def prepare_gradients(case: Case, model: nn.Module, optimizer: torch.optim.Optim
         optimizer.zero_grad(set_to_none=case.zero == "to none")
     for number, param in enumerate(model.parameters()):
         if case.zero == "replaced" and param.grad is not None:
-            # Except on rank 0, with other strides than the parameter.
+            # On all ranks except rank 0, the strides differ from the parameter's.
             param.grad = param.grad.clone(memory_format=torch.contiguous_format if rank else torch.preserve_format)
         elif case.zero == "some" and number % 2:
             param.grad = None
@@ -207,7 +207,7 @@ def train_alone(case: Case, world_size: int) -> Record:
 
 
 def run_shards(case: Case, model: nn.Module, shards: list[list[Batch]], scaler: torch.amp.GradScaler) -> None:
-    """Run each shard separately, with the weights of the case, and average running statistics."""
+    """Run each shard separately with the weights of the case, and average the running statistics."""
     samples = [sum(len(batch.y) for batch in shard) for shard in shards]
     by_samples = case.options.get("average") == "samples"
     before = [buffer.clone() for buffer in model.buffers()]
@@ -265,7 +265,7 @@ def find_far(case: Case, record: Record, wanted: Record) -> list[str]:
 
 
 def run_cases(names: list[str], backend: str, variants: str = "reducers") -> list[str]:
-    """Run cases on all reducers in one world. Returns what is wrong, with the case and the reducer."""
+    """Run cases on all reducers in one world. Returns the failures, each with its case and reducer."""
     with paceline.init(backend, "cpu", announce=None, timeout_s=60) as world:
         return [line for name in names for line in run_case(name, world, variants)]
 
@@ -309,7 +309,7 @@ def run_case(name: str, world: paceline.World, variants: str) -> list[str]:
 
 
 # Cases are divided among jobs, which alternate between two ranks on one backend and three on the other. The other half
-# is slow; `make test-gloo` runs the other half on gloo.
+# is slow; `make test-gloo` runs the gloo part of it.
 WORLDS = list(zip((2, 3), BACKENDS * 2, strict=False))
 NUM_PARTS = 6
 

@@ -1,4 +1,4 @@
-"""Real runs with an injected problem: the first sentence of the page names it, and names none in a healthy run."""
+"""Real runs with an injected problem: the first sentence of the page names it; for a healthy run it names none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train_on_rank(kind: str, job: str) -> str:
 @pytest.mark.slow  # a busy machine may have another bottleneck; `tests/unit/test_page.py` uses synthetic times
 @pytest.mark.parametrize("kind", ["data", "late rank"])
 def test_what_was_planted_is_the_first_sentence(on_ranks, kind, tmp_path):
-    job = shutil.copy(JOB, tmp_path)  # a file is imported once
+    job = shutil.copy(JOB, tmp_path)  # a file is imported only once
     assert all(said.startswith(SAYS[kind]) for said in on_ranks(2, train_on_rank, kind, str(job)))
 
 

@@ -1,4 +1,4 @@
-"""`get` and `ranks` in the world and on meshes of one and two dimensions; and seeds."""
+"""`get` and `ranks` in the world and on one- and two-dimensional meshes; and seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ask_everything() -> dict:
     with paceline.init(device="cpu", announce=None) as world:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         flat = DeviceMesh("cpu", [[0, 1, 2, 3]])
-        pair = DeviceMesh("cpu", [3, 1])  # written backwards; the group counts upwards all the same
+        pair = DeviceMesh("cpu", [3, 1])  # in descending order; the group is ascending nevertheless
         answers = {
             "world": (get("rank"), get("ws"), get("grank"), get("lrank"), get("pg")),
             "mesh": (get("rank", mesh), get("ws", mesh), get("grank", mesh), get("pg", mesh) is dist.group.WORLD),
@@ -34,7 +34,7 @@ def ask_everything() -> dict:
         answers["given wins"] = get("ws", flat)
         get.register_mesh(None)
         answers["unregistered"] = get("ws")
-        get.register_mesh(mesh["outer"])  # and left so: it must not outlive this world
+        get.register_mesh(mesh["outer"])  # deliberately left registered: it must not outlive this world
         assert world.rank == get("grank")
     return answers
 
@@ -99,7 +99,7 @@ def test_seeds_are_equal_or_per_rank(on_ranks):
     alike, other = on_ranks(2, draw, False), on_ranks(2, draw, True)
     assert alike[0] == alike[1] == other[0]
     assert all(a != b for a, b in zip(other[0], other[1], strict=True))
-    later = on_ranks(2, draw, True, 43)  # a seed that counts up must not repeat what another rank has drawn
+    later = on_ranks(2, draw, True, 43)  # an increasing seed must not repeat another rank's numbers
     assert len({*alike, *other, *later}) == 4
 
 

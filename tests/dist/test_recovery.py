@@ -1,4 +1,4 @@
-"""Runs that continue after a fault: the same weights on as many ranks, and every sample once per epoch."""
+"""Runs that continue after a fault: the same weights on the same number of ranks, and every sample once per epoch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.conftest import BACKEND
 
 pytestmark = pytest.mark.skipif(bool(monitor.why_not()), reason=monitor.why_not() or "-")
 
-# Two epochs of nine steps, the last of each smaller. A lost step must leave no trace in the state of dropout and
+# Two epochs of nine steps, the last of each smaller. A lost step must leave no trace in the state of dropout or
 # BatchNorm.
 SAMPLES, STEPS = 100, 18
 NORMED = """
@@ -45,7 +45,7 @@ SMALL: dict[str, Any] = {
     "data": "synthetic:images", "samples": SAMPLES, "global_batch_size": 12, "epochs": 2,
     "save_every": "4steps", "keep": 20, "ranks": 2, "backend": "gloo", "threads": 1,
 }  # fmt: skip
-# A fault: the step before or in which it happens, its rank, its kind, and its place.
+# A fault: the step before or during which it occurs, its rank, its kind, and its location.
 Done = tuple[int, int, str, str]
 
 
@@ -103,7 +103,8 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
     loader.split_window, build.Job.seed_step = split_window, begin  # type: ignore[method-assign]
     loop.stand_by = stand_by
     loop.evaluate, evaluate = reach_first("evaluate", loop.evaluate), loop.evaluate
-    checkpoints.RunFiles.save, save = reach_first("save", checkpoints.RunFiles.save), checkpoints.RunFiles.save  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    checkpoints.RunFiles.save, save = reach_first("save", checkpoints.RunFiles.save), checkpoints.RunFiles.save
     handle = register_optimizer_step_pre_hook(lambda *_: reach("optimizer"))
     try:
         return loop.train(settings, folder, resume, rows)
@@ -115,8 +116,8 @@ def train_noted(settings: TrainSettings, folder: Path, resume: bool, rows: bool,
 
 
 def train_deaf(settings: TrainSettings, folder: Path, resume: bool, rows: bool, faults: list[Done]) -> Any:
-    """`train_noted` with messages like NCCL's: one to a lost rank waits until it is aborted, and raises
-    nothing. Its memory is left as it was."""
+    """`train_noted` with messages like NCCL's: a message to a lost rank waits until it is aborted, and raises
+    nothing. Its memory is unchanged."""
     from paceline.parallel.channel import Channel
     from paceline.runtime.ranks import world
 
@@ -141,7 +142,7 @@ def train_deaf(settings: TrainSettings, folder: Path, resume: bool, rows: bool, 
 def run(
     folder: Path, policy: str, faults: list[Done], job: Any = train_noted, source: str = NORMED, **changes: Any
 ) -> list[Fault]:
-    """Train SMALL through these faults, and return what the launcher noted of them."""
+    """Train SMALL through these faults, and return the launcher's record of them."""
     folder.mkdir()
     model = folder.parent / "normed.py"
     model.write_text(source)
@@ -165,8 +166,8 @@ def check_equal(folder: Path, other: Path) -> None:
 
 
 def count_samples(folder: Path, steps_of_epoch: int = STEPS // 2) -> tuple[list[collections.Counter[int]], list[int]]:
-    """How often each sample was learned from in each epoch, and the ranks of each step. Of the attempts at a step, the
-    one of the last world counts: the others did not change the model."""
+    """How often each sample was used in each epoch, and the ranks of each step. Of several attempts at a step, only the
+    one in the last world counts: the others did not change the model."""
     worlds: dict[int, dict[str, tuple[float, list[int], int]]] = {}
     for path in folder.glob("notes-*"):
         for line in path.read_text().splitlines():
@@ -183,7 +184,7 @@ def count_samples(folder: Path, steps_of_epoch: int = STEPS // 2) -> tuple[list[
 
 
 def check_samples(folder: Path) -> list[int]:
-    """Every sample once in every epoch, a row for every step; returns the ranks of each step."""
+    """Check that every sample was used once per epoch and every step has a row; return the ranks of each step."""
     epochs, sizes = count_samples(folder)
     assert epochs == [collections.Counter(range(SAMPLES))] * 2
     rows = load_metrics(folder / "metrics.jsonl")
@@ -216,7 +217,7 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
     (found,) = run(tmp_path / "run", policy, [(11, rank, fault, place)])
     stays = policy == "spare" and fault != "exception"
     assert (found.rank, found.policy) == (rank, policy if stays else "restart")
-    # Those since the last checkpoint that was on disk, or since the start; the other rank may have completed its step.
+    # The steps since the last checkpoint on disk, or since the start; the other rank may have completed its step.
     assert found.steps_lost in ([0] if stays else [2, 3, 6, 7, 10, 11])
     assert found.step in (11, 12) and found.ranks_after == 2 and found.recovered_s is not None and found.recovered_s > 0
     check_equal(tmp_path / "run", undisturbed)
@@ -227,7 +228,7 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
 def test_ranks_whose_messages_never_fail_are_told_and_what_was_aborted_is_no_step(undisturbed, tmp_path):
     (found,) = run(tmp_path / "run", "spare", [(11, 1, "kill", "optimizer")], job=train_deaf)
     assert (found.rank, found.policy, found.steps_lost, found.ranks_after) == (1, "spare", 0, 2)
-    # On the rank that stayed; on a busy machine it may be told before it waits for a message.
+    # On the surviving rank; on a busy machine it may be told before it waits for a message.
     assert len(list((tmp_path / "run").glob("aborted-*"))) <= 1
     check_equal(tmp_path / "run", undisturbed)
     check_samples(tmp_path / "run")
@@ -261,7 +262,7 @@ def test_what_is_done_again_may_fail_again(undisturbed, tmp_path):
 
 
 def act(what: str, folder: Path) -> str:
-    """A job of ranks that have a fault of this kind, and in their next world none."""
+    """A job whose ranks have a fault of this kind, and none in their next world."""
     if os.environ.pop(SPARE, ""):
         (folder / f"spare-{os.getpid()}").touch()
         stand_by(-1)
@@ -272,11 +273,11 @@ def act(what: str, folder: Path) -> str:
     elif what == "spare":
         report_step(0)
         spares: list[Path] = []
-        while len(spares) < 2:  # the second one only after the first has ended
+        while len(spares) < 2:  # start the second one only after the first has ended
             time.sleep(0.02)
             if len(spares := list(folder.glob("spare-*"))) == 1 and not (folder / "ended").exists():
                 (folder / "ended").touch()
-                time.sleep(0.3)  # it stands by
+                time.sleep(0.3)  # it is on standby
                 os.kill(int(spares[0].name.rpartition("-")[2]), signal.SIGKILL)
     return what
 
@@ -294,7 +295,7 @@ def test_where_no_rank_can_continue_all_start_again(tmp_path, what, size):
 @pytest.mark.parametrize("policy", ["restart", pytest.param("shrink", marks=pytest.mark.slow)])
 def test_a_signal_while_all_ranks_start_again_ends_the_run(tmp_path, policy):
     recovery = Recovery(policy, 2, ("fine", tmp_path), lambda *_: None)
-    recovery.is_over = lambda: recovery.faults  # it comes once the launcher has decided
+    recovery.is_over = lambda: recovery.faults  # comes after the launcher's decision
     with RankPool(2, JOB_MODULES) as pool, pytest.raises(LaunchError) as caught:
         pool.run(act, ("killed", tmp_path), timeout_s=110.0, recovery=recovery)
     assert caught.value.code == "interrupted"
@@ -355,7 +356,7 @@ def test_a_launched_world_leaves_recovery_to_its_launcher(tmp_path, monkeypatch,
 
 
 def plan_faults(seed: int) -> tuple[int, list[Done]]:
-    """Ranks, and up to three faults in different steps."""
+    """A number of ranks, and up to three faults in different steps."""
     chance = random.Random(seed)
     ranks, steps = chance.choice([2, 3, 4]), sorted(chance.sample(range(2, STEPS + 1), chance.randint(1, 3)))
     kinds = ["kill", "kill", "kill", "segv", "exit", "stop"]
@@ -371,7 +372,7 @@ def plan_faults(seed: int) -> tuple[int, list[Done]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(*map(int, os.environ.get("PACELINE_FAULT_SEQUENCES", "0:200").split(":"))))
 def test_random_faults_with_shrink_and_grow_use_every_sample_once(tmp_path, seed):
-    """PACELINE_FAULT_SEQUENCES=20:40 runs a part of them."""
+    """PACELINE_FAULT_SEQUENCES=20:40 runs a subset."""
     ranks, faults = plan_faults(seed)
     backend = BACKEND if seed % 2 else "gloo"
     found = run(tmp_path / "run", "shrink", faults, ranks=ranks, backend=backend)

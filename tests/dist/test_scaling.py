@@ -1,6 +1,6 @@
 """The cells of scaling studies on real ranks: which ranks take part in a turn, what they send, and no updates.
 
-Batch sizes of one rank are here, too: their epochs, and what becomes of one that does not fit into memory.
+Batch sizes on one rank are tested here, too: their epochs, and a batch that does not fit into memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Taken:
 
 
 def measure_watched(settings: ScaleSettings, cell: ScalingCell) -> Any:
-    """(records, steps that this rank took, whether any parameter moved, bytes of all gradients)."""
+    """(records, number of steps on this rank, whether any parameter moved, bytes of all gradients)."""
     import torch
 
     from paceline.measure import step_bench as benching
@@ -105,7 +105,7 @@ def measure_watched(settings: ScaleSettings, cell: ScalingCell) -> Any:
 
 @pytest.fixture(scope="module", params=STUDY.cells, ids=lambda cell: cell.name)
 def measured(request, warm_pool):
-    """(cell, what each of three ranks saw)."""
+    """(cell, what each of three ranks observed)."""
     seen = warm_pool.run(measure_watched, (STUDY, request.param), num_ranks=3, timeout_s=90)
     return request.param, seen
 
@@ -157,7 +157,7 @@ def test_ranks_outside_of_a_turn_take_no_step_and_wait(measured):
         assert found == {
             turn: rounds * (1 if "none" in turn[0].wrapper or turn[1] == 1 else 3) * (rank < turn[1]) for turn in turns
         }
-    # All processes of a host share a clock: steps of different turns never overlap.
+    # All processes on a host share a clock: steps of different turns never overlap.
     spans = sorted(
         (step.begin_s, step.end_s, (step.turn, step.number)) for _, steps, _, _ in seen for step in steps
     )  # fmt: skip
@@ -170,7 +170,7 @@ def test_nothing_is_learnt(measured):
 
 
 def list_steps(seen: Any, world_size: int, kinds: tuple[str, ...]) -> dict[Any, list[Taken]]:
-    """The steps of all ranks that belong together."""
+    """The corresponding steps of all ranks."""
     found: dict[Any, list[Taken]] = {}
     for _, steps, _, _ in seen:
         for step in steps:
@@ -190,7 +190,7 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
     assert all((one.grads[0] != other.grads[0]).any() for one, other, *_ in silent)
     if cell.mode == "weak":
         return
-    # One rank alone computed the same global batches, so no other gradients are included.
+    # A single rank computed the same global batches, so no other gradients are included.
     alone = {step.number: step.grads for step in seen[0][1] if step.turn == (Setup("none", ""), 1)}
     shared = [(key[1], steps[0]) for key, steps in list_steps(seen, world_size, ("plain", "timed")).items()]
     compared = [(step.grads, alone[number]) for number, step in shared if number in alone]
@@ -227,7 +227,7 @@ def fail_to_measure(settings: ScaleSettings, cell: ScalingCell) -> str:
 
 
 def sweep(settings: TrainSettings, epochs: int, breaks_at: int | None = None, text: str = "", kind: str = "") -> Any:
-    """(the record, samples of each step); the step with this number meets an error."""
+    """(the record, samples of each step); the step with this number raises an error."""
     import torch
 
     from paceline.studies.batch_sizes import measure_batch

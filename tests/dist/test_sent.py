@@ -1,4 +1,4 @@
-"""What each rank passes to all-reduce in a step, for every reducer, and in scaling studies."""
+"""The bytes each rank passes to all-reduce in a step, for every reducer, and in scaling studies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACKENDS = ["gloo"] if why_not() else ["gloo", "paceline"]
 def count_steps(backend: str, dtype_name: str) -> list[Any]:
     """For each reducer: (what was sent in each step, number of parameters, bytes of gradients, buckets of the plan).
 
-    BatchNorm's statistics need a message of their own with half-precision gradients. One gradient is large enough for
+    With half-precision gradients, BatchNorm's statistics need a separate message. One gradient is large enough for
     its own aligned space. Every second step has two micro-batches.
     """
     import torch
@@ -94,7 +94,8 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
         num_bytes.append(sum(param.nbytes for param in bench.variants[-1].replica.parameters))
         real_run(bench, *args, **kwargs)
 
-    Channel.start_sum, step_bench.TimedMessages._send, step_bench.StepBench.run = start_sum, send, run  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    Channel.start_sum, step_bench.TimedMessages._send, step_bench.StepBench.run = start_sum, send, run
     words = "nothing"
     try:
         rank_steps.measure_scaling(settings, ScalingCell("weak", 2))
@@ -104,7 +105,7 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
         Channel.start_sum, step_bench.TimedMessages._send, step_bench.StepBench.run = (  # type: ignore[method-assign]
             real_sum, real_send, real_run
         )  # fmt: skip
-        gc.collect()  # the study's wrappers, which the next study in these ranks would find in its group
+        gc.collect()  # the study's wrappers; the next study on these ranks would find them in its group
     return words, num_bytes[0]
 
 

@@ -54,7 +54,7 @@ def die(how: str, *_: Any) -> list[Any]:
 
 
 def post_cells(num_cells: int, pause_s: float = 0.0) -> str:
-    """A function for ranks that posts cells of its own."""
+    """A function for ranks that posts its own cells."""
     if os.environ["RANK"] == "0":
         for number in range(num_cells):
             post(Progress(number + 1, num_cells, f"cell {number}", tuple(answer(number + 1))))
@@ -107,7 +107,7 @@ def test_tasks_run_in_order_and_a_killed_rank_is_replaced(tmp_path):
         assert read_sizes(records) == [4, 4, 2] and [r.note for r in records] == ["", "killed", ""]
         run = session.save(records)
     assert load_run(session.folder) == run and run.records == tuple(records) and run.config["a"] == 1
-    # It is finished: no rank is started, and the saved run is returned.
+    # It is complete: no rank is started, and the saved run is returned.
     with open_cells(resume=session.folder) as again:
         assert again.is_finished and again.save(()) == run and not again._pools
 
@@ -242,7 +242,7 @@ def test_a_batch_whose_ranks_were_killed_is_a_row():
     assert row.failure == "killed, probably by the kernel's out-of-memory killer"
 
 
-# -- asking, and progress ----------------------------------------------------------------------------------------------
+# -- prompts and progress ---------------------------------------------------------------------------------------------
 
 
 def test_ask_returns_the_value_of_rank_0_and_shows_its_cells(tmp_path, capfd):
@@ -267,7 +267,7 @@ def test_progress_lines_estimate_the_time_left(capfd):
 def test_progress_lines_name_a_cell_once(capfd):
     display = ProgressDisplay("scale batch", True, [make_task(4), make_task(8)])
     for label in ("cell 4", "step 3", ""):
-        display._line_s = -math.inf  # so that each of them is due
+        display._line_s = -math.inf  # so that each line is due
         display.hear("cell 4", Progress(1, 2, label))
     lines = [line.split("(")[1].split(")")[0] for line in capfd.readouterr().err.splitlines()]
     assert lines == ["cell 4", "cell 4 step 3", "cell 4"]
@@ -343,7 +343,7 @@ def test_in_a_launched_world_only_rank_0_writes_and_shows_progress(launch, tmp_p
             assert read_sizes(session.run([make_task(4, ranks=2)])) == [4] and not session._pools
             assert session.save(answer(4)).records == tuple(answer(4)) and session.is_leader == (rank == 0)
         assert bool(list(tmp_path.iterdir())) == bool(capfd.readouterr().err) == (rank == 0)
-    launch(1, 2)  # reads what is saved
+    launch(1, 2)  # reads the saved tasks
     with open_session("scale batch", {}, ranks=2, resume=session.folder, cells=True) as reader:
         assert reader.is_finished and reader.save(()).records == tuple(answer(4))
         with pytest.raises(ConfigError) as caught:
@@ -397,7 +397,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def play(start, tmp_path):
-    """`play(what, until)`: the program, once it has said so."""
+    """`play(what, until)`: start the program and wait for this output."""
     (tmp_path / "program.py").write_text(PROGRAM)
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 
@@ -445,7 +445,7 @@ def test_an_interrupt_reports_what_is_saved(play, tmp_path, number, what, until,
 @pytest.mark.slow
 def test_ranks_are_asked_to_save_and_stop(play):
     job = play("save", "listening")
-    job.stderr.readline()  # of the other rank
+    job.stderr.readline()  # output of the other rank
     out, err = finish(job, signal.SIGTERM)
     assert (job.returncode, out.split()) == (0, ["saved", "15"]) and "interrupt once more" in err
 
@@ -471,7 +471,7 @@ def test_a_run_records_the_stolen_time(monkeypatch):
         assert run.environment.stolen == pytest.approx(0.5)  # of a second, the shortest time that is counted
         assert any("the hypervisor stole 50% of CPU time" in text for text in run.warnings)
         launched = replace(session, place=Place(1, 2, 1, 2, "torchrun"))
-        assert launched.save([RECORD]).environment.stolen is None  # each rank would find another share
+        assert launched.save([RECORD]).environment.stolen is None  # each rank would measure a different share
 
 
 def test_untimed_runs_record_no_load_and_parts_that_of_the_whole_run(monkeypatch):

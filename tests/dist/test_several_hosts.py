@@ -1,4 +1,4 @@
-"""`paceline run --hosts` and `doctor --hosts` on two hosts with an sshd each, in namespaces of this machine."""
+"""`paceline run --hosts` and `doctor --hosts` on two hosts with one sshd each, in namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ Host *
   GlobalKnownHostsFile /dev/null
   StrictHostKeyChecking yes
 """
-PATIENT = ("--check-timeout", "60")  # even on a loaded machine
-# sshd wants a folder there; only it sees this one.
+PATIENT = ("--check-timeout", "60")  # long enough for a loaded machine
+# sshd requires a folder there; only sshd sees this one.
 RUN_FOLDER = "mount -t tmpfs tmpfs /run; mkdir /run/sshd;"
 TRAIN = [
     "paceline", "train", "--model", "mlp", "--hidden", "8", "--samples", "64", "--batch-size", "8", "--epochs", "4000",
@@ -60,7 +60,7 @@ TRAIN = [
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
-    """Two hosts that ssh reaches by their names, a and b."""
+    """Two hosts, a and b, which ssh reaches by name."""
     if shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin") is None or shutil.which("ssh-keygen") is None:
         pytest.skip("SEVERAL HOSTS ARE NOT TESTED: there is no sshd here")
     folder = tmp_path_factory.mktemp("hosts")
@@ -85,7 +85,7 @@ def hosts(tmp_path_factory) -> Iterator[MadeHosts]:
 
 
 def add_interface(made: MadeHosts, name: str, interface: str, address: str) -> None:
-    """Add an interface that is connected to nothing."""
+    """Add an interface that is not connected to anything."""
     space = made.space(name)
     run_ip("-n", space, "link", "add", interface, "type", "veth", "peer", f"{interface}-peer")
     run_ip("-n", space, "address", "add", address, "dev", interface)
@@ -191,7 +191,7 @@ def test_every_verb_runs_on_two_hosts(hosts, verb):
         launch(hosts, "run", *PATIENT, "--hosts", "a:1,b:1", "--", "paceline", *verb.split(), "--out", "verbs")
     )
     lines = out.splitlines()
-    assert lines and all(line.startswith("[a:0] ") for line in lines)  # one answer, by the first rank
+    assert lines and all(line.startswith("[a:0] ") for line in lines)  # a single answer, from the first rank
     hosts.expect_nothing_left()
 
 
@@ -294,9 +294,9 @@ def test_twenty_of_twenty_runs_leave_nothing(hosts):
     assert not left
 
 
-# What is wrong with host b alone: options, how ssh goes there, what is mounted there, the code of the error, and its
-# sentence. {0} is the folder that both hosts see.
-OTHER_SSHD = "Host b\n  Port 2222\n"  # the one with these mounts
+# Problems of host b only: options, the ssh configuration, its mounts, the code of the error, and its
+# message. {0} is the folder visible to both hosts.
+OTHER_SSHD = "Host b\n  Port 2222\n"  # the host with these mounts
 BAD = {
     "wrong interface": ("--interface only-a", OTHER_SSHD, "", "network", "b: network: no interface only-a: give"),
     "interface without a way": ("--interface apart", OTHER_SSHD, "", "link", "b cannot reach a at 172.17.0.1 port"),
@@ -323,7 +323,7 @@ BAD = {
         "b: disk: 0.0 GiB free in {0}/full: nothing can be saved there",
     ),
 }  # fmt: skip
-# The command line, which prints the code of an error, too.
+# The command line, which also prints the code of an error.
 NAMED = """\
 import sys
 from paceline.cli.main import app
@@ -361,7 +361,7 @@ def test_a_bad_setup_is_named_before_anything_starts(hosts, what):
         print(f"{what}: {time.monotonic() - begin_s:.1f} s: {line.strip()}")
         out, err = finish(job, 1 if code else 0)
         assert line.startswith(sentence.format(folder))
-        assert not code or (out, err) == (f"{code}\n", "")  # and nothing else; it runs with a clock that is off
+        assert not code or (out, err) == (f"{code}\n", "")  # and nothing else; it runs despite a wrong clock
     finally:
         hosts.services.remove(service)
         hosts.end(service)

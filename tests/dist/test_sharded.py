@@ -1,4 +1,4 @@
-"""zero1 on ranks: parameters equal those of the unsharded optimizer for any plan, and every rank sees them."""
+"""zero1 on ranks: parameters equal those of the unsharded optimizer for any plan, on every rank."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def save_and_use() -> Any:
         scaler = torch.amp.GradScaler(here().type, init_scale=4.0)
 
         def update(model: Any, optimizer: Any, loss: torch.Tensor, step: int) -> None:
-            # A single element, so that only its owner can see it.
+            # A single element, visible only to its owner.
             bad = model.module.scale.register_hook(lambda grad: grad * (torch.inf if step == 1 and rank == 1 else 1.0))
             scaler.scale(loss).backward()
             bad.remove()

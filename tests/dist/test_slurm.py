@@ -1,4 +1,4 @@
-"""`paceline run --slurm` on two nodes: real munged, slurmctld and two slurmd, in namespaces of this machine."""
+"""`paceline run --slurm` on two nodes: a real munged, slurmctld and two slurmd, in namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_every_verb_runs_on_two_nodes_and_its_answer_is_printed_once(cluster, ve
     job = follow(cluster, "--name", "verb", "--", "paceline", *verb.split(), "--out", "verbs", **pipes)
     out, err = job.communicate(timeout=200)
     assert job.returncode == 0, err + out
-    lines = out.partition(", attempt 1, on n[1-2]\n")[2].splitlines()  # behind the script
+    lines = out.partition(", attempt 1, on n[1-2]\n")[2].splitlines()  # after the script
     # Only the first rank prints to stdout; Slurm's --label does not tell stdout from stderr.
     assert [line for line in lines if line.startswith("0: ")]
     assert not [line for line in lines if line.startswith("1: ") and "socket.cpp" not in line]
@@ -281,7 +281,7 @@ def test_an_interrupt_stops_following_but_not_the_job(cluster):
     follower = follow(cluster, "--name", "left", "--", "bash", "-c", "echo ready; sleep 300", **pipes)
     while ": ready" not in follower.stdout.readline():
         assert follower.poll() is None
-    os.killpg(follower.pid, signal.SIGINT)  # as Ctrl-C does: scontrol, too
+    os.killpg(follower.pid, signal.SIGINT)  # as Ctrl-C does, including for scontrol
     _, err = follower.communicate(timeout=100)
     assert follower.returncode == 130
     said = err.splitlines()[-1]
@@ -330,11 +330,11 @@ def test_a_killed_slurmd_is_named_and_the_job_is_requeued(cluster):
         slurmd.wait()
         wait_until(lambda: "node n2 does not respond" in said.read_text())
         wait_until(lambda: read_state(cluster, job)["Restarts"] == "1")
-        # Nothing ends the ranks of that node; they exit once the others are gone.
+        # Nothing kills the ranks of that node; they exit once the others are gone.
         wait_until(lambda: not [line for line in cluster.list_processes() if " -m paceline train" in line])
         ask(cluster, "scancel", job)
         follower.communicate(timeout=100)
-        assert follower.returncode != 0  # it was cancelled
+        assert follower.returncode != 0  # the job was cancelled
         cluster.expect_nothing_left(60)
     finally:
         if follower.poll() is None:

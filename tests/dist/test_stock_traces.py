@@ -20,7 +20,7 @@ SIZES = [4 * n for a, b in itertools.pairwise(WIDTHS) for n in (a * b, b)]
 
 
 def train_traced(folder: str) -> tuple[list[int], list[int]]:
-    """Traces of every style, of this rank; the buckets that the wrapper says it has, with either cap."""
+    """This rank's traces in every style, and the buckets that the wrapper reports, with either cap."""
     with paceline.init("gloo", announce=None) as world:
         torch.manual_seed(0)
         models = []
@@ -35,12 +35,12 @@ def train_traced(folder: str) -> tuple[list[int], list[int]]:
             optimizer.step()
 
         small, large = [(model, torch.optim.SGD(model.parameters(), lr=0.01)) for model in models]
-        # From the first iteration on, which sends one bucket.
+        # From the first iteration, which sends one bucket.
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             for _ in range(5):
                 step(*small)
         profiler.export_chrome_trace(f"{folder}/plain-{world.rank}.json")
-        # Marked, on a schedule, compressed, and with a micro-batch whose gradients stay here.
+        # Marked, on a schedule, compressed, and with a micro-batch whose gradients are not sent.
         handler = tensorboard_trace_handler(f"{folder}/board", f"rank-{world.rank}.trace", use_gzip=True)
         with profile(
             activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
@@ -72,7 +72,7 @@ def test_the_trace_of_one_rank_suffices(command, traced, tmp_path):
     document = json.loads(answer.out)
     assert (document["rank"], document["world_size"], document["backend"]) == (0, 2, "gloo")
     assert [row["num_bytes"] for row in document["messages"]] == buckets and len(buckets) > 1
-    assert document["num_steps"] == 4  # the first sends other buckets
+    assert document["num_steps"] == 4  # the first step sends other buckets
     own = document["caps"][0]
     assert own["label"] == "traced" and own["num_buckets"] == len(buckets)
     assert own["low_s"] < own["step_s"] < own["high_s"] and own["gain"] == 0

@@ -1,4 +1,4 @@
-"""Strategies between ranks: equal averages, bytes as predicted, residuals that survive, and clean failures."""
+"""Strategies between ranks: equal averages, the predicted bytes, surviving residuals, and clean failures."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ class Noted:
 
 
 def run_crossings() -> None:
-    """Two gloo ranks post receives before they send, with several messages in flight, in a group that the program uses,
-    too. Small messages use gloo's own collectives."""
+    """Two gloo ranks post receives before they send, with several messages in flight, in a group that the program also
+    uses. Small messages use gloo's own collectives."""
     with paceline.init("gloo", announce=None) as world:
         me, peer, group = world.rank, 1 - world.rank, Noted(dist.group.WORLD)
         for elements, is_crossing in ((16, False), (1 << 18, True)):
@@ -200,14 +200,14 @@ def test_bf16_in_shared_memory_equals_bf16_messages(on_ranks):
         # With average="samples", the first step is divided by the true total after the sum.
         by_ranks = one[: len(one) // 2]
         assert all(torch.equal(grad, grad.bfloat16().float()) for grad in by_ranks)
-        # Statistics are sent with the control words, which are not rounded.
+        # Statistics travel with the control words, which are not rounded.
         for mean, its in zip(means, others, strict=True):
             torch.testing.assert_close(mean, its, rtol=1e-5, atol=1e-6)
 
 
 def compare_exact() -> None:
     with paceline.init(announce=None) as world:
-        # Of one sample on each rank, the gradients of matrices have at most rank 6, and a tied one is used twice.
+        # With one sample on each rank, matrix gradients have rank 6 at most, and a tied matrix is used twice.
         models = [DDP(Mixed(), strategy=text, bucket_cap_mb=0.001) for text in (None, "topk:1", "powersgd:7")]
         assert all(as_matrix(shape, 7) for shape in ((31, 54), (31, 31)))  # they are compressed
         for step in range(4):
@@ -238,11 +238,11 @@ def keep_errors() -> None:
             assert after["step"] == 3 and after["rank"].keys() == before["rank"].keys()
             assert all(torch.equal(after["rank"][name], error) for name, error in before["rank"].items())
             assert all(torch.equal(after["common"][name], value) for name, value in before["common"].items())
-            # A step does not change a state that was returned.
+            # A later step does not change a returned state.
             kept = copy.deepcopy(before)
             train(model, world, range(3, 5))
             assert all(torch.equal(kept["rank"][name], error) for name, error in before["rank"].items())
-            # Frozen or replaced parameters lose their residuals, and all others keep theirs.
+            # Frozen or replaced parameters lose their residuals; all others keep theirs.
             before = model.strategy_state()["rank"]
             model.module.wide.requires_grad_(False)
             model.module.conv = nn.Conv2d(3, 6, 1)
@@ -328,7 +328,7 @@ def test_residuals_follow_the_loss_scale(job):
 
 
 def resume() -> None:
-    """Bit-identical on the same ranks; with other ranks, every rank gets the mean residual."""
+    """Bit-identical on the same ranks; on other ranks, every rank gets the mean residual."""
     with paceline.init(announce=None) as world:
         for text in ALL:
             options = {"strategy": text, "bucket_cap_mb": 0.001}
@@ -384,7 +384,7 @@ def do_special_steps() -> None:
         assert model.count_sent().num_messages == before
         loss(model, world.rank, 3).backward()
         assert model.count_sent().num_messages - before == 2 * len(model.plan.buckets)
-        # One rank has a non-finite number: all ranks get it, and no residual changes.
+        # One rank has a non-finite number: it reaches all ranks, and no residual changes.
         for text in ("bf16", *LOSSY):
             model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001)
             train(model, world, range(3))
@@ -504,7 +504,7 @@ def follow_rates() -> None:
             assert all(torch.equal(found[name], error) for name, error in before.items())
         model.stop()
         assert len(_global_optimizer_pre_hooks) == num_hooks
-        # Another optimizer's parameters are not ours.
+        # Another optimizer's parameters do not belong to us.
         dgc = DDP(Mixed(), strategy="topk:0.1,dgc")
         other = nn.Linear(2, 2)
         other(torch.ones(1, 2)).sum().backward()
@@ -535,7 +535,7 @@ class Halves(nn.Module):
 
 
 def apply_or_keep() -> None:
-    """Gradients that no rank used, and a failed step: neither was applied, so both are still to be sent."""
+    """Gradients that no rank used, and a failed step: neither was applied, so both remain to be sent."""
     with paceline.init(announce=None) as world:
         for text in LOSSY:
             model = DDP(Halves(), strategy=text, find_unused_parameters=True)
@@ -580,7 +580,7 @@ def refuse_pieces() -> None:
         dense = DDP(Mixed(), plan=plan)
         kind, _ = error_of(lambda: dense.register_comm_hook(None, default_hooks.fp16_compress_hook))
         assert kind == "ConfigError plan"
-        loss(dense, world.rank, 0).backward()  # the refused hook is not registered
+        loss(dense, world.rank, 0).backward()  # the rejected hook is not registered
         check_equal(world, [param.grad for param in dense.module.parameters()])
 
 
@@ -630,7 +630,7 @@ def use_torchs_wrapper() -> None:
             for model in (theirs, ours):
                 train(model, world, range(4))
             check_equal(world, theirs.module.parameters(), text)
-            if text not in ("int8", "int4"):  # torch's buckets are in another order, and so are the blocks
+            if text not in ("int8", "int4"):  # torch orders buckets differently, so the blocks differ, too
                 for one, other in zip(theirs.module.parameters(), ours.module.parameters(), strict=True):
                     torch.testing.assert_close(one, other, msg=f"{text}: {one.shape}")
             ours.stop()

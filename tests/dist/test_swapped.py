@@ -35,7 +35,7 @@ def need(name: str) -> None:
 
 
 def call(program: Callable[..., tuple[list[float], str]], is_ours: bool, *args: Any, **options: Any) -> list[float]:
-    """The losses of a program with our wrapper, or with torch's; the program must really have used it."""
+    """The losses of a program with our wrapper or with torch's; checks that the program really used it."""
     paceline.swap_wrapper(is_ours)
     try:
         with in_float64():
@@ -75,7 +75,7 @@ def compare_framework(name: str, folder: Path, options: dict[str, Any], backend:
         resumed = [call(program, is_ours, folders[other], True) for is_ours in folders for other in folders]
         for losses in resumed[1:]:
             assert losses == pytest.approx(resumed[0], rel=TOLERANCE, abs=0)
-        assert resumed[0][0] != pytest.approx(begun[False][0])  # it did not start again
+        assert resumed[0][0] != pytest.approx(begun[False][0])  # it did not start from scratch
 
 
 NEEDS = {"fabric": "lightning"}
@@ -126,7 +126,7 @@ def test_accelerates_own_tests_of_synchronisation(job):
 
 
 class Named(DistributedDataParallel):
-    """A program's own subclass of torch's class: it may use what only torch's has."""
+    """A program's own subclass of torch's class, which may use anything that torch's class has."""
 
 
 def swap() -> None:
@@ -175,7 +175,7 @@ def wrap_twice() -> None:
             warnings.simplefilter("always")
             assert DistributedDataParallel(model) is model
             assert not caught
-            assert DistributedDataParallel(model, None, None, 0) is model  # nothing but the defaults
+            assert DistributedDataParallel(model, None, None, 0) is model  # only defaults
             assert not caught
             assert DistributedDataParallel(module=model, device_ids=None, find_unused_parameters=True) is model
             assert DistributedDataParallel(model, None, None, 0, True, True, None, 7, static_graph=False) is model

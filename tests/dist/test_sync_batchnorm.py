@@ -16,7 +16,7 @@ from paceline import ConfigError
 from paceline.parallel.batchnorm import SyncBatchNorm
 
 CHANNELS = 3
-STEPS = 2  # so that a running statistic has moved from one that already moved
+STEPS = 2  # so that a running statistic is updated after it has already moved
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -69,7 +69,8 @@ def check_parity(on_ranks, sizes, image, dtype=torch.float64, *, offset=0.0, rto
 
 
 def check_together(on_ranks, cases, dtype=torch.float64, *, offset=0.0, rtol=1e-9, atol=1e-9) -> None:
-    """The same for several cases (sizes of the parts, shape of a sample, options) on equally many ranks, in one job."""
+    """The same for several cases (sizes of the parts, shape of a sample, options) on the same number of ranks, in one
+    job."""
     wanted, jobs = [], []
     for sizes, image, options in cases:
         x, upstream = (draw(sum(sizes), CHANNELS, *image, seed=seed).to(dtype).double() for seed in (0, 1))
@@ -118,7 +119,7 @@ def test_float32_statistics_have_float32_accuracy(on_ranks):
 
 
 def test_a_large_mean_does_not_cancel_the_variance(on_ranks):
-    """At 1e4 a float32 has steps of 1e-3, which is what may be lost; a mean of squares would lose steps of 8."""
+    """At 1e4, float32 has a spacing of 1e-3, an acceptable error; a mean of squares would have a spacing of 8."""
     check_parity(on_ranks, (4, 2, 6), (8, 8), torch.float32, offset=1e4, rtol=1e-3, atol=2e-3)
 
 
@@ -182,7 +183,7 @@ def evaluate_alone() -> tuple:
         x = torch.randn(4, CHANNELS)
         tracking, free = SyncBatchNorm(CHANNELS).eval(), SyncBatchNorm(CHANNELS, track_running_stats=False).eval()
         tracking.running_mean.fill_(2.0)
-        if world.rank == 1:  # rank 0 does not call anything
+        if world.rank == 1:  # rank 0 does not call the layer
             torch.testing.assert_close(tracking(x), (x - 2) / (1 + 1e-5) ** 0.5)
             torch.testing.assert_close(free(x), nn.BatchNorm1d(CHANNELS)(x))
         return tracking.num_batches_tracked.item(), tracking.running_mean.tolist()

@@ -53,17 +53,17 @@ def record_here(backend: str, wrapper: str) -> tuple[RankTrace, int, int]:
         trace = record_trace(world, Replica(model, module, world.device, run), 2, ACTIVE, ("memory",))
         end_ns = time.time_ns()
         if wrapper == "paceline":
-            assert model.report().times is not None  # the wrapper's own timeline is in its place again
+            assert model.report().times is not None  # the wrapper's own timeline has been restored
         return trace, begin_ns, end_ns
 
 
 def check_memory(memory: MemoryUse, backend: str, wrapper: str) -> None:
     rows, num_bytes = {row.category: row for row in list_memory(memory)}, 3 * (64 * 64 + 64) * 4
     assert rows["parameters"].begin_bytes == rows["parameters"].end_bytes == num_bytes
-    # A wrapper has its buckets between steps, too: torch's of exactly the gradients, ours with control words.
+    # A wrapper's buckets also exist between steps: torch's hold exactly the gradients, ours also control words.
     assert num_bytes <= rows["buckets"].begin_bytes == rows["buckets"].end_bytes
     assert wrapper == "paceline" or rows["buckets"].begin_bytes == num_bytes
-    # Gradients are there before they are copied into buckets; what torch's wrapper averages stays next to them.
+    # Gradients exist before they are copied into buckets; torch's wrapper keeps its averages next to them.
     assert 0 < rows["gradients"].largest_bytes <= num_bytes and rows["gradients"].end_bytes == 0
     assert wrapper == "paceline" or rows["gradients"].largest_bytes == num_bytes
     assert rows["activations"].largest_bytes >= 3 * 4 * 64 * 4 and rows["activations"].end_bytes <= 8
@@ -89,7 +89,7 @@ def test_two_ranks_in_one_trace(on_ranks, backend: str, wrapper: str) -> None:
         assert overview.message_s > 0 and {"forward", "backward", "optimizer"} <= overview.phases_s.keys()
         assert "aten::addmm" in {row.name for row in overview.operators} and overview.memory
         check_memory(overview.memory, backend, wrapper)
-    # Rank 0 stood in its message while rank 1 slept, unless the machine is busy.
+    # Rank 0 waited in its message while rank 1 slept, unless the machine is busy.
     assert build_overview(traces[0]).seconds("communication") > 0
     lateness = find_lateness(traces)
     assert lateness is None or lateness.mean_s > 0

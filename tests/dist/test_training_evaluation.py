@@ -24,7 +24,8 @@ CASES = {
 }
 
 
-SIZES = (2, 67, 200)  # on 3 ranks, 2 samples leave one without any; the others are in batches of 64 and what is left
+# on 3 ranks, 2 samples leave one rank without any; the other sizes give batches of 64 and a remainder
+SIZES = (2, 67, 200)
 
 
 @contextlib.contextmanager
@@ -39,7 +40,8 @@ def limit_test_set(num_test: int) -> Iterator[None]:
 def evaluate_untrained(
     settings: TrainSettings, num_test: int, world: Any, spread: float = 0.0
 ) -> tuple[Evaluation, bool]:
-    """A fresh model on a test set of that size; `spread` gives each rank other buffers. Also whether it trains on."""
+    """A fresh model on a test set of this size; `spread` gives each rank different buffers. Also whether training
+    continues afterwards."""
     from paceline.training.build import build_job
     from paceline.training.loop import evaluate
 
@@ -54,7 +56,7 @@ def evaluate_untrained(
 
 
 def evaluate_plainly(settings: TrainSettings, num_test: int, world: Any) -> tuple[float, float | None, float | None]:
-    """Loss, accuracy and F1 by plain torch, one sample after the other, in double precision."""
+    """Loss, accuracy and F1 by plain torch, one sample at a time, in double precision."""
     from paceline.training.build import build_job
 
     with limit_test_set(num_test):
@@ -97,7 +99,7 @@ def evaluate_all() -> tuple[dict[Any, tuple[Evaluation, bool]], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def evaluated(warm_pool: RankPool) -> dict[int, list[Any]]:
-    """What each rank found, by the number of ranks."""
+    """The results of each rank, by the number of ranks."""
     return {ranks: warm_pool.run(evaluate_all, (), num_ranks=ranks, timeout_s=90) for ranks in (1, 2, 3)}
 
 
@@ -132,7 +134,7 @@ def evaluate_spread(settings: TrainSettings, spreads: tuple[float, ...]) -> list
 
 
 def test_running_statistics_are_those_of_rank_0_under_torch(on_ranks):
-    """The only batch goes to rank 1, and each rank has statistics of its own; torch evens them out late."""
+    """The only batch goes to rank 1, and each rank has its own statistics, which torch synchronises too late."""
     settings = replace(CNN, model="resnet18", channels=None, hidden=None, wrapper="torch")
     ((alone, other),) = on_ranks(1, evaluate_spread, settings, (0.5, 1.0))
     for (found,) in on_ranks(2, evaluate_spread, settings, (0.5,)):

@@ -25,7 +25,7 @@ from tests.dist.test_training_resume import (
     train_watched,
 )
 
-# Of 200 samples in batches of 12, twice as many from the 80th on, and four times from the 120th: both inside an epoch.
+# 200 samples in batches of 12, of 24 from sample 80, and of 48 from sample 120: both inside an epoch.
 GROWN = SMALL | {"batch_growth": ((0.4, 2), (0.6, 4)), "save_every": "1steps"}
 SIZES = [12] * 7 + [16, 24, 48, 28]
 STEPS = len(SIZES)
@@ -33,7 +33,7 @@ STEPS = len(SIZES)
 
 @pytest.fixture
 def train(on_ranks):
-    """`train(folder, ...)`: train GROWN with changes; what each rank saw."""
+    """`train(folder, ...)`: train GROWN with changes; returns what each rank recorded."""
 
     def run(folder: Path, resume: bool = False, before_step: Any = pass_by, **changes: Any) -> list[Seen]:
         folder.mkdir(exist_ok=True)
@@ -44,7 +44,7 @@ def train(on_ranks):
 
 
 def find_windows(seen: list[Seen], sizes: list[int]) -> list[list[tuple[int, int]]]:
-    """The samples of each global batch in the order of ranks, of which two take halves of it."""
+    """The samples of each global batch in rank order; each of two ranks takes half of a batch."""
     rests = [list(item.samples) for item in seen]
     return [
         [sample for rank, rest in enumerate(rests) for sample in take(rest, size, rank, len(rests))] for size in sizes
@@ -81,9 +81,9 @@ def test_the_samples_are_in_the_order_of_a_batch_that_stays(train, tmp_path, ran
     ],
 )
 def test_two_ranks_learn_as_one_process_on_whole_batches(on_ranks, tmp_path, wrapper, accumulate, tail, grow):
-    """50 samples in batches of 4, of 8 from sample 30 on, and of 24 from sample 70 of 100.
+    """Two epochs of 50 samples in batches of 4, of 8 from sample 30 on, and of 24 from sample 70 on.
 
-    The one process takes each batch at once, so growing in micro-batches is compared with growing the batch itself.
+    The single process takes each batch at once, so growth in micro-batches is compared with growth of the batch itself.
     """
     settings = replace(CNN, samples=50, global_batch_size=4, batch_growth=((0.3, 2), (0.7, 6)), tail=tail)
     look = functools.partial(train_and_look, num_test=1)
@@ -95,7 +95,7 @@ def test_two_ranks_learn_as_one_process_on_whole_batches(on_ranks, tmp_path, wra
 
 
 def count_micro_batches(settings: TrainSettings, folder: Path) -> list[list[int]]:
-    """The samples of each micro-batch of this rank, step by step."""
+    """The samples of each micro-batch on this rank, step by step."""
     from paceline.training import loop
 
     steps: list[list[int]] = []
@@ -130,7 +130,7 @@ def test_micro_batches_become_more_or_larger(on_ranks, tmp_path, grow, wanted):
     ("grow", "schedule"), [pytest.param("accumulate", "constant", marks=pytest.mark.slow), ("batch-size", "cosine")]
 )
 def test_a_resume_before_and_after_growths_is_exact_to_the_bit(train, tmp_path, grow, schedule):
-    """Steps 9 and 10 are inside the second epoch, behind the first growth and the second; 6 is before any."""
+    """Steps 9 and 10 are in the second epoch, after the first and second growth; step 6 is before both."""
     changes = {"grow": grow, "schedule": schedule}
     train(tmp_path / "whole", **changes)
     for step in (6, 9, 10):

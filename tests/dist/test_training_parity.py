@@ -40,7 +40,8 @@ class Seen:
 
 
 def build_precise(*args: Any) -> torch.nn.Module:
-    """The model in double precision: in single, a rounding that flips one ReLU moves gradients by 1 %."""
+    """The model in double precision: in single precision, a rounding error that flips one ReLU moves gradients by 1
+    %."""
     from paceline.workloads.registry import build_model
 
     module = build_model(*args).double()
@@ -49,7 +50,7 @@ def build_precise(*args: Any) -> torch.nn.Module:
 
 
 def train_and_look(settings: TrainSettings, folder: Path, num_test: int = 40) -> Seen:
-    """Train, with a small test set, and keep what `train` does not return."""
+    """Train with a small test set, and keep state that `train` does not return."""
     import torch.distributed as dist
 
     from paceline.parallel import DataParallel
@@ -69,7 +70,7 @@ def train_and_look(settings: TrainSettings, folder: Path, num_test: int = 40) ->
         return jobs[-1]
 
     def count(model: Any) -> int:
-        # Ours has a group of its own where another wrapper is alive, such as one that is not collected yet.
+        # Our wrapper uses its own group while another wrapper is alive, for example one not yet garbage-collected.
         is_ours = isinstance(model, DataParallel)
         return model.count_sent().num_messages if is_ours else dist.group.WORLD._get_sequence_number_for_group()
 
@@ -101,7 +102,7 @@ def copy_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def train_on(on_ranks, tmp_path):
-    """`train_on(ranks, settings)`: what each rank saw."""
+    """`train_on(ranks, settings)`: the results of each rank."""
     runs = iter(range(100))
 
     def run(ranks: int, settings: TrainSettings, **options: Any) -> list[Seen]:
@@ -118,7 +119,7 @@ def known() -> dict[Any, Seen]:
 
 @pytest.fixture
 def train_alone(train_on, known):
-    """`train_alone(settings)`: one process without a wrapper. What it saw once is not trained again."""
+    """`train_alone(settings)`: one process without a wrapper. Results are cached."""
 
     def run(settings: TrainSettings, **options: Any) -> Seen:
         key = (settings, *options.items())
@@ -130,7 +131,7 @@ def train_alone(train_on, known):
 
 
 def assert_parity(seen: list[Seen], wanted: Seen, buffers_too: bool = True) -> None:
-    """The curve of one process and the way its model went, within rounding; one model on all ranks, to the bit."""
+    """The same curve and weight updates as one process, within rounding; one bit-identical model on all ranks."""
     first = seen[0]
     assert first.losses == pytest.approx(wanted.losses, rel=1e-6)
     assert [row["samples"] for row in first.rows] == [row["samples"] for row in wanted.rows]
@@ -154,7 +155,7 @@ def assert_parity(seen: list[Seen], wanted: Seen, buffers_too: bool = True) -> N
     ],
 )  # fmt: skip
 def test_a_cnn_learns_as_in_one_process(train_on, train_alone, tail, ranks, accumulate, wrapper):
-    """25 samples in batches of 12: the last window is one sample, less than there are ranks."""
+    """25 samples in batches of 12: the last window has one sample, fewer than there are ranks."""
     settings = replace(CNN, samples=25, global_batch_size=12, tail=tail)
     alone = train_alone(settings)
     seen = train_on(ranks, replace(settings, wrapper=wrapper, accumulate=accumulate))
@@ -166,7 +167,7 @@ def test_a_cnn_learns_as_in_one_process(train_on, train_alone, tail, ranks, accu
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrapper", ["paceline", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_gpt2_learns_as_in_one_process(train_on, train_alone, wrapper, ranks):
-    """11 blocks in batches of 6: a tail of 5, which neither 2 nor 3 ranks share evenly."""
+    """11 blocks in batches of 6: a tail of 5, which neither 2 nor 3 ranks divide evenly."""
     settings = replace(GPT2, samples=11, global_batch_size=6)
     alone = train_alone(settings)
     assert_parity(train_on(ranks, replace(settings, wrapper=wrapper)), alone)
@@ -183,7 +184,7 @@ def build():
 
 @pytest.fixture(scope="module")
 def normed(tmp_path_factory) -> TrainSettings:
-    """A small model with BatchNorm. 13 samples leave a tail of 5, which 2 ranks share as 2 and 3."""
+    """A small model with BatchNorm. 13 samples leave a tail of 5, which 2 ranks split into 2 and 3."""
     file = tmp_path_factory.mktemp("model") / "normed.py"
     file.write_text(NORMED)
     return TrainSettings(
@@ -194,7 +195,7 @@ def normed(tmp_path_factory) -> TrainSettings:
 
 @pytest.mark.parametrize("wrapper", ["paceline", "torch"])
 def test_batchnorm_of_each_rank_is_that_of_a_micro_batch(train_on, train_alone, normed, wrapper):
-    """Without SyncBatchNorm one process has the ranks' statistics when its micro-batches are theirs."""
+    """Without SyncBatchNorm, one process has the same statistics if its micro-batches are the ranks' batches."""
     alone = train_alone(replace(normed, accumulate=2))
     assert_parity(train_on(2, replace(normed, wrapper=wrapper)), alone, buffers_too=False)
     other = train_alone(normed)
@@ -208,7 +209,7 @@ def test_sync_batchnorm_is_that_of_the_whole_batch(train_on, train_alone, normed
 
 @pytest.mark.slow
 def test_ghost_batchnorm_on_one_rank_is_batchnorm_on_two(train_on, train_alone):
-    """Global batches of 4, no tail: ghosts of 2 samples are the shares of two ranks, as are averages."""
+    """Global batches of 4, no tail: ghost batches of 2 samples equal the shares of two ranks, and so do averages."""
     settings = replace(RESNET, samples=8)
     alone = train_alone(replace(settings, ghost_batchnorm=2), num_test=1)
     assert_parity(train_on(2, settings, num_test=1), alone)
@@ -217,7 +218,7 @@ def test_ghost_batchnorm_on_one_rank_is_batchnorm_on_two(train_on, train_alone):
 
 @pytest.mark.parametrize("samples", [6, 5])
 def test_sync_batchnorm_sees_no_sample_twice(train_on, train_alone, normed, samples):
-    """5 samples leave a tail of 2 for 3 ranks: the rank without any takes part with none."""
+    """5 samples leave a tail of 2 for 3 ranks: the rank without samples still takes part."""
     settings = replace(normed, samples=samples, global_batch_size=3)
     assert_parity(train_on(3, replace(settings, sync_batchnorm=True)), train_alone(settings))
 
@@ -243,7 +244,7 @@ def test_the_update_is_that_of_one_process(train_on, train_alone, changes):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns_nearly_the_same(train_on, train_alone, precision):
-    """Whole windows, because with a single sample fp16 overflows and the step is skipped."""
+    """Full windows, because with a single sample fp16 overflows and the step is skipped."""
     settings = replace(CNN, samples=24, global_batch_size=12)
     seen = train_on(2, replace(settings, precision=precision))
     wanted = train_alone(settings).losses
@@ -276,7 +277,7 @@ def test_a_row_tells_of_all_ranks(train_on):
 
 
 def build_and_draw(settings: TrainSettings) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """This rank's model before the wrapper made all alike, and its answers to one batch with and without dropout."""
+    """This rank's model before the wrapper synchronised it, and its outputs for one batch with and without dropout."""
     import paceline
     from paceline.training import build
 
@@ -311,7 +312,7 @@ def test_ranks_begin_with_one_model_and_drop_different_units(on_ranks):
 
 
 def train_on_a_bad_sample(settings: TrainSettings, folder: Path, rank: int, number: int) -> str:
-    """The error of this rank if window `number` of one rank has a NaN input."""
+    """The error on this rank if window `number` of one rank has a NaN input."""
     import paceline.runtime.ranks.world as worlds
     from paceline.training import loop
 
@@ -367,7 +368,7 @@ class Root(nn.Module):
 
 
 def test_a_model_that_is_no_number_is_not_saved(on_ranks, tmp_path):
-    """The loss is finite, but the updated model is not: the slope of the square root is infinite at 0."""
+    """The loss is finite, but the updated model is not: the square root has an infinite slope at 0."""
     (tmp_path / "root.py").write_text(ROOT)
     settings = TrainSettings(
         model=f"{tmp_path / 'root.py'}:Root", data="synthetic:numbers", device="cpu", samples=8, batch_size=4
@@ -379,7 +380,7 @@ def test_a_model_that_is_no_number_is_not_saved(on_ranks, tmp_path):
 
 
 def train_with_a_bad_replica(settings: TrainSettings, folder: Path) -> str:
-    """The error of this rank if only rank 1 has a non-finite parameter."""
+    """The error on this rank if only rank 1 has a non-finite parameter."""
     import paceline.runtime.ranks.world as worlds
     from paceline.training import loop
 

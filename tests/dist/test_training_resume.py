@@ -1,6 +1,6 @@
 """A stopped and resumed run equals an uninterrupted one: same losses, weights and samples.
 
-What the command says and how it ends is tested in `tests/cli/test_train_stops.py`.
+The command's output and exit code are tested in `tests/cli/test_train_stops.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
     "save_every": "3steps", "keep": 20, "ranks": 2,
 }  # fmt: skip
 STEPS = 18
-# All that a row says except how long it took.
+# Every column of a row except durations.
 NOTED = ("step", "epoch", "loss", "accuracy", "samples", "lr", "test_loss", "test_accuracy", "test_samples")
 NORMED = """
 from torch import nn
@@ -89,7 +89,7 @@ def train_watched(settings: TrainSettings, folder: Path, resume: bool, before_st
 
 
 def pass_by(step: int) -> None:
-    """Nothing happens."""
+    """Does nothing."""
 
 
 def stop_the_last_rank(step: int) -> None:
@@ -99,7 +99,7 @@ def stop_the_last_rank(step: int) -> None:
 
 @pytest.fixture
 def outcomes(on_ranks):
-    """`outcomes(folder, ...)`: train SMALL with changes; what each rank saw, be it an error."""
+    """`outcomes(folder, ...)`: train SMALL with changes; returns each rank's outcome, which may be an error."""
 
     def run(
         folder: Path, resume: bool = False, before_step: Callable[[int], None] = pass_by, **changes: Any
@@ -113,7 +113,7 @@ def outcomes(on_ranks):
 
 @pytest.fixture
 def train(outcomes):
-    """The same where no error is expected."""
+    """Like `outcomes`, where no error is expected."""
 
     def run(*args: Any, **options: Any) -> list[Seen]:
         seen = outcomes(*args, **options)
@@ -125,7 +125,7 @@ def train(outcomes):
 
 @pytest.fixture
 def refuse(outcomes):
-    """The same where all ranks have to raise the same error, which is returned."""
+    """Like `outcomes`, where all ranks must raise the same error, which is returned."""
 
     def run(*args: Any, **options: Any) -> PacelineError:
         errors = [seen.error for seen in outcomes(*args, **options)]
@@ -137,7 +137,7 @@ def refuse(outcomes):
 
 @pytest.fixture(scope="module")
 def reference(warm_pool, tmp_path_factory) -> Path:
-    """The folder of SMALL, undisturbed."""
+    """The folder of SMALL, run without interruption."""
     folder = tmp_path_factory.mktemp("reference")
     warm_pool.run(train_watched, (TrainSettings(**SMALL), folder, False, pass_by), num_ranks=2)
     return folder
@@ -159,7 +159,8 @@ def copy_until(step: int, run: Path, folder: Path) -> Path:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Rows and weights to the bit; and optimizer, scaler and the random numbers of all ranks in the last checkpoint."""
+    """Compare rows and weights bit for bit, and optimizer, scaler and all ranks' random state in the last
+    checkpoint."""
     rows, others = (
         [{key: row.get(key) for key in NOTED} for row in load_metrics(folder / "metrics.jsonl")]
         for folder in (one, other)
@@ -173,7 +174,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_a_stopped_run_saves_where_it_is_and_goes_on_to_the_bit(train, reference, tmp_path):
-    # One rank gets the signal, all stop after the same step, whatever that is.
+    # One rank gets the signal, and all stop after the same step.
     first = train(tmp_path / "run", before_step=stop_the_last_rank)
     assert {(seen.signal, seen.step) for seen in first} == {(signal.SIGTERM, first[0].step)}
     assert 4 <= first[0].step < STEPS and not (tmp_path / "run" / "weights.safetensors").exists()
@@ -199,7 +200,7 @@ CASES = {
     "ghosts": {"model": "normed", "ghost_batchnorm": 4},
     "synced": {"model": "normed", "sync_batchnorm": True},
     "alone": {"ranks": 1, "wrapper": "none"},
-    # Step 6 is in the middle of their rounds; the last one is shorter, and so is that of an evaluation.
+    # Step 6 is in the middle of their rounds; the last round is shorter, as is one that ends at an evaluation.
     "diloco": {"strategy": "diloco:4,fragments=2,delay=3+int8", "optimizer": "adamw", "lr": 0.003},
     "localsgd": {"strategy": "localsgd:4,after=3", "model": "normed", "precision": "fp16"},
     "slowmo": {"strategy": "slowmo:4", "backend": "gloo", "schedule": "cosine"},
@@ -226,7 +227,7 @@ def test_everything_that_a_step_depends_on_is_kept(train, tmp_path, case):
         changes |= {"model": f"{tmp_path / 'own.py'}:build", "data": "synthetic:images"}
         changes |= {"channels": None, "hidden": None, "dropout": None}
     train(tmp_path / "whole", **changes)
-    # Step 6 is inside of an epoch, and the rows of later steps are there already.
+    # Step 6 is in the middle of an epoch, and the rows of later steps already exist.
     folder = copy_until(6, tmp_path / "whole", tmp_path / "broken")
     train(folder, resume=True, **changes)
     assert_same_run(tmp_path / "whole", folder)
@@ -253,7 +254,7 @@ def test_another_number_of_ranks_takes_the_same_steps(train, plain_reference, tm
     assert samples == {(epoch, index): 1 for epoch in range(2) for index in range(100)}
     rows, whole = (load_metrics(folder / "metrics.jsonl") for folder in (tmp_path / "run", plain_reference))
     assert [(row["step"], row["samples"]) for row in rows] == [(row["step"], row["samples"]) for row in whole]
-    # Sums in another order: close, and no more.
+    # Sums in a different order: close, but not identical.
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=1e-3)
     weights, others = (
         safetensors.torch.load_file(folder / "weights.safetensors") for folder in (plain_reference, tmp_path / "run")
@@ -334,7 +335,7 @@ def test_more_epochs_are_the_longer_run(train, reference, tmp_path):
 
 
 def spoil_the_update(step: int) -> None:
-    """In step 5 the loss is still finite, and the weights after it are not."""
+    """In step 5 the loss is still finite, but the weights after it are not."""
     from paceline.training.step import Learner
 
     real = Learner.update
@@ -375,7 +376,7 @@ def test_what_is_no_number_is_never_saved(refuse, tmp_path, changes, before_step
 
 
 def fill_the_disk(step: int) -> None:
-    """From the eighth step on, when the checkpoint of step 3 is on disk, no file can be written to the end."""
+    """From the eighth step on, with the checkpoint of step 3 on disk, no file can be written completely."""
     from paceline.training import checkpoint_files
 
     real = checkpoint_files._write
@@ -389,7 +390,7 @@ def fill_the_disk(step: int) -> None:
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_harms_no_checkpoint(outcomes, train, reference, tmp_path):
-    # Only rank 0 knows, so the ranks are ended, and what was changed in them goes with them.
+    # Only rank 0 knows, so the ranks are ended, which also discards their patched functions.
     with pytest.raises(RecordError, match="No space left on device") as caught:
         outcomes(tmp_path / "run", before_step=fill_the_disk)
     assert "\n" not in str(caught.value)

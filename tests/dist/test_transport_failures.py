@@ -22,8 +22,8 @@ if native.why_not():
     pytest.skip(f"NOT TESTED: {native.why_not()}", allow_module_level=True)
 
 HERE = "tests.dist.test_transport_failures:"
-SOON_S = 40.0  # after the death, or after the configured limit; the limits of the ranks that do not fail are longer
-STOPPED_S = 1.2  # the transport's own limit
+SOON_S = 40.0  # after the death, or after the configured timeout; the timeouts of surviving ranks are longer
+STOPPED_S = 1.2  # the transport's own timeout
 SIZES = (1, 1_000, 40_000, 300_000, 1_500_000)
 
 
@@ -101,14 +101,14 @@ def test_a_suspended_rank_is_named_by_every_survivor(forked):
     assert min(took) > STOPPED_S  # otherwise a briefly suspended rank would be lost
 
 
-@pytest.mark.slow  # on a busy machine the longer limit may be reported first
+@pytest.mark.slow  # on a busy machine the longer timeout may be reported first
 def test_a_suspended_rank_is_named_with_a_shorter_limit(forked):
     forked(HERE + "harm", 3, 20, signal.SIGSTOP, 0.5, "timeout", 0.5)
 
 
 def stop_for_a_moment() -> None:
     took_s = [STOPPED_S]
-    while max(took_s) >= STOPPED_S:  # on a busy machine a moment may be too long
+    while max(took_s) >= STOPPED_S:  # on a busy machine even a moment may be too long
         took_s = []
         with Ranks(2, work_until_it_fails, 5, 90.0) as ranks:
             ranks.hear_all()
@@ -186,12 +186,12 @@ def leave_or_wait(rank: int, say: Any, size: int) -> dict[str, Any]:
         time.sleep(0.2)
     else:
         group: Any = dist.group.WORLD
-        waiting = group.allreduce([torch.ones(size)])  # for which the others arrive too late
+        waiting = group.allreduce([torch.ones(size)])  # the others arrive too late for this
         later = threading.Thread(target=lambda: say(catch(waiting.wait)["code"]))
         later.start()
         dist.destroy_process_group()
         later.join()
-        # Objects that outlive the group raise, and do not crash.
+        # Objects that outlive the group raise errors instead of crashing.
         received = [catch(call)["code"] for call in (waiting.wait, lambda: group.allreduce([torch.ones(3)]))]
         assert waiting.is_completed() and not waiting.is_success(), received
         received.append(catch(waiting.get_future().wait)["code"])

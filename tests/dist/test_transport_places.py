@@ -156,7 +156,7 @@ def reduce_more_than_fits(rank: int, say: Any) -> None:
 
 
 def with_a_small_shm() -> str:
-    """Mount in a private namespace. Returns what prevents that, or nothing."""
+    """Mount in a private namespace. Returns the reason why this is impossible, or nothing."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, new_user, private, recursive = 0x20000, 0x10000000, 1 << 18, 1 << 14
     if libc.unshare(new_mounts) and libc.unshare(new_mounts | new_user):
@@ -193,7 +193,7 @@ print(len(socket.recv_fds(link, 64, 1)[1]))
 
 def share_here(first_bytes: int, second_bytes: int, pids: list[int], limit_s: float = 20.0) -> list[Any]:
     """This process as rank 4 and rank 7, each on a thread: what each gets, a mapping or an error, and what a stranger
-    gets, who connects before rank 7."""
+    gets that connects before rank 7."""
     addresses = queue.SimpleQueue[str]()
     found: list[Any] = [None, None, ""]
     strangers = []

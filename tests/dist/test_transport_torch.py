@@ -41,7 +41,7 @@ def run_program(backend: str, name: str, debug: str = "OFF") -> Any:
 
 
 def compare(found: Any, wanted: Any, where: str) -> None:
-    """A dictionary may contain more than expected: what gloo cannot do."""
+    """A dictionary may contain more than expected: operations that gloo does not support."""
     if isinstance(wanted, torch.Tensor):
         torch.testing.assert_close(found, wanted, msg=lambda text: f"{where}: {text}")
     elif isinstance(wanted, list | tuple):
@@ -77,7 +77,7 @@ def test_programs_get_the_same_results_as_on_gloo(on_ranks, name, debug):
         compare(found, wanted, name)
 
 
-# -- what gloo gets wrong, and what only shm has -----------------------------------------------------------------------
+# -- bugs of gloo, and features that only shm has ---------------------------------------------------------------------
 
 
 def reduce_with_gaps() -> list[Any]:
@@ -91,7 +91,7 @@ def reduce_with_gaps() -> list[Any]:
     work = dist.broadcast(received, 1, async_op=True)
     work.wait()
     assert value._version == version  # autograd does not see a change, as on every backend
-    mirrored = torch.tensor([1 + 2j, 3 - 1j]).conj().imag  # torch negates it when it is read
+    mirrored = torch.tensor([1 + 2j, 3 - 1j]).conj().imag  # torch negates it lazily, on access
     dist.all_reduce(mirrored)
     assert mirrored.tolist() == [-4.0, 2.0]
     names = [dist.get_backend(), dist.group.WORLD.name(), str(dist.get_backend_config())]

@@ -86,7 +86,7 @@ def tensors_that_stand_for_others() -> None:
 
 
 def small_ones_in_any_way() -> None:
-    """A short operation is staged by its caller, and finished by any thread that asks for it in any way."""
+    """A short operation is staged by its caller, and finished by any thread that queries it in any way."""
     group: Any = dist.group.WORLD
     for number in range(200):
         way, vector = (number + dist.get_rank()) % 5, torch.full((5,), 1.0 + dist.get_rank())
@@ -111,7 +111,7 @@ def small_ones_in_any_way() -> None:
         dist.all_reduce(vector, op)
         assert (vector == expected).all()
     vector = torch.full((3,), 1.0 + dist.get_rank())
-    dist.all_reduce(vector, dist.ReduceOp.PRODUCT)  # gloo's
+    dist.all_reduce(vector, dist.ReduceOp.PRODUCT)  # on gloo
     assert (vector == 2).all() and not group._pending
 
 

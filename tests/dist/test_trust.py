@@ -1,8 +1,8 @@
-"""An unprivileged user who knows every port and socket name in /proc can neither join a world nor run code.
+"""An unprivileged user who knows every port and every socket name in /proc can neither join a world nor run code.
 
 Only root can become another user, so these tests are skipped for others. The attacker is forked here, where torch is
-imported already, and does what worked against torch's own store: it writes pickles for whoever reads them, takes the
-place of a rank in gloo's connections, and asks for memory.
+already imported, and does what worked against torch's own store: it writes pickles for whoever reads them, takes a
+rank's place in gloo's connections, and asks for memory.
 """
 
 from __future__ import annotations
@@ -68,15 +68,13 @@ def note(loot: Path, kind: str) -> None:
 
 def attack(before: set[tuple[str, str]], loot: Path, place: Path) -> None:
     """Run as another user: attack every socket that was not listening `before`, until killed."""
-    "".encode("idna")  # which connecting needs: another user may not be able to read the modules of this Python
+    "".encode("idna")  # connecting needs this codec; another user may not be able to read the modules of this Python
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     kept, tried, evil = [], set(before), pickle.dumps(Evil(place))
     while True:
-        for kind, name in sorted(
-            list_sockets() - tried, reverse=True
-        ):  # a world's store is there for a short time only
+        for kind, name in sorted(list_sockets() - tried, reverse=True):  # a world's store exists only briefly
             tried.add((kind, name))
             with contextlib.suppress(Exception):
                 if kind == "unix":
@@ -92,7 +90,7 @@ def attack(before: set[tuple[str, str]], loot: Path, place: Path) -> None:
                         file.write(link.recv(1024))
                     kept.append(link)
                     continue
-                # gloo accepts whoever sends the number of a pair as that rank, so try all numbers.
+                # gloo accepts as a rank whoever sends the number of its pair, so try all numbers.
                 for number in range(8):
                     link = socket.create_connection(("127.0.0.1", int(name)), 0.5)
                     link.sendall(struct.pack("<q", number))
@@ -115,7 +113,7 @@ def attack(before: set[tuple[str, str]], loot: Path, place: Path) -> None:
 
 @pytest.fixture
 def attacker(tmp_path):
-    """Another user that attacks everything started from now on; what it obtained is in `loot`."""
+    """Another user that attacks everything started from now on; `loot` holds what it obtained."""
     loot = tmp_path / "loot"
     loot.mkdir()
     loot.chmod(0o777)
@@ -141,7 +139,7 @@ SECRET = 1234.5678
 def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
     """A small version of training's traffic: a world, objects, gradients. Returns the outcome and a detail.
 
-    Rank 1 is late when gloo's connections are made, and so the stranger is first.
+    Rank 1 connects late to gloo, so the attacker is first.
     """
     agree = rendezvous.agree_on_backend
 
@@ -158,7 +156,7 @@ def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
             return "trained", str(len(values))
     except LaunchError as error:
         return error.code, str(error)
-    except RuntimeError as error:  # gloo's: the other rank has rejected a connection, and left
+    except RuntimeError as error:  # from gloo: the other rank rejected a connection and left
         return find_code(error), str(error)
     finally:
         rendezvous.agree_on_backend = agree
@@ -167,7 +165,7 @@ def reduce_secrets(backend: str, pause_s: float) -> tuple[str, str]:
 def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> set[str]:
     found = on_ranks(2, reduce_secrets, backend, pause_s)
     for how, text in found:
-        # A stranger that connects first can stop the job, but cannot join it.
+        # An attacker that connects first can stop the job, but cannot join it.
         assert how in ("trained", "stranger", "peer-lost"), text
         assert how != "stranger" or "unauthenticated connection" in text
     assert {file.name for file in attacker.glob("reached *")} == {"reached tcp", "reached unix"}
@@ -196,7 +194,7 @@ seen: dict[str, list[str]] = {}
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fifty_tries_of_another_user_are_refused(on_ranks, attacker, backend, attempt):
     seen.setdefault(backend, []).extend(check_refused(on_ranks, attacker, backend, 0.005 * attempt))
-    # Either rank of a pair may be the listening one: in some tries, the stranger has found its port.
+    # Either rank of a pair may be the listening one; in some attempts, the attacker has found its port.
     assert attempt < 49 or len(seen[backend]) < 50 or "stranger" in seen[backend]
 
 
@@ -214,7 +212,7 @@ def test_a_store_serves_only_clients_that_know_its_secret():
             link.sendall(store_server.pack(store_server.SET, [b"a", b"x" * 100]))
             link.settimeout(5.0)
             with contextlib.suppress(OSError):
-                while link.recv(1024):  # its nonce, and then the end
+                while link.recv(1024):  # its nonce, and then the end of the stream
                     pass
         wait_until(lambda: len(said) == 2)
         assert all("127.0.0.1, which does not know the secret of the job" in line for line in said)
@@ -233,7 +231,7 @@ ASKED = {
 
 @pytest.mark.parametrize("name", ASKED)
 def test_a_silent_store_is_abandoned_after_the_timeout(monkeypatch, name):
-    """Such as on a host that vanished, or in a suspended process."""
+    """For example on a host that vanished, or in a suspended process."""
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.1)
     near, far = socket.socketpair()
     store, ended = rendezvous.PrivateStore(lambda: near), list[BaseException]()

@@ -1,4 +1,4 @@
-"""The tutorial chapters run, and their exercises accept the given answers and no empty ones."""
+"""The tutorial chapters run, and their exercises accept the given solutions but not empty ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def get_tags(cell: nbformat.NotebookNode) -> set[str]:
 
 
 def fill_in(notebook: nbformat.NotebookNode) -> int:
-    """Check each exercise twice, empty and with the answer that the chapter gives, and empty it again: what follows
-    must run without answers. Return how many there are."""
+    """Check each exercise twice, empty and with the chapter's solution, then empty it again: the cells that follow
+    must run without solutions. Return the number of exercises."""
     text = "\n".join(cell.source for cell in notebook.cells)
     answers = re.findall(r"answer to exercise (\d+)</summary>\n\n```python\n(.*?)\n```", text, re.DOTALL)
     for number, answer in answers:

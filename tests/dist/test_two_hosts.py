@@ -38,7 +38,7 @@ class Ended:
 
 @pytest.fixture
 def job(hosts: MadeHosts) -> Iterator[Callable[..., list[Ended]]]:
-    """`job((2, 2), ...)`: this number of ranks on each host; how they ended, in rank order, within `LIMIT_S`."""
+    """`job((2, 2), ...)`: run this many ranks on each host; returns how they ended, in rank order, within `LIMIT_S`."""
     started: list[subprocess.Popen[str]] = []
 
     def run(counts: tuple[int, int], *arguments: str) -> list[Ended]:

@@ -64,7 +64,7 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that git tracks, in a folder of their own."""
+    """The files that git tracks, in a separate folder."""
     for tool in ("git", "make", "readelf", *(f"{machine}-linux-gnu-gcc" for machine in MACHINES)):
         if shutil.which(tool) is None:
             pytest.skip(f"NOT TESTED: {tool} is not here")
@@ -160,8 +160,8 @@ def test_without_a_compiler_it_installs_and_ranks_share_memory(dist, tmp_path, k
     assert not any(shutil.which(name, path=path["PATH"]) for name in ("cc", "gcc", "clang", "c99"))
     done = call(bare / "bin" / "python", "-m", "pip", "install", "--no-deps", archive, cwd=tmp_path, **path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    # What Paceline depends on comes from the environment of the tests. Only the folder is added: none of its .pth files
-    # counts, and so the checkout is not found.
+    # Paceline's dependencies come from the environment of the tests. Only the folder is added: its .pth files
+    # are ignored, so the checkout is not found.
     site = next(bare.glob("lib/python3*/site-packages"))
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -173,7 +173,7 @@ def test_without_a_compiler_it_installs_and_ranks_share_memory(dist, tmp_path, k
 
 
 def build_with(compiler: str, sources: Path, folder: Path, wheel_platform: str) -> subprocess.CompletedProcess[str]:
-    """Build a wheel where the compiler is this program, which gets the compiler's arguments."""
+    """Build a wheel with this program as the compiler; it gets the compiler's arguments."""
     folder.mkdir()
     (folder / "cc").write_text(f"#!{sys.executable}\nimport sys\nfrom pathlib import Path\n{compiler}\n")
     (folder / "cc").chmod(0o755)

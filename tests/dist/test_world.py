@@ -159,7 +159,7 @@ def meet(rendezvous: str, forget: bool = True) -> tuple[int, float, int]:
 def test_ranks_meet_by_file_and_remove_it(on_ranks, tmp_path):
     path, mine = tmp_path / "meeting", tmp_path / "meeting.20261116"
     mine.write_text("not of a rendezvous")
-    (tmp_path / "meeting.paceline-0").touch()  # of an earlier world
+    (tmp_path / "meeting.paceline-0").touch()  # left by an earlier world
     for _ in range(3):  # later worlds at the same path find no leftovers
         assert on_ranks(3, meet, f"file://{path}") == [(0, 3.0, 3), (1, 3.0, 3), (2, 3.0, 3)]
         wait_until(lambda: set(tmp_path.iterdir()) == {mine})  # warm ranks answer before they close their stores
@@ -170,7 +170,7 @@ def test_a_rank_may_open_the_store_as_soon_as_rank_0_has_written_the_token(monke
 
     def write_and_open(handle: int, data: bytes) -> int:
         count = write(handle, data)
-        (tmp_path / f"meeting.paceline-{data.decode()}").touch()  # as a rank does that reads the token at once
+        (tmp_path / f"meeting.paceline-{data.decode()}").touch()  # like a rank that reads the token at once
         return count
 
     old = tmp_path / "meeting.paceline-0"
@@ -243,11 +243,11 @@ def meet_again_and_again(rounds: int, address: str) -> list[float]:
         with paceline.init("gloo", "cpu", rendezvous=place, announce=None, **options) as world:
             total = torch.full((1,), float(number))
             if (rank + number) % 3 == 0:
-                time.sleep(0.01)  # so that now one and now the other leaves and comes back first
+                time.sleep(0.01)  # so that either rank may be the first to leave and come back
             dist.all_reduce(total)
             sums.append(float(total) / world.world_size)
         if place != address:
-            rendezvous.close_stores()  # of all ranks at nearly the same moment
+            rendezvous.close_stores()  # on all ranks at nearly the same moment
     return sums
 
 
@@ -352,7 +352,7 @@ def test_a_taken_address_is_named(monkeypatch):
 
 def test_an_unreachable_rank_0_is_named():
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        probe.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         port = probe.getsockname()[1]
         with pytest.raises(LaunchError, match=f"127.0.0.1:{port} .*0.5 s"):
             paceline.init(
@@ -428,7 +428,7 @@ def test_an_error_does_not_wait_for_a_collective_that_nobody_joins(start, tmp_pa
 def close_under_a_callback():
     with paceline.init("gloo", "cpu", announce=None) as world:
         if world.rank == 0:
-            time.sleep(0.3)  # the callback of rank 1 must be there before the sum
+            time.sleep(0.3)  # rank 1 must add its callback before the sum
         future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
         group = dist.group.WORLD
         future.add_done_callback(lambda _, held=(group, group._get_backend(torch.device("cpu"))): time.sleep(0.7))
@@ -452,7 +452,7 @@ def open_and_close() -> list[str]:
         with paceline.init("gloo", "cpu", announce=None) as world:
             dist.all_reduce(torch.ones(1))
             open_group(Channel(dist.group.WORLD, world.device), owner)
-        del owner, world  # which hold groups
+        del owner, world  # they hold groups
     wait_until(lambda: [one.name for one in threading.enumerate()] == ["MainThread"])
     return [one.name for one in threading.enumerate()]
 

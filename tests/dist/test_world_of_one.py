@@ -75,7 +75,7 @@ def test_gradients_of_a_single_rank_are_its_own(on_ranks, backend, options):
 
 
 class Decaying(nn.Module):
-    """A model whose output needs a buffer that every forward changes."""
+    """A model whose output depends on a buffer that every forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def broadcast_from_one() -> None:
         channel.broadcast(tensors, source=1)
         for tensor, value, version in zip(tensors, wanted, versions, strict=True):
             assert torch.equal(tensor, value)
-            assert tensor._version == version or world.rank == 0  # the source was not written to
+            assert tensor._version == version or world.rank == 0  # the source was not modified
 
 
 def test_a_source_of_values_is_not_changed(on_ranks):

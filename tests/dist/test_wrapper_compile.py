@@ -51,7 +51,7 @@ class Small(torch.nn.Module):
 
 
 def compile_around(kind: str) -> dict[str, tuple[list[int], list[float]]]:
-    """The sizes of the graphs that torch.compile makes of a program around the wrapper, and the losses."""
+    """The sizes of the graphs that torch.compile creates for a program around the wrapper, and the losses."""
     found = {}
     with paceline.init(announce=None) as world:
         for wrap in (DDP, torch.nn.parallel.DistributedDataParallel):
@@ -99,7 +99,7 @@ def compile_in_buckets() -> list[int]:
                 graphs.append(graph)
                 return graph.forward
 
-            # Layers of 1 MiB, the smallest size at which torch splits.
+            # Layers of 1 MiB, the smallest size that torch splits.
             net = torch.nn.Sequential(torch.nn.Linear(4, 512), *(torch.nn.Linear(512, 512) for _ in range(3)))
             model = DDP(torch.compile(net, backend=count), bucket_cap_mb=cap_mb)
             for step in range(2):

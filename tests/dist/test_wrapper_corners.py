@@ -21,7 +21,7 @@ def weigh_two_backwards() -> None:
         model = DDP(Net(), average="samples")
         for step in range(3):
             model.zero_grad()
-            model(draw(world.rank, 50, size=9)).sum()  # a dropped forward without a backward: its samples do not count
+            model(draw(world.rank, 50, size=9)).sum()  # a forward without a backward: its samples do not count
             one, two = loss(model, world.rank, 2 * step), loss(model, world.rank, 2 * step + 1)
             one.backward()
             two.backward()
@@ -62,7 +62,7 @@ def stop_one_of_two() -> None:
         first, second = DDP(Net()), DDP(Net())
         assert second._gradient_group is not None  # its messages are separate from those of the first
         first.stop()
-        # From now on, other wrappers need not separate their messages from it.
+        # From now on, other wrappers can share a group with it.
         assert first not in ddp._wrappers and second in ddp._wrappers
 
 

@@ -17,7 +17,7 @@ from paceline.parallel import DDP, backward, streams
 from paceline.parallel.channel import Channel
 from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_equal, describe, error_of, here, loss
 
-SOON_S = 60  # a limit of a collective, or of the job, is longer
+SOON_S = 60  # the timeouts of a collective and of the job are longer
 
 
 # -- wrapping ---------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def verify() -> list[Any]:
             DDP(other, init="verify")
         except ValueError as error:
             found += [isinstance(error, ConfigError) and error.code, str(error)]
-        # The default gives every rank the values of rank 0.
+        # By default, every rank gets the values of rank 0.
         check_equal(world, DDP(other).parameters())
         return found
 
@@ -188,7 +188,7 @@ def fail_in_forward(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str
 
 def fail_while_words_are_read_late(asks: bool) -> list[tuple[str, str]]:
     """As on a GPU after the first steps: control words are read one step later, when its buckets are in flight. With
-    `asks`, ranks that have not failed first check the last step."""
+    `asks`, healthy ranks first check the last step."""
     copy, streams.copy_to_host = streams.copy_to_host, lambda slots: (slots.clone(), NoEvent())
     found = []
     try:
@@ -361,7 +361,7 @@ def train_unevenly(batches: tuple[int, ...], average: str, divide_by_all: bool) 
             for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, msg=lambda text, reducer=reducer: f"{reducer}: {text}")
             check_equal(world, model.parameters(), reducer)
-            # Afterwards steps are as before.
+            # Afterwards, steps work as before.
             model.zero_grad()
             wanted = average_alone(model.module, loss, len(batches))
             loss(model, world.rank).backward()

@@ -15,7 +15,7 @@ import paceline
 from paceline.parallel import DDP
 from tests.dist.wrapped import STEPS, Net, average_alone, check, error_of, loss
 
-SOON_S = 60  # a limit of a collective, or of the job, is longer
+SOON_S = 60  # the timeouts of a collective and of the job are longer
 
 
 def break_hook(how: str, ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str, float]]:
@@ -50,7 +50,7 @@ def break_hook(how: str, ranks: tuple[int, ...], at_step: int) -> list[tuple[str
             found.append((kind, text, time.monotonic() - began))
             if step < at_step:
                 check(world, model, wanted, step)
-        # If the hook failed on all ranks, all can continue; otherwise the hook's messages no longer match.
+        # If the hook failed on all ranks, all can continue; otherwise the ranks are out of sync.
         step = at_step + 1
         found.append((*error_of(lambda: loss(model, world.rank, step).backward()), 0.0))
         return found
@@ -118,7 +118,7 @@ def test_a_hook_on_only_some_ranks_is_detected_before_it_sends(job, at_step):
 
 
 def count_messages(with_hook: bool) -> list[int]:
-    """The all-reduces of each step, where a hook's are its own. On gloo, which the profiler can see."""
+    """The all-reduces of each step, separating those of a hook. On gloo, because the profiler can record it."""
     with paceline.init(backend="gloo", announce=None) as world:
         model = DDP(Net(), bucket_cap_mb=1e-5)
         if with_hook:

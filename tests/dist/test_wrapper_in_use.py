@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # the mode below imports it, and it then sets a variable of the environment
+import torch._dynamo  # the dispatch mode below imports it, which sets an environment variable
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,7 +45,7 @@ def replace_gradients() -> None:
                 kind = step % 3
                 model.zero_grad(set_to_none=kind == 0)
                 wanted = average_alone(model.module, functools.partial(loss, step=step), 2)
-                if kind == 2:  # existing gradients are kept and accumulated into
+                if kind == 2:  # gradients accumulate into existing ones
                     for name, param in model.module.left.named_parameters():
                         param.grad = torch.full_like(param, 1.0 + world.rank)
                         wanted[f"left.{name}"] = wanted[f"left.{name}"] + 1.5
@@ -120,7 +120,7 @@ def convert(only_rank_1: bool) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("only_rank_1", [False, True])
 def test_another_dtype_after_wrapping_works_or_is_a_clear_error_on_all_ranks(job, only_rank_1):
-    """And never a gradient that is silently wrong."""
+    """And never a silently wrong gradient."""
     first, second = job(2, convert, only_rank_1)
     assert first == second
     assert all(kind for kind, _ in first) or not only_rank_1
@@ -141,7 +141,7 @@ def leave_no_sync_in_every_way() -> None:
             for step in range(STEPS):
                 model.zero_grad()
                 parts = [loss(model, world.rank, 10 * step + part) for part in range(4)]
-                # Around the backward only; nested; and left by an exception.
+                # Only around the backward; nested; and left by an exception.
                 with model.no_sync():
                     parts[0].backward()
                     with model.no_sync():
@@ -159,7 +159,7 @@ def leave_no_sync_in_every_way() -> None:
                     return sum(loss(module, rank, 10 * step + part) for part in range(4))
 
                 check(world, model, average_alone(model.module, all_parts, 2), (reducer, step))
-        # The forward inside, the backward outside: that backward is synchronised.
+        # Forward inside, backward outside: the backward is synchronised.
         model.zero_grad()
         with model.no_sync():
             inside = loss(model, world.rank)
@@ -232,7 +232,7 @@ def weigh_by_samples() -> None:
                     wanted = average_alone(model.module, functools.partial(double, step=step), 2, weights)
                     with model.no_sync():
                         (loss_of(model, world.rank, step) / 2).backward()
-                    with torch.no_grad():  # an evaluation in between adds nothing
+                    with torch.no_grad():  # an evaluation in between has no effect
                         model(draw(0, size=50))
                     (loss_of(model, world.rank, step, 1) / 2).backward()
                     check(world, model, wanted, (reducer, average, step))
@@ -452,7 +452,7 @@ def outlive_a_group() -> bool:
             return done.value()
 
         if world.rank == 1:
-            world.barrier()  # the callback of rank 0 would run in its own thread if the all-reduce were complete
+            world.barrier()  # if the all-reduce were complete, rank 0's callback would run in its own thread
         work = group.allreduce([torch.ones(4)])
         if world.rank == 0:
             future = work.get_future().then(hold)

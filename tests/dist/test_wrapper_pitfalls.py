@@ -27,7 +27,7 @@ from tests.dist.wrapped import (
     loss,
 )
 
-# -- what a hook is given, and what it may touch ----------------------------------------------------------------------
+# -- the arguments of a hook, and what it may modify ------------------------------------------------------------------
 
 
 def keep_own_parameters() -> None:
@@ -48,7 +48,7 @@ def test_gradients_are_averaged_and_parameters_unchanged(job):
 
 
 class Handover(torch.autograd.Function):
-    """Its gradients share memory with each other and with a tensor that something else holds."""
+    """Its gradients share memory with each other and with a tensor referenced elsewhere."""
 
     held: list[torch.Tensor]
 
@@ -194,7 +194,7 @@ def test_checkpointing_with_a_layer_in_two_segments(job, reentrant):
 
 
 class Repeated(nn.Module):
-    """One layer is used in several segments of re-entrant checkpointing, so its gradient arrives in as many parts."""
+    """One layer is used in several segments of re-entrant checkpointing, so its gradient arrives in several parts."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Repeated(nn.Module):
 
 
 def arrive_in_parts(width: int, uses: dict[int, tuple[int, int]]) -> None:
-    """`uses`: of each rank in these steps, where it is not two."""
+    """`uses`: the number of uses on each rank in these steps, if not two."""
 
     def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
         x = torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -242,7 +242,7 @@ def hide_the_output() -> tuple[str, str]:
 
 
 def test_an_output_that_hides_its_tensors_is_refused_with_reentrant_checkpointing(job):
-    """The backward is first detected inside a nested one, whose end is too early."""
+    """The backward is first detected inside a nested one, which ends too early."""
     (kind, text), other = job(2, hide_the_output)
     assert (kind, text) == other
     assert kind == "ConfigError reentrant-checkpoint" and "use_reentrant=False" in text
@@ -399,7 +399,7 @@ def test_a_rank_that_fails_in_backward_and_exits_is_named_by_the_others(job):
     assert second == [("OSError", "the disk of this rank is full")]
     assert [kind for kind, _ in first] == ["CollectiveError peer-lost"]
     assert "rank 1" in first[0][1] and "OSError: the disk of this rank is full" in first[0][1]
-    assert first_s < 60  # a limit of a collective, or of the job, is longer
+    assert first_s < 60  # the timeouts of a collective and of the job are longer
 
 
 def test_a_rank_that_fails_in_backward_and_continues_raises_the_same_error_as_the_others(job):

@@ -1,4 +1,4 @@
-"""Wrappers on real ranks: which parameters count as wrong, and what one measurement returns."""
+"""Wrappers on real ranks: which parameters count as wrong, and the results of one measurement."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ STEPS = 10
 
 
 CHANGES = {
-    # Number of wrong parameters per rank, compared with rank 0 only, and also with torch's wrapper.
+    # Number of wrong parameters per rank, compared only with rank 0, and also with torch's wrapper.
     "nothing": ([0, 0], [0, 0]),
     "rounded otherwise": ([0, 0], [0, 0]),
     "one rank diverges by one bit": ([0, 1], [0, 1]),
     "one rank has a NaN": ([0, 1], [0, 1]),
     "all have a NaN": ([1, 1], [1, 1]),
-    # Equal on both ranks, and nearly equal to the right values: only the direction of the change reveals it.
+    # Equal on both ranks, and nearly correct: only the direction of the change reveals the error.
     "the sum was not divided": ([0, 0], [1, 1]),
     "one never moved": ([0, 0], [1, 1]),
 }
 
 
 def count_after_changes() -> dict[str, tuple[int, int]]:
-    """Three parameters that moved by 1e-4 from a start near 1. One of them is changed on one or both ranks."""
+    """Three parameters that moved by 1e-4 from a start near 1. One of them is modified on one or both ranks."""
     counts = {}
     with paceline.init("gloo", announce=None) as world:
         torch.manual_seed(0)
@@ -92,8 +92,8 @@ def test_a_measurement_is_equal_on_every_rank_and_has_every_phase(on_ranks):
             record.timing.seconds, record.forward.seconds, record.backward.seconds, record.optimizer.seconds,
             strict=True,
         )  # fmt: skip
-        # On a CPU the phases add up to the step. On a busy machine a rank may lose its core between two marks, so they
-        # never take more than the step, and nearly all of it in the best repetition.
+        # On a CPU the phases add up to the step. On a busy machine a rank may lose its core between two marks, so
+        # phases never take more than the step, and nearly all of it in the best repetition.
         shares = [sum(phase[0] for phase in phases) / step[0] for step, *phases in rows]
         assert max(shares) <= 1 + 1e-6 and max(shares) >= 0.97
         if record.wrapper == "bare":

@@ -1,6 +1,6 @@
 """The rank program of the tests with two hosts: `python two_hosts.py VICTIM`, with torchrun's variables.
 
-One after the other, because starting a rank takes longer than all of it. The rank VICTIM is killed at the end.
+Checks run one after another, because starting ranks takes longer than all of them. Rank VICTIM is killed at the end.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def collectives() -> None:
     received = numbers(RANK, 9, torch.float32)
     dist.broadcast(received, SIZE - 1)
     assert everyone == list(range(SIZE)) and torch.equal(received, numbers(SIZE - 1, 9, torch.float32))
-    pair = dist.new_group([0, SIZE - 1])  # on two hosts, one rank on each
+    pair = dist.new_group([0, SIZE - 1])  # across two hosts, one rank on each
     if RANK in (0, SIZE - 1):
         value = torch.ones(4)
         dist.all_reduce(value, group=pair)
@@ -114,7 +114,7 @@ def training() -> None:
 
 
 def lose(victim: int) -> None:
-    """Kill a busy rank; each survivor prints its error and how long that took."""
+    """Kill a busy rank; each survivor prints its error and how long it took to appear."""
     if victim == RANK:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)

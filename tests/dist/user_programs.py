@@ -1,6 +1,6 @@
 """Typical training programs without Paceline; each returns its losses and the class of its model.
 
-All compute in float64, so that another order of additions cannot explain a difference.
+All compute in float64, so that a different order of additions cannot explain a difference.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _lightning_modules() -> tuple[type, type]:
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     class Manual(Automatic):
-        """Each step trains one of three networks: every third step neither the first nor the last parameter."""
+        """Each step trains one of three networks; every third step uses neither the first nor the last parameter."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -13,19 +13,19 @@ from torch import nn
 from paceline.parallel import DDP
 from paceline.runtime.ranks.world import current_world
 
-# Both reducers, and the default one with a bucket for each layer of `Net`.
+# Both reducers, and the default one with one bucket per layer of `Net`.
 REDUCERS: tuple[dict[str, Any], ...] = (
     {"reducer": "simple"},
     {"reducer": "bucketed"},
     {"reducer": "bucketed", "bucket_cap_mb": 7e-5},
 )
-# The first step records the order, the second is the first with a plan, and the third shows that the plan lasts.
+# The first step records the order, the second is the first with a plan, and the third shows that the plan persists.
 STEPS = 4
 Loss = Callable[[Any, int], torch.Tensor]
 
 
 def here() -> torch.device:
-    """The device of the world that is open. Batches are drawn on the CPU, which gives the same numbers everywhere."""
+    """The device of the open world. Batches are drawn on the CPU, which gives the same numbers everywhere."""
     world = current_world()
     return torch.device("cpu") if world is None else world.device
 
@@ -36,7 +36,7 @@ def draw(rank: int, step: int = 0, size: int = 3) -> torch.Tensor:
 
 
 class Net(nn.Module):
-    """Four layers, some of which a forward can skip. Every rank starts from different values, on purpose."""
+    """Four layers, some of which a forward can skip. Every rank deliberately starts from different values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def check(world: Any, model: nn.Module, wanted: dict[str, torch.Tensor | None], 
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """What `describe` says of the error that a call raises; two empty strings for none."""
+    """The `describe` output for the error that a call raises; two empty strings if it raises none."""
     try:
         call()
     except Exception as error:
@@ -108,5 +108,5 @@ def error_of(call: Callable[[], object]) -> tuple[str, str]:
 
 
 def describe(error: Exception) -> tuple[str, str]:
-    """An error's type, followed by its code if it has one; and its text."""
+    """An error's type, followed by its code if it has one, and its text."""
     return " ".join(filter(None, (type(error).__name__, getattr(error, "code", "")))), str(error)

@@ -38,7 +38,7 @@ class SharedGpu:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
-        is_running = "CUDA_MPS_PIPE_DIRECTORY" in os.environ  # started by whoever runs the tests
+        is_running = "CUDA_MPS_PIPE_DIRECTORY" in os.environ  # started by the person or job that runs the tests
         if DEVICE == "cpu" or is_running or shutil.which(_CONTROL) is None:
             return
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-mps-")
@@ -60,7 +60,7 @@ class SharedGpu:
     def _control(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         # The daemon serves all GPUs: it and its clients would both count from the first visible one.
         variables = {name: v for name, v in (os.environ | self.variables).items() if name != "CUDA_VISIBLE_DEVICES"}
-        # To a file, not a pipe, which the daemon would keep open.
+        # Into a file, because the daemon would keep a pipe open.
         with tempfile.TemporaryFile("w+") as output:
             done = subprocess.run(
                 [_CONTROL, *arguments], env=variables, stdout=output, stderr=output, text=True,
@@ -96,18 +96,18 @@ def nccl_pool(shared_gpu: SharedGpu) -> Iterator[RankPool]:
 
 @pytest.fixture
 def on_nccl(nccl_pool: RankPool, shared_gpu: SharedGpu) -> Callable[..., list[Any]]:
-    """`on_nccl(num_ranks, fn, *args)`: as `on_ranks`, in NCCL ranks that share a GPU. The world that the function
-    opens, the models that it wraps and the batches that `tests.dist` draws are on the GPU."""
+    """`on_nccl(num_ranks, fn, *args)`: like `on_ranks`, but in NCCL ranks that share a GPU. The world that the function
+    opens, the models it wraps and the batches that `tests.dist` draws are on the GPU."""
 
     def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in shared_gpu.variables.items():  # ranks take the environment when they start
+            for name, value in shared_gpu.variables.items():  # ranks read the environment when they start
                 patch.setenv(name, value)
             job = (run_on_device, BACKEND, DEVICE, fn, *args)
             try:
                 return nccl_pool.run(run_as_if_fresh, job, num_ranks=num_ranks, timeout_s=timeout_s)
             except BaseException:
-                # The ranks were ended, perhaps in the middle of a kernel, after which MPS is in an undefined state.
+                # The ranks were killed, perhaps in the middle of a kernel, which leaves MPS in an undefined state.
                 shared_gpu.stop()
                 shared_gpu.start()
                 raise

@@ -1,4 +1,4 @@
-"""Random delays on GPU streams or on the host: code that does not wait for them reads or writes at the wrong time."""
+"""Random delays on GPU streams or on the host: code that fails to wait for them reads or writes at the wrong time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paceline.parallel.streams import SideStream
 from tests.gpu.gpu_ranks import patched
 
 LONGEST_S = 0.002
-_CYCLES_PER_S = 1.8e9  # roughly, on the GPUs at hand
-# Where a repetition delays: on the host, on the stream of the program, or on every other stream that the wrapper uses.
+_CYCLES_PER_S = 1.8e9  # approximate clock rate of the GPUs tested
+# Where a repetition delays: on the host, on the program's stream, or on every other stream that the wrapper uses.
 PLACES = ("host", "before backward", "in backward", "before the step", "side streams")
 
 
 class Delays:
     """Delays one rank, or all of them (-1), at one place. All ranks draw the same rank and place from the seed; without
-    a seed nothing is delayed."""
+    a seed, nothing is delayed."""
 
     def __init__(self, seed: str, rank: int, world_size: int, device: torch.device) -> None:
         draw = random.Random(seed)
@@ -34,7 +34,7 @@ class Delays:
         return f"delay at {self.place!r} on {'all ranks' if self.rank < 0 else f'rank {self.rank}'}"
 
     def at(self, place: str) -> None:
-        """Delay here, if this is the place."""
+        """Delay here if this is the place."""
         if place != self.place or not self._is_here:
             return
         seconds = self._draw.uniform(0, LONGEST_S)
@@ -62,11 +62,11 @@ def on_side_streams(delay: Callable[[], None], without: str = "") -> Iterator[No
 
 
 def _is_called_by_wrapper() -> bool:
-    """Whether the function that calls this one was called by the wrapper's code."""
+    """Whether the caller of this function was called by the wrapper's code."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("paceline.parallel")
 
 
-# Waits of an exchange, each replaced by what does not wait.
+# Waits of an exchange, each with a replacement that does not wait.
 MUTANTS: dict[str, Callable[..., None]] = {
     "follow_caller": lambda self: None,
     "receive": lambda self, work: None,

@@ -36,9 +36,10 @@ def run_on_device(backend: str, device: str, fn: Callable[..., Any], *args: Any)
         return wrap_here
 
     paceline.init = init_here  # type: ignore[assignment]
-    DDP.__init__, DistributedDataParallel.__init__ = move_and(wrap), move_and(wrap_torchs)  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    DDP.__init__, DistributedDataParallel.__init__ = move_and(wrap), move_and(wrap_torchs)
     try:
-        # The process that asked must not open the GPU.
+        # The requesting process must not open the GPU.
         return tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, fn(*args))
     finally:
         paceline.init = init  # type: ignore[assignment]
@@ -46,11 +47,11 @@ def run_on_device(backend: str, device: str, fn: Callable[..., Any], *args: Any)
 
 
 class KeptGroups(contextlib.AbstractContextManager["KeptGroups"]):
-    """Models take over the process groups of models before them. To make an NCCL communicator takes longer than to
-    train one of these models.
+    """Models reuse the process groups of earlier models. Creating an NCCL communicator takes longer than training
+    one of these models.
 
-    After `restart` the first group that is made is the one that was made first before, and so on; so all ranks agree,
-    whenever they collect the models that are gone.
+    After `restart`, groups are handed out in the order of their creation, so all ranks agree,
+    whenever they collect models that are gone.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class KeptGroups(contextlib.AbstractContextManager["KeptGroups"]):
         self._count = 0
 
     def reuse(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with the groups of its last call."""
+        """The function, with the groups of its last call."""
 
         def call(*args: Any) -> Any:
             self.restart()

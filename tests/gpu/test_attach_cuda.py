@@ -18,7 +18,7 @@ from paceline.report.observed import AttachedResult
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-# As a user writes it, but that NCCL is told that each rank is a host of its own: all of them share one GPU.
+# As a user writes it, except that NCCL is told that each rank is on its own host, because all of them share one GPU.
 PROGRAM = """
 import argparse, json, os, statistics, time
 
@@ -64,7 +64,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalon
 
 @pytest.fixture
 def program(tmp_path, monkeypatch) -> Path:
-    """The file of the program, in an environment in which torch finds our entry point, installed or not."""
+    """The file of the program, in an environment where torch finds our entry point, installed or not."""
     found = importlib.metadata.entry_points(group="torch.backends")
     paths = [str(Path(paceline.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     if not any(point.value.startswith("paceline.autoload") for point in found):
@@ -85,7 +85,7 @@ def build_command(program: Path, backend: str, *more: str) -> list[str]:
 
 
 def time_synchronised(program: Path, backend: str) -> float:
-    """The median step of the same program when it waits for the GPU after each, not attached to."""
+    """The median step of the same program, unattached, when it waits for the GPU after each step."""
     file = program.with_name("step.json")
     command = build_command(program, backend, "--steps", "40", "--synchronize", str(file))
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -94,7 +94,7 @@ def time_synchronised(program: Path, backend: str) -> float:
 
 
 def expect_no_doubt_about_times(result: AttachedResult) -> None:
-    """Other work on the machine may be named; that the steps vary must not be."""
+    """Warnings may name other work on the machine, but not unstable steps."""
     kinds = [doubt.kind for doubt in result.doubts]
     assert not {"unstable", "drifting"} & set(kinds), result.warnings
     assert not [text for text in result.warnings if "unstable" in text], result.warnings
@@ -109,8 +109,9 @@ def test_the_step_of_a_program_that_never_waits_is_that_of_the_gpu(program, back
     assert result.failure == "" and result.steps.device == "cuda"
     assert result.steps.timing.num_ranks == (2 if backend else 1) and result.steps.timing.count >= 30
     assert result.steps.host is not None
-    if backend != "gloo":  # which waits for its messages on the host
-        assert result.steps.host.p10_s < result.step_s / 2  # else this shows nothing: the host did not run ahead
+    if backend != "gloo":  # gloo waits for its messages on the host
+        # otherwise this test is meaningless: the host did not run ahead
+        assert result.steps.host.p10_s < result.step_s / 2
     expect_no_doubt_about_times(result)
     assert 0.5 < result.step_s / time_synchronised(program, backend) < 2
     if backend:

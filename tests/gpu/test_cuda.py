@@ -35,7 +35,7 @@ def test_a_list_of_backends_is_accepted(on_ranks):
 
 
 def reduce_on_both(backend: str, names_gpu: bool) -> tuple:
-    """One group for tensors in both memories, as a torch program opens it."""
+    """One group for tensors in both kinds of memory, as a torch program opens it."""
     register()
     dist.init_process_group(backend)
     torch.cuda.set_device(0)

@@ -28,7 +28,7 @@ def test_a_profile_carries_copies_and_contention_into_a_prediction():
     for record in (record for record in steps if record.role == "disturbed"):
         assert record.message_bytes in (4 * MIB, 25 * MIB) and record.num_messages >= 1
         rows = zip(record.alone.reduced_s, record.under_way.reduced_s, record.overlapped.reduced_s, strict=True)
-        # By the device's own clock: had the host's been read, a message would take as long as its launch.
+        # By the device's own clock: on the host's clock, a message would take only as long as its launch.
         assert all(alone_s > 0 and 0 <= before_s <= under_way_s for alone_s, under_way_s, before_s in rows)
         assert max(record.overlapped.reduced_s) > 0
     answer = paceline.predict(profile, network="hdr", ranks=8)

@@ -1,4 +1,4 @@
-"""Faults of NCCL ranks that share one GPU: named as on gloo, and followed by a run that continues.
+"""Faults of NCCL ranks that share one GPU: identified as on gloo, and followed by a run that continues.
 
 Processes take turns on the GPU here. PACELINE_TEST_MPS=1 uses MPS instead, which is faster, but leaves the other
 clients of its server in an undefined state when one of them is killed in a kernel.
@@ -92,7 +92,7 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
 
 
 def abort_and_go_on(path: str) -> list[Any]:
-    """Rank 0 waits for a sum that rank 1 never starts, and is told. Then both go on in a new group."""
+    """Rank 0 waits for a sum that rank 1 never starts, and is told to abort. Then both continue in a new group."""
     found: list[Any] = []
     with init(**ON_NCCL, announce=None) as first:
         channel, ones = Channel(dist.group.WORLD, first.device), torch.ones(1 << 20, device=first.device)
@@ -113,7 +113,7 @@ def abort_and_go_on(path: str) -> list[Any]:
 
 def wait_for_nobody(channel: Channel, ones: torch.Tensor) -> tuple[str, bool]:
     work = channel.start_sum(ones)
-    told = threading.Timer(0.5, world.abort_collectives)  # as the page does it
+    told = threading.Timer(0.5, world.abort_collectives)  # as the monitor does
     told.start()
     work.wait()
     torch.cuda.current_stream().synchronize()  # until the abort

@@ -1,4 +1,4 @@
-"""Layer profiles on a GPU: the device's own times, without waiting for it inside the step."""
+"""Layer profiles on a GPU: the device's own times, without waiting for it during the step."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_gradients_are_ready_when_the_device_has_them(monkeypatch):
     assert record.device == "cuda"
     assert [p.name for p in record.parameters] == ["3.weight", "2.weight", "1.weight", "0.weight"]
     assert record.is_order_stable
-    # Equal layers: if the host's launches had been timed, all would be ready at the start.
+    # Equal layers: if the host's launches had been timed, all gradients would be ready at the start.
     assert record.parameters[-1].median_s > 2 * record.parameters[0].median_s > 0
     rows = [block.backward_s for block in (*record.blocks, record.outside)]
     assert [sum(row) for row in zip(*rows, strict=True)] == pytest.approx(list(record.profiled_backward.reduced_s))

@@ -1,4 +1,4 @@
-"""The memory of a step on a GPU: the total equals torch's allocator at the beginning, the peak and the end."""
+"""The memory of a step on a GPU: totals equal those of torch's allocator at the start, the peak and the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # optimizers import it, and it then sets a variable of the environment
+import torch._dynamo  # optimizers import it, which sets an environment variable
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,11 +19,11 @@ from paceline.runtime.ranks.world import join_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 WIDTH, BATCH = 1024, 512
-WEIGHTS, ROUNDED = 2 * WIDTH * WIDTH * 4, 4096  # bytes; what rounding each block to 512 bytes may add
+WEIGHTS, ROUNDED = 2 * WIDTH * WIDTH * 4, 4096  # bytes; the maximum added by rounding each block to 512 bytes
 
 
 def build(wrapper: str) -> tuple[nn.Module, nn.Module, Any]:
-    """Two layers without biases and ReLU between them, with momentum, and a step on its own inputs."""
+    """Two layers without biases, a ReLU between them, momentum, and a step that creates its own inputs."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, False), nn.ReLU(), nn.Linear(WIDTH, WIDTH, False)).cuda()
     wrap = {"torch": DistributedDataParallel, "paceline": paceline.DDP, "none": lambda module: module}[wrapper]
     model, x = wrap(module), torch.randn(BATCH, WIDTH, device="cuda")
@@ -83,7 +83,7 @@ def test_a_trace_of_a_module_on_a_gpu_says_what_makes_the_peak(tmp_path):
     step(module)  # creates the optimizer's state and the libraries' workspaces
     held = torch.cuda.memory_allocated()
     result = paceline.trace(module, step, steps=1, warmup=1, memory=True, wrapper="none", out=tmp_path)
-    # The copies from which values are restored are not counted.
+    # The copies used to restore values are not counted.
     assert abs(result.table("memory").rows_json()[-1]["begin_bytes"] - held) < WEIGHTS / 2
     assert isinstance(result, TraceResult) and "memory: peak " in result.text()
     assert result.folder is not None and (result.folder / "memory.png").exists()

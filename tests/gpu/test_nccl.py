@@ -1,4 +1,4 @@
-"""The wrapper's features besides averaging, between NCCL ranks: functions of `tests/dist` on a GPU."""
+"""The wrapper's features other than averaging, between NCCL ranks: functions of `tests/dist` on a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(on_nccl):
 
 def test_gathered_parameters_are_those_of_the_unsharded_optimizer(on_nccl):
     for found, _ in on_nccl(2, test_sharded.compare_on_gloo, timeout_s=120):
-        # On a GPU scaled gradients are not looked for: reading the mark would wait for it.
+        # On a GPU, scaled gradients are not detected: reading the scaler's flag would wait for the GPU.
         assert [name for name, same in found.items() if not same] == (["torch's clip"] if DEVICE == "cuda" else [])
 
 
@@ -77,7 +77,7 @@ def test_overflow_and_refusals_of_a_sharded_optimizer(on_nccl):
 
 # -- embeddings as rows -----------------------------------------------------------------------------------------------
 
-# Those whose gradients torch's wrapper can average on NCCL.
+# The models whose gradients torch's wrapper can average on NCCL.
 TABLES = ["untied", "tied", "functional head", "two heads", "two tables", "padding", "frozen", "bag", "two lookups"]
 
 
@@ -142,7 +142,7 @@ def test_a_schedule_resumes_exactly_in_mid_round(on_nccl, ranks):
 
 
 def train_run(strategy: str, folder: Path, resume: bool) -> int:
-    # Settings are made in ranks, which may share the GPU.
+    # Settings are built in the ranks, which may use the GPU.
     changes = {"ranks": 4, "backend": BACKEND, "device": DEVICE, "strategy": strategy, "batch_size": 3}
     return loop.train(TrainSettings(**(SMALL | changes)), folder, resume).step
 
@@ -155,7 +155,7 @@ def test_a_training_run_resumes_in_mid_round(on_nccl, tmp_path, strategy):
     folder = copy_until(6, whole, tmp_path / "broken")
     assert on_nccl(4, train_run, strategy, folder, True) == [STEPS] * 4
     rows, others = ([row["loss"] for row in load_metrics(path / "metrics.jsonl")] for path in (whole, folder))
-    assert len(rows) == STEPS and rows == pytest.approx(others, rel=1e-3)  # sums of a GPU have no fixed order
+    assert len(rows) == STEPS and rows == pytest.approx(others, rel=1e-3)  # GPU sums have no fixed order
 
 
 # -- several numbers of ranks in one world ----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """An error on one NCCL rank is raised on all of them, with the same text, which names the rank.
 
-Where ranks have sent different messages, kernels wait on the GPU for what will not come: these tests are apart.
+If ranks send different messages, kernels wait on the GPU forever: these tests are in a separate file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RANKS = (2, 4, 8)
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_missing_gradient_is_named_on_all_ranks(on_nccl, ranks):
-    # Late in a run the words are read before the next step.
+    # Late in a run, the control words are read before the next step.
     for step_without, step_found in ((2, 2), (12, 13)):
         answers = on_nccl(ranks, leave_out, BACKEND, step_without)
         assert len(set(answers)) == 1
@@ -58,7 +58,7 @@ def test_join_can_stop_all_ranks_when_the_first_runs_out(on_nccl):
     assert first[0] == "CollectiveError uneven-inputs" and "rank 1" in first[1]
 
 
-# -- where a rank has not sent what others wait for -------------------------------------------------------------------
+# -- a rank has not sent what others wait for -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", FAILURES)

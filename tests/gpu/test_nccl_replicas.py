@@ -1,5 +1,5 @@
-"""Replicas on NCCL are bit-equal after every step, in every strategy, and the same as in a run without delays, however
-late a stream or a rank is."""
+"""Replicas on NCCL are bit-identical after every step, in every strategy, and match a run without delays, no matter
+which stream or rank is late."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAMILIES = {
 
 
 class Net(nn.Module):
-    """One gradient that is reduced where autograd left it, and small ones; running statistics; a delay in backward."""
+    """One gradient that is reduced in place, and small ones; running statistics; a delay in backward."""
 
     def __init__(self, delays: Delays) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def find_digests(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of the bits of each, on the stream and at the time at which a program would read them."""
+    """Digests of each tensor's bits, on the stream and at the time at which a program would read them."""
     found = {}
     for name, value in values.items():
         bits = value.detach().reshape(-1).view(torch.int32).long()
@@ -59,7 +59,8 @@ def find_digests(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def read_common(model: DDP, strategy: str) -> dict[str, torch.Tensor]:
-    """What all ranks must hold alike after a step: between two syncs of a schedule, what the last one left."""
+    """The state that all ranks must share after a step: between two syncs of a schedule, the result of the last
+    sync."""
     if not any(name in strategy for name in ("localsgd", "slowmo", "diloco")):
         return model.state_dict()
     outer = model._strategy.outer
@@ -86,7 +87,7 @@ def train(strategy: str, delays: Delays, without: str, world: paceline.World) ->
             loss.backward()
             delays.at("before the step")
             optimizer.step()
-            if step % 2 or not overlap:  # reading waits for what overlaps with the next forward
+            if step % 2 or not overlap:  # reading waits for whatever overlaps with the next forward
                 digests[step] = find_digests(read_common(model, text))
             optimizer.zero_grad()
         model.sync_parameters()
@@ -98,13 +99,13 @@ def train(strategy: str, delays: Delays, without: str, world: paceline.World) ->
 
 
 def repeat(strategies: tuple[str, ...], repetitions: int, *, without: str = "", own_stream: bool = False) -> list[str]:
-    """What differs between the ranks or from the run without delays, with the strategy, the repetition and its delay.
+    """Differences between ranks or from the run without delays, with the strategy, the repetition and its delay.
 
-    `without`: a wait to leave out where there are delays. `own_stream`: the program trains on another stream than the
+    `without`: a wait to leave out where there are delays. `own_stream`: the program trains on a stream other than the
     default one.
     """
     found: list[str] = []
-    per_host = max(1, read_place().world_size // 2)  # of two, for strategies with two levels
+    per_host = max(1, read_place().world_size // 2)  # two hosts, for strategies with two levels
     with on_hosts(per_host), paceline.init(announce=None, timeout_s=30) as world, KeptGroups() as groups:
         undelayed: dict[str, int] = {}
         for strategy, number in itertools.product(strategies, range(repetitions + 1)):
@@ -123,7 +124,7 @@ def repeat(strategies: tuple[str, ...], repetitions: int, *, without: str = "", 
             errors, everyone = zip(*world.share((error, digests)), strict=True)
             found += [f"{label}: rank {rank}: {text}" for rank, text in enumerate(errors) if text]
             if any(errors):
-                return found  # the ranks may be out of step
+                return found  # the ranks may be out of sync
             unequal = [name for name in digests if len({other[name] for other in everyone}) > 1]
             changed = [name for name in digests if digests[name] != undelayed[name]]
             for names, what in ((unequal, "between ranks"), (changed, "from the run without delays")):

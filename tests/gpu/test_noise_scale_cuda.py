@@ -10,7 +10,7 @@ from paceline.training.train_settings import TrainSettings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-# The same samples on both: synthetic ones are drawn on the device.
+# The same samples on both devices: synthetic data is generated on the device.
 SETTINGS = {"model": "resnet18", "data": "synthetic", "samples": 32, "batch_size": 8, "wrapper": "none"}
 
 

@@ -1,11 +1,12 @@
-"""Scaling studies on a GPU: memory by batch size, one that does not fit, interleaved ranks, a probed large batch."""
+"""Scaling studies on a GPU: memory by batch size, a batch that does not fit, interleaved ranks, a probed large
+batch."""
 
 import dataclasses
 import json
 
 import pytest
 import torch
-import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+import torch._dynamo  # optimizers import it, and importing it sets an environment variable; do that before any test
 
 from paceline.records import LargeBatchRecord, NoiseRecord
 from paceline.studies.batch_sizes import measure_batch
@@ -24,7 +25,7 @@ LITTLE_BYTES = 512 * 2**20
 
 @pytest.fixture
 def little_memory():
-    """A small part of the GPU for this process."""
+    """A small share of the GPU for this process."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(LITTLE_BYTES / total)
@@ -37,7 +38,7 @@ def test_a_larger_batch_takes_more_memory():
     found = [measure_batch(dataclasses.replace(JOB, batch_size=size), 2)[0] for size in (32, 512)]
     assert [(record.device, record.failure, record.timing.count) for record in found] == [("cuda", "", 1)] * 2
     small, large = (record.peak_bytes for record in found)
-    # 480 samples more, of each of which at least the first convolution's output is held.
+    # 480 additional samples, each of which keeps at least the output of the first convolution.
     assert small > 0 and large - small > 480 * 16 * 14 * 14 * 4
 
 
@@ -100,4 +101,4 @@ def test_two_ranks_that_share_the_gpu_take_turns_with_one(on_ranks):
     for record in others:
         assert (record.timing.count, record.timing.num_ranks, record.no_comm.count) == (2, 2, 2)
         assert record.num_bytes == sum(record.bucket_bytes) > 0
-    assert others[0].busy is None  # on a GPU, the messages of torch's wrapper cannot be timed
+    assert others[0].busy is None  # on a GPU, messages of torch's wrapper cannot be timed

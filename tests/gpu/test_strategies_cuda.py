@@ -46,7 +46,7 @@ def loss(model: Any, rank: int, step: int, device: torch.device) -> torch.Tensor
 
 
 def train(backend: str) -> None:
-    """Every codec: equal replicas, nothing lost, numbers that are not finite change no memory, resumed to the bit."""
+    """Every codec: equal replicas, nothing lost, non-finite values leave residuals unchanged, bit-identical resumes."""
     with paceline.init(backend, "cuda", announce=None) as world:
         n, device = world.world_size, world.device
         for text in LOSSY:
@@ -114,7 +114,7 @@ def test_a_sharded_optimizer_is_the_unsharded_one(on_ranks, backend, num_ranks):
 
 @pytest.mark.parametrize("text", ["dense", "bf16", *LOSSY, "topk:0.05,dgc"])
 def test_workers_on_a_gpu_compute_what_they_do_on_the_cpu(text, monkeypatch):
-    """Nearly: PowerSGD finds its bases in another way, and sums have another order."""
+    """Approximately: PowerSGD computes its bases differently, and sums have a different order."""
     monkeypatch.setattr(codecs, "_library", lambda: None)
     shapes, results = ((64, 48), (64, 48), (33, 5), (301,), (64,), ()), []
     for device in ("cpu", "cuda"):
@@ -126,7 +126,7 @@ def test_workers_on_a_gpu_compute_what_they_do_on_the_cpu(text, monkeypatch):
             run_together([codec.average(names, own, step) for codec, own in zip(ranks, grads, strict=True)])
             assert all(torch.equal(a, b) for own in grads[1:] for a, b in zip(own, grads[0], strict=True))
         results.append([grad.cpu() for grad in grads[0]])
-    limit = 0.05 if text in ("int8", "int4") else 1e-4  # a number at the edge of two steps may round to either
+    limit = 0.05 if text in ("int8", "int4") else 1e-4  # a number halfway between two steps may be rounded either way
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=limit, atol=limit * 10)
 
@@ -144,7 +144,7 @@ def test_bf16_takes_no_memory_besides_its_message(dtype):
     sent *= 2
     with pytest.raises(StopIteration):
         exchange.send(sent)
-    peak = torch.cuda.max_memory_allocated()  # before the comparison, which takes some itself
+    peak = torch.cuda.max_memory_allocated()  # before the comparison, which allocates memory itself
     assert torch.equal(flat, wanted)
     message = 2 * flat.numel() if dtype == torch.float32 else 0
     assert peak - before <= message + 4096

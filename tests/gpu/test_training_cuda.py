@@ -1,4 +1,4 @@
-"""Transfers of batches to a GPU: the host never waits for them, so it can be steps ahead."""
+"""Transfers of batches to a GPU: the host never waits for them, so it can run steps ahead."""
 
 import pytest
 import torch

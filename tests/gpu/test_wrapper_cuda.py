@@ -14,14 +14,14 @@ from paceline import DDP, CollectiveError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-# (backend, ranks); the ranks of gloo share one GPU.
+# (backend, ranks); gloo ranks share one GPU.
 WORLDS = [("nccl", 1), ("gloo", 2)]
-# More than the steps in which words are read at once.
+# More than the number of steps in which control words are read immediately.
 STEPS = 14
 
 
 class Net(nn.Module):
-    """Gradients large enough to be reduced where they are, small ones, BatchNorm, and a layer that can be left out."""
+    """Gradients large enough to be reduced in place, small ones, BatchNorm, and a layer that can be skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_training_is_as_on_one_process(on_ranks, backend, ranks, options):
 
 
 def leave_out(backend: str, step_without: int) -> tuple[str, int]:
-    """Train, and leave a layer out in one step, on the last rank only."""
+    """Train, and skip a layer in one step, on the last rank only."""
     with paceline.init(backend, "cuda", announce=None) as world:
         model = DDP(Net().to(world.device))
         for step in range(STEPS + 2):
@@ -112,7 +112,7 @@ def hold(backend: str) -> tuple[int, int, int]:
 def test_gradients_are_held_once(on_ranks, backend, ranks):
     (params, with_gradients, zeroed), *_ = on_ranks(ranks, hold, backend, timeout_s=120)
     assert with_gradients < 2.05 * params
-    # What is reduced where autograd left it is free again after zero_grad; only the small ones have a buffer.
+    # Memory reduced in place is free again after zero_grad; only small gradients have a buffer.
     assert zeroed < 1.2 * params
 
 
@@ -133,7 +133,7 @@ def test_a_report_has_the_times_of_the_device(on_ranks, backend, ranks):
 
 
 def go_forward_twice(backend: str, training: bool) -> None:
-    """The second backward needs the running statistics as its forward left them."""
+    """The second backward needs the running statistics as its forward saw them."""
     with paceline.init(backend, "cuda", announce=None) as world:
         model = DDP(Net().to(world.device)).train(training)
         for step in range(STEPS if training else 5):
@@ -153,7 +153,7 @@ def test_two_forwards_come_before_the_first_backward(on_ranks, backend, ranks, t
 
 
 def write_on_one_rank() -> None:
-    """Words are read late here: that only one rank's statistics are in the sum is known on the GPU alone."""
+    """Control words are read late here: only the GPU knows that a single rank's statistics are in the sum."""
     with paceline.init("gloo", "cuda", announce=None) as world:
         model = DDP(Net().to(world.device))
         norm = model.module.norm
@@ -167,7 +167,7 @@ def write_on_one_rank() -> None:
             assert means[0] == means[1], step
             if step >= STEPS and world.rank == 0:
                 torch.testing.assert_close(norm.running_mean, mine)
-            with torch.no_grad():  # what the next step makes of rank 0's statistics
+            with torch.no_grad():  # the effect of the next step on rank 0's statistics
                 hidden = model.module.wide(draw(0, step + 1, world.device))
                 mine = 0.9 * norm.running_mean + 0.1 * hidden.mean(0)
 
@@ -177,7 +177,7 @@ def test_statistics_are_those_of_the_ranks_that_wrote(on_ranks):
 
 
 class Words(nn.Module):
-    """A table that a head shares: its gradient has a dense part and rows."""
+    """An embedding table shared with a head: its gradient has a dense part and rows."""
 
     def __init__(self) -> None:
         super().__init__()

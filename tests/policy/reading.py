@@ -103,13 +103,13 @@ def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def expect_none(found: list[str]) -> None:
-    """Fail with everything that was found, one per line."""
+    """Fail with all findings, one per line."""
     assert not found, "\n".join([f"{len(found)} found:", *found])
 
 
 def run_python(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run Python in a new process, with the package below `path` instead of the installed one if given."""
-    colored = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")  # with these, typer prints escape sequences
+    colored = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")  # typer prints escape sequences if these are set
     environment = {name: value for name, value in os.environ.items() if name not in colored}
     if path is not None:
         environment["PYTHONPATH"] = str(path)

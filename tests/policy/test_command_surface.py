@@ -1,4 +1,4 @@
-"""The command surface is frozen in command_surface.txt, and an option has one meaning in all verbs."""
+"""The command surface is frozen in command_surface.txt, and an option has the same meaning in all verbs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATE = "PACELINE_UPDATE_SURFACE"
 
 
 def walk_commands(app: typer.Typer) -> Iterator[tuple[str, Any]]:
-    """Every verb with its command. Typed loosely, because some versions of typer vendor click."""
+    """Every verb with its command. Loosely typed, because some versions of typer vendor click."""
 
     def walk(words: str, command: Any) -> Iterator[tuple[str, Any]]:
         yield words, command
@@ -66,7 +66,7 @@ def render_surface(app: typer.Typer) -> str:
 
 
 def diff_surface(frozen: str, now: str) -> str:
-    """The difference and what to do about it; empty if there is none."""
+    """The difference and how to fix it; empty if there is none."""
     lines = difflib.unified_diff(frozen.splitlines(), now.splitlines(), "frozen", "now", lineterm="", n=30)
     text = "\n".join(lines)
     if not text:
@@ -106,7 +106,7 @@ def find_options_without_help(app: typer.Typer) -> list[str]:
 
 
 def find_python(app: typer.Typer) -> list[str]:
-    """Options whose help contains Python names or literals, which a user does not type in a shell."""
+    """Options whose help contains Python names or literals, which users do not type in a shell."""
     python = re.compile(r"""\bpaceline\.\w|\bresult\.|`\w+_\w+`|["]""")
     return [
         f"{words}: {parameter.opts[0]}: {parameter.help}"

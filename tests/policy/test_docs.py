@@ -25,7 +25,7 @@ PLACEHOLDERS = {"FILE": "file.csv", "FOLDER": "folder"}
 
 def find_commands(text: str, program: str) -> list[str]:
     """Lines of console blocks and inline code that call this program, also through torchrun."""
-    joined = re.sub(r"\\\n\s*", "", text)  # a line that ends in a backslash continues
+    joined = re.sub(r"\\\n\s*", "", text)  # a trailing backslash continues the line
     blocks = [line for block in re.findall(r"```console\n(.*?)```", joined, re.DOTALL) for line in block.splitlines()]
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     lines = [line.split("#")[0].strip().removeprefix("$ ") for line in (*blocks, *inline)]
@@ -170,7 +170,7 @@ def test_the_table_of_models_is_complete():
 
 
 def find_stale_output(text: str) -> list[str]:
-    """The commands `paceline report RUN` in this document whose output is not what follows them."""
+    """The commands `paceline report RUN` in this document whose output differs from the text that follows them."""
     blocks = re.findall(r"^\$ paceline report (\S+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     printed = {run: load_result(ROOT / run).text(80) for run, _ in blocks}
     return [run for run, shown in blocks if not printed[run].startswith(shown.rstrip())]

@@ -17,7 +17,7 @@ MAX_LINES = 1000
 NAMELESS = {"utils", "util", "common", "helpers", "misc"}
 PURE = ("plan_", "fit_", "simulate_", "estimate_")
 
-# Built from pieces, so that this file does not break its own rules.
+# Assembled from pieces, so that this file does not break its own rules.
 UNFINISHED = re.compile(
     r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK", "MEA" + "SURE", "T" + "BD")) + r")\b"
 )
@@ -45,7 +45,7 @@ def text_files(*places: Path) -> list[Path]:
 
 
 def find_lines(root: Path, files: Iterable[Path], pattern: re.Pattern[str]) -> list[str]:
-    """Every line of these text files in which the pattern occurs."""
+    """Every line of these text files that contains the pattern."""
     found = []
     for path in files:
         for number, line in enumerate((read_text(path) or "").splitlines(), 1):
@@ -129,7 +129,7 @@ def find_fixed_ports(root: Path) -> list[str]:
 
 
 def find_machine_paths(root: Path, files: Iterable[Path]) -> list[str]:
-    """Every line of these files with an absolute path of some machine."""
+    """Every line of these files with a machine-specific absolute path."""
     return find_lines(root, files, re.compile("|".join(map(re.escape, MACHINE_PATHS))))
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch are used only through `torch_internals.py`, or listed there."""
+"""Private torch names are used only in `torch_internals.py`, or listed there."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def find_uses(tree: ast.Module) -> list[tuple[int, str, bool]]:
 
 
 def find_private_names(root: Path) -> list[str]:
-    """Every private name of torch outside `torch_internals.py`; a name that no module here defines is not ours."""
+    """Every private name of torch outside `torch_internals.py`: a name that none of our modules defines."""
     trees = {name: (path, parse(path)) for name, path in modules(root).items()}
     own = {name for _, tree in trees.values() for name in find_own_names(tree)}
     found = []

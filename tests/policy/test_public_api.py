@@ -1,4 +1,4 @@
-"""Every public name is documented, examples use only these, and the README's program is a tested example."""
+"""Every public name is documented, examples use only public names, and the README's program is a tested example."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def find_calls(source: str) -> Iterator[tuple[str, ast.Call]]:
 
 
 def check_call(words: str, call: ast.Call) -> None:
-    """TypeError if the function does not take these arguments; the rest must be options of a training job."""
+    """A TypeError if the function does not take these arguments; the rest must be options of a training job."""
     found = inspect.signature(find_public(words)).bind(*call.args, **{word.arg or "": 0 for word in call.keywords})
     more = {n for n, p in found.signature.parameters.items() if p.kind is p.VAR_KEYWORD and n in ("job", "settings")}
     unknown = {name for group in more for name in found.arguments.get(group, {})} - set(NAMES)
@@ -107,7 +107,7 @@ def test_an_argument_that_does_not_exist_is_found():
 
 
 def find_unknown_arguments(found: Any) -> list[str]:
-    """The arguments that a docstring describes and that the function or class does not take."""
+    """The arguments that a docstring describes but the function or class does not take."""
     described = (inspect.getdoc(found) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
     return sorted(set(re.findall(r"^    (\w+):", described, re.MULTILINE)) - set(inspect.signature(found).parameters))
 

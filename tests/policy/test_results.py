@@ -1,4 +1,4 @@
-"""The published runs under results/ stay small and contain no paths of a machine."""
+"""The published runs under results/ stay small and contain no machine-specific paths."""
 
 import gzip
 import json

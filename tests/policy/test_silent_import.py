@@ -49,7 +49,7 @@ def find_import_noise(path: Path | None = None) -> list[str]:
 
 
 def find_name_mismatches(homes: dict[str, tuple[str, ...]], public: list[str]) -> list[str]:
-    """Names that have a home but are not public, are public but have no home, or are listed twice."""
+    """Names that are defined but not public, public but not defined, or listed twice."""
     housed = [name for names in homes.values() for name in names]
     announced = [name for name in public if name != "__version__"]
     found = [f"{name}: in _HOMES but not in __all__" for name in housed if name not in announced]

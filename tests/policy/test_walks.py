@@ -1,4 +1,4 @@
-"""The functions that the documents name in walks through the code exist there."""
+"""The functions named in the documents' walks through the code exist there."""
 
 from __future__ import annotations
 

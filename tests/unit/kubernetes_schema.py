@@ -86,7 +86,7 @@ REQUIRED = {
     "ObjectMeta": (),
     "JobSpec": ("template",),
     "PodTemplateSpec": ("spec",),
-    "PodSpec": ("containers", "restartPolicy"),  # a Job refuses the default, Always
+    "PodSpec": ("containers", "restartPolicy"),  # a Job rejects the default, "Always"
     "Container": ("name", "image"),
     "EnvVar": ("name",),
     "SecretKeySelector": ("key",),

@@ -1,4 +1,4 @@
-"""Synthetic traces of DDP jobs in torch.profiler's format: simulated steps in which every time is known."""
+"""Synthetic DDP traces in torch.profiler's format: simulated steps whose timings are all known."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def made_on_cpu(
     job: Job, costs: MachineCosts, cuts: Sequence[int], *, num_steps: int = 3, num_alone: int = 0, shapes: bool = True,
     marks: bool = False, late_ms: float = 0.0,
 ) -> MadeTrace:  # fmt: skip
-    """Steps on gloo. The first `num_alone` of them begin with a backward inside `no_sync`. A gradient that does not end
-    a bucket must be ready while nothing is in flight, or messages must take no core. With `late_ms`, every message
-    waits that long for another rank."""
+    """Steps on gloo. The first `num_alone` steps begin with a backward inside `no_sync`. A gradient that does not close
+    its bucket must be ready while no message is in flight, unless messages use no core. With `late_ms`, every
+    message waits that long for another rank."""
     made, now, step = MadeTrace(), 0.0, simulate(job, cuts, costs)
     launch_ms = costs.launch_s * 1e3
     for number in range(num_steps):
@@ -78,7 +78,7 @@ def _add_nodes(
 ) -> None:  # fmt: skip
     made.op(f"{NODE}NllLossBackward0", begin, begin + _TINY)
     for place, gradient in enumerate(job.gradients):
-        # Most of a hook's time is the copy into its bucket.
+        # Most of the time in a hook goes to the copy into its bucket.
         start, ready = moments[place] - 1e-6 - gradient.num_bytes * 1e-9, moments[place]
         made.op(NODE + ACCUMULATE, start, ready + handing.get(place, 0.0))
         dims = {"Input Dims": [[gradient.num_bytes // 4]], "Input type": ["float"]} if shapes else {}
@@ -90,8 +90,8 @@ def made_on_gpu(
     job: Job, costs: MachineCosts, cuts: Sequence[int], *, num_steps: int = 3, shapes: bool = True,
     dtype: str = "Float", behind_ms: float = 0.0, marks: bool = False,
 ) -> MadeTrace:  # fmt: skip
-    """Steps on NCCL: the host launches a step in a millisecond, and is ahead of the GPU, whose times these are. For the
-    first `behind_ms` the GPU works on steps from before the trace."""
+    """Steps on NCCL: the host launches a step in a millisecond and runs ahead of the GPU; the times given are the
+    GPU's. For the first `behind_ms` the GPU is still working on steps from before the trace."""
     made, now, step, numbers = MadeTrace(), behind_ms, simulate(job, cuts, costs), itertools.count(1)
 
     def launch(host: float, name: str, begin: float, end: float, tid: int = 7, **arguments: Any) -> None:

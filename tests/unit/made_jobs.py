@@ -1,4 +1,4 @@
-"""Jobs and linear costs for the simulator, from the few numbers that matter to a test."""
+"""Jobs and linear costs for the simulator, built from the few numbers that matter to a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of one model in one process, with an outer schedule between them."""
+"""Replicas of one model in one process, synchronised by an outer schedule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+import torch._dynamo  # optimizers import it, and importing it sets an environment variable; do that before any test
 from torch import nn
 
 from paceline.parallel.codecs import build_codec, run_together
@@ -24,7 +24,7 @@ def build_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 class Replicas:
-    """Replicas with their own model, optimizer and batches, and the schedule between them."""
+    """Replicas with their own model, optimizer and batches, and the schedule that synchronises them."""
 
     def __init__(
         self,

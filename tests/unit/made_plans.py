@@ -1,4 +1,4 @@
-"""Plans that our planners never create but the wrapper accepts: strict caps, and gradients split over buckets."""
+"""Plans that our planners never create but the wrapper accepts: strict caps, and gradients split across buckets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.units import MIB
 
 
 def pack(gradients: Sequence[Gradient], pieces: Iterable[Piece], cap_bytes: int) -> list[Bucket]:
-    """Fill buckets in order, one open bucket per dtype, and close each before it would exceed the cap."""
+    """Fill buckets in order, with one open bucket per dtype; close a bucket before it would exceed the cap."""
     open_: dict[tuple[str, str], list[Piece]] = {}
     closed: list[Bucket] = []
     for piece in pieces:
@@ -33,7 +33,7 @@ def plan_by_cap(gradients: Sequence[Gradient], ready_order: Iterable[int], cap_b
 def plan_in_pieces(
     gradients: Sequence[Gradient], ready_order: Iterable[int], cap_bytes: int, tail_bytes: int = MIB
 ) -> Plan:
-    """Split gradients larger than the cap into equal pieces, and end with a small bucket for each dtype."""
+    """Split gradients larger than the cap into equal pieces, and end each dtype with a small bucket."""
     pieces = [piece for index in ready_order for piece in split(gradients[index], index, cap_bytes)]
     tails: dict[tuple[str, str], list[Piece]] = {}
     body: list[Piece] = []
@@ -52,7 +52,7 @@ def plan_in_pieces(
 
 
 def split(gradient: Gradient, index: int, cap_bytes: int) -> list[Piece]:
-    """The fewest pieces of at most the cap, as equal as the element size allows."""
+    """The smallest number of pieces within the cap, as equal as the element size allows."""
     elements = gradient.num_bytes // gradient.item_bytes
     parts = max(1, math.ceil(elements / max(1, cap_bytes // gradient.item_bytes)))
     edges = [elements * part // parts * gradient.item_bytes for part in range(parts + 1)]

@@ -1,4 +1,4 @@
-"""Synthetic training runs of several ranks that communicate over a network, with or without a problem."""
+"""Synthetic training runs of several ranks over a network, with or without a problem."""
 
 import dataclasses
 import itertools
@@ -26,13 +26,13 @@ CONFIG = {"model": "gpt2-tiny", "data": "synthetic", "wrapper": "paceline", "bac
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Seconds of each part of a step; gradients become ready at an even rate. `cuts` are the ends of buckets."""
+    """Seconds of each part of a step; gradients become ready at an even rate. `cuts` holds the end of each bucket."""
 
     forward_s: float = 0.030
     backward_s: float = 0.060
     after_s: float = 0.006
     wait_s: float = 0.0004
-    late_s: float = 0.0  # of the last rank
+    late_s: float = 0.0  # for the last rank
     sizes: tuple[int, ...] = (MIB,) * 16
     cuts: tuple[int, ...] = (4, 8, 12, 15, 16)
     latency_s: float = 2e-4
@@ -40,7 +40,7 @@ class Job:
     where: tuple[str, str] = ("nccl", "cuda")
 
 
-# Two runs for each problem, and what the verdict must name.
+# For each problem, two runs and what the verdict must name.
 PLANTED = {
     "data, little": ("data", Job(wait_s=0.02)),
     "data, most of the step": ("data", Job(wait_s=0.5)),
@@ -67,7 +67,7 @@ def make_rows(job=Job(), steps=40, ranks=2, seed=0, recorded=(2, 3, 4, 5, 34)):
         before = [(job.wait_s + job.forward_s) * one + more for one, more in zip(vary, late, strict=True)]
         backward = [job.backward_s * one for one in vary]
         ready = [[b * min(1.0, end / ends[-1]) for end in ends[1:]] for b in backward]
-        # A message moves once every rank has launched it; times count from the start of the step.
+        # A message starts once every rank has launched it; times are relative to the start of the step.
         free, done = 0.0, []
         for number, (first, last) in enumerate(itertools.pairwise(ends)):
             launched = max(before[rank] + ready[rank][number] for rank in range(ranks))
@@ -103,7 +103,7 @@ def make_result(rows, ranks=2, **config):
 
 
 def make_folder(folder: Path, rows, ranks=2, ended=True, **config) -> Path:
-    """The files of a run; with `ended=False`, without its outcome."""
+    """The files of a run; with `ended=False`, no outcome is written."""
     folder.mkdir(parents=True, exist_ok=True)
     outcome = {"steps": rows[-1]["step"], "world_size": ranks, "backend": "gloo", "device": "cpu"} if ended else None
     settings = {**CONFIG, "ranks": ranks, **config}

@@ -1,4 +1,4 @@
-"""Synthetic records of scaling studies: a batch sweep, cells of ranks, large-batch runs, predictions."""
+"""Synthetic records of scaling studies: a batch sweep, cells by number of ranks, large-batch runs, predictions."""
 
 import math
 import random
@@ -30,14 +30,14 @@ def make_batch(rng, batch_size, epoch_s=None, num_samples=4096, **changes):
 
 
 def make_batches(rng):
-    """A sweep with its knee at 512; 4096 does not fit."""
+    """A batch sweep with its knee at 512; a batch of 4096 does not fit in memory."""
     epochs = {32: 8.0, 128: 3.0, 512: 1.05, 1024: 1.0, 2048: 1.2}
     failed = make_batch(rng, 4096, failure="out of memory", peak_bytes=0)
     return [*(make_batch(rng, size, epoch_s) for size, epoch_s in epochs.items()), failed]
 
 
 def make_scale(rng, world_size, compute_s, exposed_s=0.0, busy_s=None, mode="weak", cell_size=32, **changes):
-    """A step of compute and exposed seconds; one rank alone has no wrapper."""
+    """A step with these compute and exposed seconds; a single rank has no wrapper."""
     alone = world_size == 1
     fields = {
         **JOB, "mode": mode, "cell_size": cell_size, "threads": 1, "accumulate": 1, "world_size": world_size,
@@ -56,7 +56,7 @@ CONTESTANTS = (("torch", "gloo", 1.0), ("paceline", "gloo", 0.9), ("paceline", "
 
 
 def make_cell(rng, mode, cell_size, counts=(2, 4)):
-    """One rank alone and three wrappers on several numbers of ranks."""
+    """A single rank, and three wrappers at several numbers of ranks."""
     alone_s = 1e-3 + 2e-4 * cell_size
     records = [make_scale(rng, 1, alone_s, mode=mode, cell_size=cell_size)]
     for ranks in counts:
@@ -77,7 +77,7 @@ def make_scales(rng, weak=(32, 128), strong=(256,)):
 
 
 def make_collectives(rng, middle_s=1e-4, backends=("gloo", "paceline"), counts=(2, 4)):
-    """All-reduces of 16 MiB that are faster than the messages of any step."""
+    """All-reduces of 16 MiB that run faster than the messages of any step."""
     return [
         CollectiveRecord(
             collective="all_reduce", backend=backend, device="cpu", world_size=ranks, num_bytes=2**24, dtype="float32",
@@ -91,7 +91,7 @@ def make_collectives(rng, middle_s=1e-4, backends=("gloo", "paceline"), counts=(
 def make_run(
     global_batch_size=128, recipe="none", seed=0, accuracy=0.9, budget="epochs", epochs=4, data=1024, **changes
 ):
-    """A run that is evaluated after each epoch and reaches this accuracy."""
+    """A run evaluated after each epoch that reaches this accuracy."""
     per_epoch = -(-data // global_batch_size)
     curve = tuple(
         CurvePoint(
@@ -110,7 +110,7 @@ def make_run(
 
 
 def make_runs(rng, seeds=3):
-    """8 times the batch costs 20 points, which lars recovers; one seed of the largest batch failed."""
+    """An 8x batch costs 20 points, which lars recovers; one seed of the largest batch failed."""
     means = {(128, "none"): 0.9, (512, "none"): 0.86, (1024, "none"): 0.7, (1024, "linear"): 0.8, (1024, "lars"): 0.893}
     runs = [
         make_run(size, recipe, seed, mean + rng.uniform(-0.004, 0.004), epochs=10)
@@ -154,7 +154,7 @@ def slowest(samples):
 
 
 def interval(ratios):
-    """The wider half of the 95 % interval of the median, from order statistics."""
+    """The wider half of the median's 95 % interval, from order statistics."""
     ordered, n = np.sort(ratios), len(ratios)
     k = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
     middle = float(np.median(ordered))

@@ -1,4 +1,4 @@
-"""Synthetic traces in ms, with known results."""
+"""Synthetic traces, in ms, with known results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SGEMM, TENSOR_GEMM = "ampere_sgemm_128x64_nn", "ampere_bf16_s16816gemm_bf16_128x
 
 
 class MadeTrace:
-    """Events from start and end in ms; host events on thread 1, kernels on stream 7."""
+    """Events from start and end times in ms; host events are on thread 1, kernels on stream 7."""
 
     def __init__(self, rank: int = 0, origin_ms: float = 0.0, properties: dict[str, Any] | None = None) -> None:
         self.rank, self.origin_ms = rank, origin_ms
@@ -56,7 +56,7 @@ _METADATA = frozenset({"process_name", "process_labels", "process_sort_index", "
 
 
 def check_trace(document: Mapping[str, Any]) -> list[str]:
-    """The errors in a Chrome trace, one line each; empty if a viewer can show it."""
+    """Errors in a Chrome trace, one per line; empty if a viewer can show it."""
     events = document.get("traceEvents")
     if not isinstance(events, list):
         return ['no list "traceEvents"']

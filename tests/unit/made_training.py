@@ -1,4 +1,4 @@
-"""Synthetic training records: probes of the noise scale, rows of metrics."""
+"""Synthetic training records: noise-scale probes and rows of metrics."""
 
 from paceline.records.training import NoiseProbe, NoiseRecord
 
@@ -13,7 +13,7 @@ def build_noise(probes=None, **changes):
 
 
 def build_known(noise_scale, **changes):
-    """A record with this noise scale: |G|^2 is 1, and the small batch has 8 of 16 samples."""
+    """A record with this noise scale: |G|^2 is 1, and the small batch holds 8 of the 16 samples."""
     small, big = 1 + noise_scale / 8, 1 + noise_scale / 16
     return build_noise(tuple(NoiseProbe((small + s, small + s), big) for s in (-0.03, 0.0, 0.03)), **changes)
 

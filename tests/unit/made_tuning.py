@@ -1,4 +1,4 @@
-"""A synthetic machine and job with known costs, and the records that measuring them would give."""
+"""A synthetic machine and job with known costs, and the records a measurement of them would produce."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROFILER_COST = 1.25
 
 @dataclass(frozen=True)
 class MadeJob:
-    """Gradients of these sizes in ready order, even over backward; `disturbed` has (compute rate, message rate)."""
+    """Gradients of these sizes in ready order, evenly over backward; `disturbed` is (compute rate, message rate)."""
 
     sizes: tuple[int, ...] = (MIB,) * 8
     alpha_s: float = 1e-3
@@ -42,9 +42,9 @@ class MadeJob:
     wrapper: str = "paceline"
     backend: str = "gloo"
     device: str = "cpu"
-    idle_s: float = 0.0  # of a message; not twice in a pair on a GPU
+    idle_s: float = 0.0  # for a message; not counted twice in a pair on a GPU
     count: int = 9
-    noise: float = 0.0  # of steps
+    noise: float = 0.0  # of step times
     message_noise: float = 0.0
 
     @property
@@ -65,7 +65,7 @@ class MadeJob:
 
     @property
     def gradients(self) -> tuple[Gradient, ...]:
-        """In the order of definition, the reverse of the ready order."""
+        """In definition order, the reverse of the ready order."""
         names = [f"layer{place}" for place in range(len(self.sizes))]
         return tuple(Gradient(name, size) for name, size in reversed(list(zip(names, self.sizes, strict=True))))
 
@@ -134,7 +134,7 @@ class MadeJob:
         )  # fmt: skip
 
     def build_carried(self, slowed: float = 0.0) -> list[Record]:
-        """What a profile of two ranks carries; with `slowed`, four ranks compute that many times as long."""
+        """The contents of a two-rank profile; with `slowed`, four ranks take that many times as long to compute."""
         found = [r for r in self.build_calibration() if isinstance(r, StepRecord | LayerProfileRecord)]
         step = self.build_step(random.Random(0), "together", "ranks", self.backward_s)
         for count, factor in ((2, 1.0), (4, slowed)) if slowed else ():
@@ -144,7 +144,7 @@ class MadeJob:
         return found
 
     def build_plan_step(self, label: str, times_s: Sequence[float], **more: Any) -> StepRecord:
-        """Steps of the job itself, on which predictions are scored."""
+        """Steps of the job itself, used to score predictions."""
         step = self.build_step(random.Random(0), "job", label, self.backward_s)
         rows = {name: Samples(seconds=tuple((time_s,) * 2 for time_s in times_s)) for name in ("timing", "forward")}
         rows |= {name: rows["forward"] for name in ("backward", "optimizer")}

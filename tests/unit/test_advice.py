@@ -11,19 +11,19 @@ FACTS = StepFacts(batch_size=32, world_size=2)
 
 
 def given(made, kind, facts=FACTS, lateness=None):
-    """The advice of one kind, or None."""
+    """The advice of this kind, or None."""
     found = advise([build_overview(made.build())], facts, lateness)
     assert [a.gain_s for a in found] == sorted((a.gain_s for a in found), reverse=True)
     return next((advice for advice in found if advice.kind == kind), None)
 
 
 def full_gpu(**arguments):
-    """A GPU that multiplies on tensor cores all the time."""
+    """A GPU that keeps its tensor cores busy all the time."""
     return MadeTrace(properties={"name": "NVIDIA H200"}).step().kernel(TENSOR_GEMM, 0, 10, **arguments)
 
 
 def with_messages(exposed, hidden=0.0):
-    """10 ms with a message hidden behind kernels and an exposed message at the end."""
+    """10 ms with one message hidden behind kernels and one exposed message at the end."""
     made = MadeTrace().step().kernel(TENSOR_GEMM, 0, 10 - exposed).phase("backward", 4, 10 - exposed)
     return made.kernel(NCCL, 10 - exposed - hidden, 10, tid=20)
 

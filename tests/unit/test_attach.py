@@ -1,4 +1,4 @@
-"""The code inside a user's program: it observes, stops when asked, changes nothing, and never breaks torch."""
+"""The observer in a user's program: it records, stops on request, changes nothing, and never breaks torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIABLES = ("PACELINE_ATTACH", "PACELINE_WRAPPER")
 
 @pytest.fixture(autouse=True)
 def torch_as_it_was(monkeypatch) -> Iterator[None]:
-    """Hooks of an observer stay in its process, which is this one."""
+    """Observer hooks stay in their process, and here that is the test process."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it when a profile starts
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
@@ -71,9 +71,9 @@ def read(folder: Path) -> dict:
 
 
 class MadeGpu:
-    """A GPU and a host with separate clocks: the host launches work and continues, and waits only if told to.
+    """A GPU and a host with separate clocks: the host launches work and continues; it waits only when told to.
 
-    Its events are those of `paceline.runtime.ranks.moments`.
+    Its events have the interface of `paceline.runtime.ranks.moments`.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def gpu(monkeypatch) -> MadeGpu:
 
 
 class GpuProgram:
-    """Steps of 156 ms on the GPU that the host launches in 7 ms, after it has waited for its data."""
+    """GPU steps of 156 ms that the host launches in 7 ms after waiting for data."""
 
     def __init__(self, gpu: MadeGpu) -> None:
         self.gpu, self.optimizer = gpu, torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
@@ -139,7 +139,7 @@ def test_steps_of_a_gpu_have_its_times_and_not_those_of_the_host_that_runs_ahead
     observe(tmp_path, steps=12)
     program = GpuProgram(gpu)
     program.train(12)
-    assert gpu.num_waits == 0 and not list(tmp_path.glob("rank-*"))  # the GPU is at its first step
+    assert gpu.num_waits == 0 and not list(tmp_path.glob("rank-*"))  # the GPU is still on its first step
     program.train(40, most_ahead_s=0.5)
     found = read(tmp_path)
     assert gpu.num_waits == 0 and found["num_steps"] == 12
@@ -151,12 +151,12 @@ def test_steps_of_a_gpu_have_its_times_and_not_those_of_the_host_that_runs_ahead
 def test_a_wait_for_data_counts_only_while_the_gpu_has_nothing_to_do(tmp_path, gpu):
     observe(tmp_path, steps=10)
     program = GpuProgram(gpu)
-    program.train(5, data_s=0.1)  # hidden: the GPU takes longer, and the host is ahead
+    program.train(5, data_s=0.1)  # hidden: the GPU is slower and the host runs ahead
     program.train(6, data_s=0.5)
     program.train(30, most_ahead_s=0.0)
     steps = {number: times for number, *times in read(tmp_path)["steps"]}
     assert [steps[number][1] for number in range(2, 6)] == pytest.approx([0.0] * 4)
-    # The GPU has nothing to do from the end of a step until the host is back with data.
+    # The GPU is idle from the end of a step until the host has loaded the next batch.
     for number in range(7, 11):
         assert steps[number][0] == pytest.approx(0.507) and steps[number][1] == pytest.approx(0.5 - 0.156)
 
@@ -172,7 +172,8 @@ def test_what_the_observer_does_between_two_steps_is_in_none_on_a_gpu_that_waits
     monkeypatch.setattr(observer, "_advance", advance_slowly)
     GpuProgram(gpu).train(10)
     times = [step[1] for step in read(tmp_path)["steps"]]
-    assert times == pytest.approx([0.156, *[0.163] * 6])  # with the launch, which the GPU waits for from the second on
+    # includes the launch, which the GPU waits for from the second step on
+    assert times == pytest.approx([0.156, *[0.163] * 6])
 
 
 def test_a_program_that_is_stopped_or_ends_waits_for_the_times_of_its_last_steps(tmp_path, gpu):
@@ -199,7 +200,7 @@ def test_what_becomes_part_of_a_cuda_graph_is_not_a_step(tmp_path, gpu, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        patch.setattr(observer, "mark", None)  # nothing is asked of the GPU
+        patch.setattr(observer, "mark", None)  # no GPU timing is requested
         program.optimizer.step()
     program.train(3, most_ahead_s=0.0)
     assert [step[0] for step in read(tmp_path)["steps"]] == [2, 3, 4]
@@ -295,7 +296,7 @@ def test_the_program_ends_after_the_step_that_was_asked_for(tmp_path, monkeypatc
     with pytest.raises(SystemExit) as exit_:
         program.train(20)
     assert exit_.value.code == 0 and read(tmp_path)["num_steps"] == 8
-    # A program that catches everything is killed eventually.
+    # A program that catches every exception is eventually killed.
     monkeypatch.setattr(observer.os, "_exit", lambda code: ended.append(code) or sys.exit(code))
     for _ in range(observer._MOST_EXITS):
         with pytest.raises(SystemExit):
@@ -312,7 +313,7 @@ def test_an_error_while_observing_leaves_the_program_alone(tmp_path, monkeypatch
     monkeypatch.setattr(observer, "_advance", fail)
     program = Program()
     program.train(7)
-    with pytest.raises(SystemExit):  # it was to be stopped all the same
+    with pytest.raises(SystemExit):  # the stop must still take effect
         program.train(1)
     assert read(tmp_path)["error"] == "RuntimeError: no more"
 
@@ -339,5 +340,5 @@ def test_a_wrapper_is_noted_however_its_constructor_is_called(tmp_path, monkeypa
     observer = observe(tmp_path, steps=8)
     first, second = (DistributedDataParallel.__new__(DistributedDataParallel) for _ in range(2))
     DistributedDataParallel.__init__(first, "net")
-    DistributedDataParallel.__init__(self=second, module="net")  # as ours does in the place of torch's
+    DistributedDataParallel.__init__(self=second, module="net")  # as our replacement for torch's `__init__` does
     assert observer._list_wrappers() == [first, second]

@@ -1,4 +1,4 @@
-"""Conclusions from the steps of an attached program: the late rank, the bottleneck, the buckets, the lines to paste."""
+"""Conclusions from the steps of an attached program: the late rank, the bottleneck, the buckets, the suggested code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COSTS = MachineCosts(FamilyCurve("line", 2, 1e-4, 2e9), contention=Contention())
 
 
 def made_step(rank: int, number: int, took: tuple[float, ...], before: float = 0.01) -> TracedStepRecord:
-    """Messages one after the other from the end of a backward of 10 ms on."""
+    """Messages back to back, starting at the end of a 10 ms backward."""
     starts = [0.01 + sum(took[:n]) for n in range(len(took))]
     messages = tuple(TracedMessage(MIB, s, s, s + t) for s, t in zip(starts, took, strict=True))
     return TracedStepRecord(
@@ -78,8 +78,8 @@ def test_the_late_rank_is_the_one_that_waits_least():
 
 
 def test_the_cost_of_recording_is_removed():
-    records = [made_step(0, n, (0.004,), before=0.01 + 0.001 * n) for n in range(3)]  # 27 ms in the median
-    found = remove_recording(records, 0.0155)  # half of 23 ms of its own work
+    records = [made_step(0, n, (0.004,), before=0.01 + 0.001 * n) for n in range(3)]  # median 27 ms
+    found = remove_recording(records, 0.0155)  # half of its own work, which takes 23 ms
     assert [step.step_s for step in found] == pytest.approx([0.015, 0.0155, 0.016])
     assert [step.exposed_s for step in found] == pytest.approx([0.004] * 3)
     assert [(step.backward_s, step.ready_s, step.after_s) for step in found] == [(0.005, (0.0025,), 0.001)] * 3
@@ -88,7 +88,7 @@ def test_the_cost_of_recording_is_removed():
 
 
 def test_short_recorded_steps_are_stretched():
-    records = [made_step(0, n, (0.004,)) for n in range(3)]  # 26 ms
+    records = [made_step(0, n, (0.004,)) for n in range(3)]  # median 26 ms
     for step in remove_recording(records, 0.039):
         assert (step.step_s, step.exposed_s, step.backward_s) == pytest.approx((0.039, 0.006, 0.015))
         assert step.messages[0].launch_s == step.messages[0].start_s == pytest.approx(0.015)
@@ -104,7 +104,7 @@ def test_findings_are_ranked_by_gain_and_silent_below_the_noise():
     assert [one.kind for one in rank_findings(found, 0.1, noise=0.1)] == ["buckets"]
     (only,) = rank_findings(found, 0.1, noise=0.3)
     assert (only.kind, only.gain_s, only.step_s) == ("healthy", 0.0, 0.1)
-    unsure = Finding("backend", "d", gain_s=0.05, gain_interval_s=(0.0, 0.08))  # it may save nothing
+    unsure = Finding("backend", "d", gain_s=0.05, gain_interval_s=(0.0, 0.08))  # the gain may be zero
     assert [one.kind for one in rank_findings([*found, unsure], 0.1)] == ["buckets", "data"]
 
 
@@ -157,7 +157,7 @@ def test_a_race_has_the_last_word(one_bucket):
 
 
 def test_what_a_race_predicts_starts_from_the_own_buckets_in_its_run(one_bucket):
-    """The machine takes a quarter longer in the second run."""
+    """The machine is 25 % slower in the second run."""
     given = {"note": RACED, "steps_per_turn": 3}
     turns = [made_steps((0.0625,) * 21, label=NOW, bucket_bytes=(sum(SIZES),), **given)]
     turns.append(made_steps((0.05,) * 21, label="small", bucket_bytes=SIZES, **given))
@@ -215,11 +215,11 @@ def test_files_of_ranks_are_read_as_they_grow(tmp_path, capsys):
     assert files.read() == [] and not files.is_over()
     text = write_rank(tmp_path, "1-11", 1, range(2, 5))
     path = tmp_path / "rank-1-11.jsonl"
-    path.write_text(text + text[:20])  # the second line is half written
+    path.write_text(text + text[:20])  # the second line is incomplete
     assert [len(rank.steps) for rank in files.read()] == [3]
     path.write_text(text + write_rank(tmp_path, "unused", 1, range(5, 10), num_steps=9))
     (tmp_path / "rank-unused.jsonl").unlink()
-    assert not files.is_over()  # one of two ranks
+    assert not files.is_over()  # one of two ranks is done
     write_rank(tmp_path, "0-10", 0, range(2, 10), num_steps=9)
     write_rank(tmp_path, "0-12", 0, range(2, 4))  # another process that claims to be rank 0
     files.show()
@@ -245,7 +245,7 @@ def write_cuda_rank(folder: Path, rank: int, gpu_s: float, host_s: list[float]) 
 
 
 def test_a_host_that_runs_ahead_of_its_gpu_is_no_reason_to_doubt_the_times(tmp_path):
-    """Steps of 156 ms, which the host launches in 7 ms until the queue of the GPU is full."""
+    """Steps of 156 ms, which the host launches in 7 ms until the GPU's queue is full."""
     for rank in (0, 1):
         write_cuda_rank(tmp_path, rank, 0.156, [0.007] * 20 + [0.160, 0.030] * 10)
     record = _build_record(_Files(tmp_path, 0).read())
@@ -265,10 +265,10 @@ def test_a_gpu_that_is_idle_until_the_host_launches_more_is_bound_by_the_host(on
     result = build((made_steps((recorded_s,) * 9), *idle))
     assert result.bottleneck.kind == "host" and result.idle_s == pytest.approx(0.5 * recorded_s)
     assert result.to_json()["idle_s"] == result.idle_s and result.verdict_text.count("To fix it, ") == 1
-    # Where recording made the step longer, the GPU waited that much longer for the host.
+    # Where recording lengthened the step, the GPU waited that much longer for the host.
     result = build((made_steps((0.7 * recorded_s,) * 9), *idle))
     assert result.idle_s == pytest.approx(0.2 * recorded_s)
-    # A GPU that waits for data is idle because of the data.
+    # A GPU that waits for data is idle because of data loading.
     waits = Samples(((0.6 * recorded_s, 0.6 * recorded_s),) * 9)
     result = build((made_steps((recorded_s,) * 9, data_wait=waits), *idle))
     assert result.bottleneck.kind == "data" and result.idle_s == 0
@@ -276,7 +276,7 @@ def test_a_gpu_that_is_idle_until_the_host_launches_more_is_bound_by_the_host(on
 
 
 def attached_over_link(ready_ms: tuple[float, ...], cuts: tuple[int, ...]) -> AttachedResult:
-    """A wait of 480 ms for data, a backward of 8 ms, and 1 MiB over a link of 1 Gb/s that others use, too."""
+    """A 480 ms wait for data, an 8 ms backward, and 1 MiB over a shared 1 Gb/s link."""
     job, records = made_job((256 * KIB,) * 4, ready_ms, 8.0, before=480.0), []
     for number, share in enumerate((1.0, 0.7, 1.0, 1.2, 1.4, 0.9, 1.0, 1.3)):
         costs = MachineCosts(FamilyCurve("line", 2, 2e-4, 1.25e8 / share))
@@ -317,7 +317,7 @@ def attached_to(late_ms: float = 0.0, cuts: tuple[int, ...] = (4,), **more: obje
             ready_s + rank * late_ms / 1e3 for ready_s in job.ready_s))  # fmt: skip
         made = made_on_cpu(given, costs, cuts, num_steps=6, marks=True, late_ms=late_ms * (1 - rank))
         steps = read_steps(read_ranks(build_document(made, rank=rank))[0])
-        if rank == 0:  # its messages last until the other rank is there
+        if rank == 0:  # its messages last until the other rank joins
             steps = [_delay(step, late_ms / 1e3) for step in steps]
         records += steps
     times = [step.step_s for step in records[:6]]
@@ -336,7 +336,7 @@ def test_the_phases_of_a_step_add_up_and_waiting_is_charged_to_the_late_rank():
     assert early.waiting_s == pytest.approx(0.020, rel=0.05) and late.waiting_s == pytest.approx(0, abs=1e-6)
     assert (result.bottleneck.kind, result.bottleneck.rank) == ("late rank", 1)
     assert result.bottleneck.gain_s == pytest.approx(early.waiting_s, rel=0.05)
-    # The sentence, the table and JSON have the same numbers: those of the rank that limits the step.
+    # The sentence, the table and the JSON show the same numbers: those of the limiting rank.
     document = result.to_json()
     assert result.critical is late and document["step_s"] == result.step_s == late.step_s
     assert document["exposed_s"] == late.exposed_s == document["where"][1]["exposed_s"]
@@ -344,7 +344,7 @@ def test_the_phases_of_a_step_add_up_and_waiting_is_charged_to_the_late_rank():
 
 
 def test_waiting_in_forward_is_not_forward():
-    """A broadcast of buffers keeps rank 0 in its forward until rank 1 comes; its own part takes 1 ms."""
+    """A buffer broadcast keeps rank 0 in forward until rank 1 arrives; its own share of the work takes 1 ms."""
     records = [made_step(rank, n, (0.001,)) for rank in (0, 1) for n in range(4)]
     took = {0: 0.006, 1: 0.001}
     records = [
@@ -437,7 +437,7 @@ def test_caps_are_those_of_the_program():
 
 
 def test_cures_for_exposed_messages_are_those_of_the_backend():
-    """On one host, gloo gives way to shared memory; elsewhere messages get smaller, by a hook that works there."""
+    """On one host, shared memory replaces gloo; elsewhere messages are compressed by a hook that works there."""
     job, found = made_job((MIB,) * 4, (4.0, 5.0, 6.0, 7.5), 8.0, before=4.0), {}
     costs = MachineCosts(FamilyCurve("line", 2, 2e-4, 2e8), contention=Contention())
     for backend, device, make in (("gloo", "cpu", made_on_cpu), ("nccl", "cuda", made_on_gpu)):
@@ -491,7 +491,7 @@ def test_the_operator_that_makes_a_rank_late_is_named():
     times = PhaseFinder(sorted(made.events, key=lambda event: event["ts"]))._list_operators(0.0, 30_000.0)
     assert {one.name: one.own_s for one in times} == pytest.approx({"inner": 6.5e-3, "outer": 3.5e-3})
     result, records = attached_to(late_ms=20.0), []
-    assert result.bottleneck.operator == ""  # as here, no operator may explain it
+    assert result.bottleneck.operator == ""  # in which case no operator may be named as the cause
     for step in result.only(TracedStepRecord):
         own_s = (0.02 if step.rank else 0.0) + 0.005
         records.append(replace(step, operators=(OperatorTime("aten::mm", 0.03), OperatorTime("SlowBackward", own_s))))

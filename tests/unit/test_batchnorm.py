@@ -56,7 +56,7 @@ def test_convert_leaves_other_modules_unchanged():
     names = list(model.state_dict())
     parameters = list(model.parameters())
     assert SyncBatchNorm.convert_sync_batchnorm(model) is model
-    assert model["a"] is model["b"][0] and type(model["a"]) is SyncBatchNorm  # one layer in two places
+    assert model["a"] is model["b"][0] and type(model["a"]) is SyncBatchNorm  # one layer used in two places
     assert model["again"] is model["b"] is inner and inner[1] is instance
     assert type(inner[2]) is SyncBatchNorm and inner[2].weight is None and inner[2].running_mean is None
     assert list(model.state_dict()) == names

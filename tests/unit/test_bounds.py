@@ -1,4 +1,4 @@
-"""The memory bound: the faster pass is the bound, and applies only to an all-reduce of the same bytes and ranks."""
+"""The memory bound: the faster pass sets it, and it applies only to an all-reduce of the same bytes and ranks."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from paceline.records.kinds import MemoryBounds
 
 @pytest.mark.parametrize(("add_s", "copy_s"), [(2e-4, 3e-4), (3e-4, 2e-4), (2e-4, 2e-4)])
 def test_the_faster_pass_is_the_bound(build_collective, build_pass, add_s, copy_s):
-    record = build_collective()  # 1 ms
+    record = build_collective()  # takes 1 ms
     for passes in ([build_pass("add", add_s), build_pass("copy", copy_s)],) * 2:
         bounds = MemoryBounds([record, *passes])
         assert bounds.bound_s(record) == pytest.approx(2e-4)

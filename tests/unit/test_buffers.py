@@ -1,4 +1,4 @@
-"""Running statistics in the control words: reading the sum gives the average over the ranks that wrote."""
+"""Running statistics in the control words: decoding the sum gives the average over the ranks that contributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions and classes of a session work in another process, whose `__main__` is empty."""
+"""Functions and classes defined in a session work in another process, whose `__main__` is empty."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.runtime.ranks import by_value
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], dict[str, Any]]]:
-    """`session(source)` types a cell into a `__main__` without a file, and returns its namespace."""
+    """`session(source)` runs a cell in a `__main__` without a file and returns its namespace."""
     main = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setitem(sys.modules, "__mp_main__", main)
@@ -37,7 +37,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], dict[st
 
 
 def travel(value: Any) -> Any:
-    """The value as another process unpickles it, without the session."""
+    """The value as another process unpickles it, without access to the session."""
     data = by_value.dumps(value)
     sys.modules["__main__"] = types.ModuleType("__main__")
     linecache.cache.pop("cell-0", None)
@@ -52,7 +52,7 @@ def test_a_program_in_a_file_is_not_interactive(session):
 
 def test_a_function_brings_only_the_globals_it_uses(session):
     names = session("import math\nk = 3\ndef g(x): return k * x\ndef f(x): return g(math.sqrt(x))")
-    names["secret"] = sys.stdout  # cannot be sent, and need not be
+    names["secret"] = sys.stdout  # cannot be pickled, and does not need to be
     f = travel(names["f"])
     assert f(4.0) == 6.0
     assert {"g", "k", "math"} <= set(f.__globals__) and "secret" not in f.__globals__

@@ -1,4 +1,4 @@
-"""How a notebook shows the output of its ranks: lines that name the rank, one error, cells for some ranks."""
+"""How a notebook shows the output of its ranks: lines prefixed with the rank, one error, cells for selected ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ranks_as_they_are_typed(text, ranks):
 
 @pytest.mark.parametrize("text", ["one", "[0", "-1", "0;1"])
 def test_what_is_no_rank_is_refused(text):
-    if text == "[0":  # a missing bracket is forgiven
+    if text == "[0":  # a missing bracket is tolerated
         assert parse_ranks(text) == [0]
         return
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""A study on disk: finished cells are kept and found again, and a damaged or foreign file is refused with a reason."""
+"""A study on disk: finished cells are kept and found again; a damaged or foreign file is refused with a reason."""
 
 import json
 

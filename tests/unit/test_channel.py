@@ -1,4 +1,4 @@
-"""Ranks that wait for each other through the store, without messages, and how many requests they make."""
+"""Ranks that wait for each other through the store instead of messages, and how many requests they make."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_channel(store: CountingStore, rank: int, world_size: int) -> Channel:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only `sleep` advances; `now[0]` is its time."""
+    """A clock that only `sleep` advances; `now[0]` holds the current time."""
     now = [0.0]
 
     class Time:
@@ -84,7 +84,7 @@ def test_a_waiting_rank_polls_rarely_and_names_the_absent_ranks(clock):
         rank for rank in range(1, 512) if rank not in (7, 500)
     ]
     assert store.requests.total() < 150
-    # A rank that comes later gets the same answer, and does not search.
+    # A rank that arrives later gets the same answer without searching.
     before = store.requests.total()
     assert len(build_channel(store, 3, 512).wait_for_ranks("state", 10.0)) == 509
     assert store.requests.total() < before + 10

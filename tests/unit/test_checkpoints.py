@@ -1,4 +1,4 @@
-"""Checkpoints are intact or refused, whatever happens to the process, the disk or a bit; a folder has one run."""
+"""Checkpoints are intact or refused, whatever happens to the process or the disk; a folder holds one run."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ def names(folder):
 
 @contextlib.contextmanager
 def opened(*arguments, **options):
-    """A store whose last save is on disk at the end."""
+    """A store whose last save has reached the disk by the end of the test."""
     store = CheckpointStore(*arguments, **options)
     yield store
     store.wait()
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_not_passed_over(store):
 
 @contextlib.contextmanager
 def full_disk(at):
-    """Call number `at` of `fsync`, counted from 0, fails because the disk is full."""
+    """The `at`-th call of `fsync`, counted from 0, fails because the disk is full."""
     count = iter(range(100))
 
     def fsync(handle):
@@ -255,7 +255,7 @@ def test_a_full_disk_is_explained_and_costs_nothing_that_was_there(store, troubl
         save(store, 30, size=500_000)
     assert "\n" not in str(caught.value)
     assert not [name for name in names(store.folder) if name.startswith(".")]
-    store.wait()  # an error is raised once
+    store.wait()  # an error is raised only once
     for step in (10, 20):
         load_checkpoint(store.path(step))
     save(store, 30)
@@ -348,13 +348,13 @@ def test_what_an_interrupted_save_left_goes_and_the_rest_stays(store, name):
         shutil.copytree(store.path(20), store.folder / place)
     reader = CheckpointStore(store.folder)
     assert_holds(reader.load_latest(), 20)
-    assert name in names(store.folder)  # another process may be writing it
+    assert name in names(store.folder)  # another process may still be writing it
     save(reader, 30)
     assert names(store.folder) == [".hidden", "notes", "step-00000010", "step-00000020", "step-00000030"]
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, place):
         self.place = place
@@ -377,11 +377,11 @@ def test_a_pickle_is_never_loaded(store, tmp_path):
                 load_checkpoint(store.folder / "forged")
     assert not (tmp_path / "bang").exists()
     pickle.loads(bomb)
-    assert (tmp_path / "bang").exists()  # the bomb is a real one
+    assert (tmp_path / "bang").exists()  # the payload does run when unpickled normally
 
 
 def forge(store, change):
-    """A checkpoint with a sound manifest of changed files."""
+    """A checkpoint whose valid manifest matches the modified files."""
     files = {name: (store.path(20) / name).read_bytes() for name in FILES[:3]}
     change(files)
     checkpoint_files.save_folder(store.folder / "forged", files)
@@ -449,7 +449,7 @@ print(peak() - before)
 """
 
 
-# One process forks them all, for importing torch takes seconds.
+# One process forks all of them, because importing torch takes seconds.
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
@@ -492,12 +492,12 @@ assert not any(name.startswith(".") for name in os.listdir(sys.argv[1]))
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(start, tmp_path):
-    # Newer Pythons warn of a fork with threads, such as those that numpy starts; here they are idle.
+    # Newer Python versions warn about forking with threads, such as numpy's; those are idle here.
     out, err = start("-W", "ignore", "-c", KILLED, str(tmp_path / "run"), "7").communicate(timeout=100)
     assert not err.strip(), err
     steps = [int(line.split()[0]) for line in out.splitlines()]
     assert len(steps) == 12 and steps[-1] > 0
-    assert "True" in out  # at least one kill fell into a save
+    assert "True" in out  # at least one kill interrupted a save
 
 
 def test_the_error_of_a_run_is_not_replaced_by_that_of_a_save(tmp_path):
@@ -509,7 +509,7 @@ def test_the_error_of_a_run_is_not_replaced_by_that_of_a_save(tmp_path):
         files._store.save(1, model_of(1), {}, {})
         files.close(has_failed=True)
         other = checkpoints.RunFiles(tmp_path, TrainSettings(), world)
-        other.lock(resume=False)  # the folder is free
+        other.lock(resume=False)  # the folder is unlocked
         with pytest.raises(RecordError, match="No space left"):
             files.close()
     other.close()
@@ -533,7 +533,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
 
 
 def save_at(times, step, begin_s, stall_s, write_s):
-    """A save that began at this moment, and the interval that follows."""
+    """A save that started at this time, and the interval that follows."""
     times.begin(step, begin_s, begin_s + stall_s)
     interval_s = times.choose_interval(3600.0)
     times.end(begin_s + stall_s + write_s)
@@ -550,10 +550,10 @@ def test_intervals_grow_until_the_best_one_and_follow_what_saves_take(tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["stall_s"] for row in rows] == [9.0, 2.0, 2.0]
     assert rows[-1] == {"step": 3, "stall_s": 2.0, "wait_s": 0.0, "next_s": found[-1], "write_s": 0.5}
-    # A resumed run, here from step 2, does not begin anew.
+    # A resumed run, here from step 2, keeps its schedule.
     with contextlib.closing(checkpoints.SaveTimes(path, 2)) as times:
         assert times.choose_interval(3600.0) == best_s and len(path.read_text().splitlines()) == 2
-        # It takes longer to write than to be best by: the next save does not wait.
+        # Writing takes longer than the best interval, so the next save starts at once.
         assert save_at(times, 3, 300.0, 1e-3, 200.0) < best_s
         assert save_at(times, 4, 600.0, 1e-3, 200.0) >= 199.9
 
@@ -564,7 +564,7 @@ def test_the_interval_follows_stalls_without_waits_and_the_share_of_faults_that_
         for step in (1, 2, 3):
             times.begin(step, 100.0 * step, 100.0 * step + 3.0, wait_s=2.5)
             times.end(100.0 * step + 4.0)
-    path.write_text(path.read_text() + '{"step": 4}\n')  # what is not whole does not count
+    path.write_text(path.read_text() + '{"step": 4}\n')  # an incomplete line does not count
     for lost, times_longer in ((1.0, 1.0), (0.05, 20**0.5)):
         with contextlib.closing(checkpoints.SaveTimes(path, 4)) as times:
             times._interval_s = 1e9

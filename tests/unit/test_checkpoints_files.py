@@ -164,7 +164,7 @@ def test_another_model_is_described_by_its_first_differences():
 
 @pytest.mark.parametrize("start", [0, 1])
 def test_a_large_file_is_whole_whether_or_not_it_passes_by_the_page_cache(tmp_path, start):
-    """From the start of a page it may; from the byte behind it cannot. Neither is its length whole pages."""
+    """Reading may start at a page boundary but not one byte after it; nor is the length a whole number of pages."""
     memory = mmap.mmap(-1, 10 * 2**20)
     memory.write(bytes(range(256)) * (10 * 2**12))
     data = memoryview(memory)[start : start + 9 * 2**20 + 123]

@@ -1,4 +1,4 @@
-"""A state survives packing into tensors and JSON bit for bit; unsupported values are named."""
+"""Packing a state into tensors and JSON is lossless; unsupported values are named in the error."""
 
 import collections
 import copy
@@ -9,7 +9,7 @@ import struct
 
 import pytest
 import torch
-import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+import torch._dynamo  # optimizers import it, and importing it sets an environment variable; do that before any test
 
 from paceline.errors import ConfigError
 from paceline.runtime.ranks.messages import pack, unpack

@@ -44,8 +44,9 @@ def test_the_script_has_exactly_the_given_options():
 
 @pytest.fixture
 def run_script(tmp_path):
-    """`run_script(code, saved, state, restarts)`: run the script where `srun` runs one rank, which may say that it has
-    saved, and ends with this code; what was called, with the rank's variables."""
+    """`run_script(code, saved, state, restarts)`: run the script with an `srun` that starts one rank, which can report
+    that
+    it has saved and then exits with `code`; returns the commands called and the rank's variables."""
 
     def run(
         code: int, saved: bool = False, state: str = "RUNNING", restarts: int = 0, **job
@@ -96,7 +97,7 @@ def test_a_rank_gets_torchruns_variables_and_the_whole_command(run_script):
 
 
 def test_variables_that_attach_to_a_program_reach_its_ranks(run_script, monkeypatch):
-    """Even if Slurm does not pass on the environment of the submitter, as in `run_script`."""
+    """Works even if Slurm does not pass on the submitter's environment, as in `run_script`."""
     asked, shown = {"PACELINE_ATTACH": json.dumps({"folder": "/it's here", "steps": 9}), "PACELINE_WRAPPER": "1"}, []
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
@@ -107,7 +108,7 @@ def test_variables_that_attach_to_a_program_reach_its_ranks(run_script, monkeypa
     assert {name: shlex.split(exports[name]) for name in asked} == {name: [value] for name, value in asked.items()}
     _, _, rank = run_script(0, variables=asked)
     assert {name: rank[name] for name in asked} == asked
-    with pytest.raises(ConfigError) as error:  # nobody would read what it writes
+    with pytest.raises(ConfigError) as error:  # nobody would read the output
         run(command, slurm=True)
     assert error.value.code == "wait"
     run(command, kubernetes=True, image="x", show=lambda stream, text: shown.append(text))
@@ -123,13 +124,13 @@ def test_variables_that_attach_to_a_program_reach_its_ranks(run_script, monkeypa
     [
         (0, True, "RUNNING", 0, 75, True),
         (0, True, "RUNNING", 99, 75, True),
-        (0, True, "RUNNING", 100, 75, False),  # without end
-        (0, True, "COMPLETING", 0, 75, False),  # by scancel
+        (0, True, "RUNNING", 100, 75, False),  # no time limit
+        (0, True, "COMPLETING", 0, 75, False),  # cancelled by scancel
         (0, False, "RUNNING", 0, 0, False),
         (1, False, "RUNNING", 0, 1, False),
-        (143, False, "RUNNING", 0, 143, False),  # what srun returns where one rank fails, and the others are ended
-        (138, False, "RUNNING", 0, 138, False),  # what ends a program that does not handle SIGUSR1
-        (1, True, "RUNNING", 0, 1, False),  # rank 0 has saved, and another failed
+        (143, False, "RUNNING", 0, 143, False),  # what srun returns when one rank fails and the others are killed
+        (138, False, "RUNNING", 0, 138, False),  # exit code of a program that does not handle SIGUSR1
+        (1, True, "RUNNING", 0, 1, False),  # rank 0 has saved, and another rank failed
     ],
 )
 def test_only_a_job_that_has_saved_is_requeued(run_script, code, saved, state, restarts, ended, requeued):
@@ -237,7 +238,7 @@ def test_an_interrupt_stops_following_and_explains_the_state_of_the_job(monkeypa
     monkeypatch.setattr(slurm, "_POLL_S", 0)
     shown: list[str] = []
     assert slurm.follow("7", tmp_path / "log", lambda stream, text: shown.append(text)) == 130
-    assert set(called) == {"scontrol"}  # and not scancel
+    assert set(called) == {"scontrol"}  # scancel is not called
     assert ("keeps running" if state == "RUNNING" else "stays queued") in shown[-1] and "scancel 7" in shown[-1]
 
 
@@ -329,7 +330,7 @@ def test_values_that_kubernetes_would_refuse_are_refused(changes, option):
 
 @pytest.mark.parametrize("kind", kubernetes.KINDS)
 def test_arguments_and_values_are_passed_unchanged(kind):
-    """Kubernetes expands $(NAME), and $$ to $; YAML does not accept surrogate pairs."""
+    """Kubernetes expands $(NAME) and turns $$ into $; YAML does not accept surrogate pairs."""
     words = ["sh", "-c", "echo $(A) 😀 # \"c\": 'b'\n- d"]
     *_, job = load_manifest(command=words, variables={"A": "$(B)", "EMPTY": ""}, kind=kind)
     place = job["spec"]["trainer"] if kind == "trainjob" else job["spec"]["template"]["spec"]["containers"][0]

@@ -1,4 +1,4 @@
-"""Codecs of replicas in one process: averages, messages, residuals, and state that must be discarded."""
+"""Codecs on replicas in one process: averages, messages, residuals, and state that must be discarded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-import torch._dynamo  # the mode below imports it, and it then sets a variable of the environment
+import torch._dynamo  # the dispatch mode below imports it, which sets an environment variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.parallel import codecs
@@ -20,10 +20,11 @@ from paceline.transport import native
 
 LOSSY = ("int8", "int4", "topk:0.05", "powersgd:2")
 ALL = ("dense", "bf16", *LOSSY, "topk:0.05,dgc,warmup=3")
-# Shapes with one and four dimensions, odd, empty, scalar, without columns, with one row; none is a multiple of a block.
+# Shapes with one and four dimensions, odd, empty, scalar, without columns, with one row; no size is a multiple of a
+# block.
 SHAPES = ((37, 29), (13,), (5, 3, 3, 3), (0, 4), (), (4, 0), (1, 300), (301,))
 NAMES = tuple(f"p{index}" for index in range(len(SHAPES)))
-# Tolerances in float32, relative to the largest number.
+# Tolerances in float32, relative to the largest element.
 ROUNDING = 1e-5
 NUM_STEPS = 60
 
@@ -48,7 +49,7 @@ def mean(grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 @pytest.fixture(params=["core", "torch", "gpu"])
 def either(request, monkeypatch):
-    """Run with the compiled core, without it, and as on a GPU: each bucket is one vector, and the host never waits."""
+    """Run with and without the compiled core, and as on a GPU: each bucket is one vector, and the host never waits."""
     if request.param == "torch":
         monkeypatch.setattr(codecs, "_library", lambda: None)
     elif request.param == "gpu":
@@ -87,7 +88,7 @@ def test_top_k_with_density_1_is_the_all_reduce(num_ranks, either):
 
 
 def test_top_k_keeps_signs_and_indices(either):
-    """Each rank's largest elements are elsewhere, so summing values in order of size would be wrong."""
+    """Each rank's largest elements are at different positions, so summing values by magnitude rank would be wrong."""
     grads = [[torch.tensor([[0.1, -5.0, 0.2, 0.3]])], [torch.tensor([[0.1, 0.2, 0.3, 3.0]])]]
     average(build("topk:0.25", 2), grads, names=("p",))
     assert grads[0][0].tolist() == [[0, -2.5, 0, 1.5]]
@@ -95,7 +96,7 @@ def test_top_k_keeps_signs_and_indices(either):
 
 @pytest.mark.parametrize("num_large", [0, 1])
 def test_top_k_sends_biases_and_norms_whole(num_large, either):
-    """With DGC their momentum is that of an optimizer, without delay."""
+    """With DGC, the momentum equals that of an optimizer, without delay."""
     names, shapes = ("m", "b", "c")[1 - num_large :], ((9, 7), (5,), (300,))[1 - num_large :]
     ranks, twice = build("topk:0.01", 2), build("topk:0.01,dgc=0.5", 2)
     speed = [torch.zeros(shape).double() for shape in shapes]
@@ -113,7 +114,7 @@ def test_top_k_sends_biases_and_norms_whole(num_large, either):
 
 
 def test_power_sgd_of_sufficient_rank_is_the_mean(either):
-    """For a product of thin matrices, whose rank is no larger than that of the factors that are sent."""
+    """For a product of thin matrices whose rank does not exceed that of the transmitted factors."""
     generator = torch.Generator().manual_seed(3)
     left = torch.randn(40, 3, generator=generator)
     grads = [[left @ torch.randn(3, 30, generator=generator), torch.randn(7, generator=generator)] for _ in range(3)]
@@ -175,7 +176,7 @@ def test_messages_match_the_strategys_traffic(text, num_ranks, either):
 
 
 def test_bf16_without_a_precise_sum_sends_as_much_and_rounds_at_most_twice(either):
-    """A ring of bfloat16 would lose most of 64 equal numbers; the shards are summed in float32."""
+    """A ring in bfloat16 would lose most of 64 equal numbers, so the shards are summed in float32."""
     grads = [[torch.full((7,), 1.0 + 2**-7)] for _ in range(64)]
     average(build("bf16", 64), grads, names=("p",))
     assert torch.equal(grads[0][0], torch.full((7,), 1.0 + 2**-7))
@@ -184,7 +185,7 @@ def test_bf16_without_a_precise_sum_sends_as_much_and_rounds_at_most_twice(eithe
 @pytest.mark.parametrize("bad", [math.nan, pytest.param(-math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", ALL)
 def test_a_non_finite_number_reaches_all_ranks_but_no_residual(text, bad, either):
-    """Nor the memory of other buckets of the same step, because no rank applies any of them."""
+    """Other buckets of the same step must not keep theirs either, because no rank applies any of them."""
     ranks = build(text, 2)
     for step in range(2):
         average(ranks, draw(2, step), step)
@@ -211,7 +212,7 @@ def test_a_non_finite_number_reaches_all_ranks_but_no_residual(text, bad, either
 
 @pytest.mark.parametrize("text", LOSSY)
 def test_residuals_belong_to_parameters_not_to_buckets(text, either):
-    """A parameter keeps its residual when it moves to another bucket, after other parameters."""
+    """A parameter keeps its residual when it moves to another bucket, behind other parameters."""
     ranks = build(text, 2)
     average(ranks, draw(2), 0)
     left = [{name: error.clone() for name, error in codec.errors.items()} for codec in ranks]
@@ -267,7 +268,7 @@ def test_the_random_start_is_equal_on_all_ranks_and_leaves_the_users_generator_a
 
 
 def test_dgc_applies_momentum_before_sending():
-    """If everything is sent, it is the gradient with a momentum that restarts at the sent elements."""
+    """If everything is sent, the result is the gradient with a momentum that restarts at the sent elements."""
     ranks = build("topk:1,dgc=0.9", 1)
     grads = [[torch.ones(3, 1)]]
     average(ranks, grads, 0, ("p",))
@@ -378,7 +379,7 @@ def test_memory_is_counted():
     shapes, names = ((100, 30),), ("m",)
     for step in range(2):
         average(ranks, draw(2, step, shapes), step, names)
-    # The residual, memory for the next one, and the message of 12 blocks with their scales.
+    # The residual, memory for the next one, and the message: 12 blocks with their scales.
     assert ranks[0].memory_bytes in (2 * 4 * 3000, 2 * 4 * 3000 + 12 * 260)
 
 
@@ -389,12 +390,12 @@ def test_residuals_are_rescaled_by_name():
     assert codec.errors["a"].tolist() == pytest.approx([7.6, 0]) and codec.errors["b"].tolist() == pytest.approx(
         [5.7, 0]
     )
-    assert codec.errors["momentum a"].tolist() == [1, 0]  # like the momentum of an optimizer
+    assert codec.errors["momentum a"].tolist() == [1, 0]  # like an optimizer's momentum
 
 
 @pytest.mark.parametrize("text", [*LOSSY, "topk:0.05,dgc"])
 def test_discarded_averages_count_as_not_sent(text, either):
-    """For some parameters, or for a whole step. Two averages of one name in a step are not confused."""
+    """For some parameters, or for a whole step. Two averages with the same name in one step are kept apart."""
     ranks, names, shapes = build(text, 2), ("m", "b"), ((24, 17), (31,))
     average(ranks, draw(2, 0, shapes), 0, names)
     before = [copy.deepcopy((codec.errors, codec.common)) for codec in ranks]
@@ -435,7 +436,7 @@ def test_bases_of_many_matrices_are_orthonormal_or_zero(rank):
         torch.testing.assert_close(base.mT @ base, one, rtol=0, atol=1e-6)
         scale = float(matrix.abs().max())
         torch.testing.assert_close(base @ (base.mT @ matrix), matrix, rtol=0, atol=1e-5 * scale)
-    # With dependent columns the basis still spans the column space, and nothing grows.
+    # With dependent columns the basis still spans the column space, and nothing grows without bound.
     flat = matrices[0][:, :, :1].repeat(1, 1, 3) + 1e-7 * torch.randn(3, 40, 3, generator=generator)
     for matrix in (flat, torch.zeros(1, 5, 3)):
         (base,) = codecs.orthonormalize_all([matrix])
@@ -454,7 +455,7 @@ def test_message_memory_follows_the_buckets():
 
 
 class NewMemory(TorchDispatchMode):
-    """Counts the bytes of new storages that operations return."""
+    """Counts the bytes of new storage that operations allocate."""
 
     num_bytes = 0
 
@@ -468,7 +469,7 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bf16_takes_no_memory_besides_its_message(dtype, either):
-    """And none if the gradients are the message: the result is then in place."""
+    """No allocation if the gradients are the message: the result is computed in place."""
     flat = torch.randn(1200, generator=torch.Generator().manual_seed(1)).to(dtype)
     grads, codec = [flat[:900].view(30, 30), flat[900:]], build("bf16", 2)[0]
     wanted = ((flat.float() / 2).bfloat16() * 2).to(dtype)
@@ -476,11 +477,11 @@ def test_bf16_takes_no_memory_besides_its_message(dtype, either):
         with NewMemory() as new:
             exchange = codec.average(("a", "b"), grads, step)
             _, sent = exchange.send(None)
-        sent *= 2  # the other rank's equal values are added in place
+        sent *= 2  # adds the other rank's equal values in place
         with NewMemory() as after, pytest.raises(StopIteration):
             exchange.send(sent)
         assert after.num_bytes == 0
-        # On a GPU, torch's allocator keeps the memory of the last step; elsewhere the codec keeps it.
+        # On a GPU, torch's allocator keeps memory from the last step; elsewhere the codec keeps it.
         is_new = dtype == torch.float32 and (step == 0 or either == "gpu")
         assert new.num_bytes == (2 * flat.numel() if is_new else 0), (step, either)
         assert torch.equal(flat, wanted)

@@ -1,4 +1,4 @@
-"""Results of `bench allreduce`, `bench chunks` and `doctor` from their records, and again from disk."""
+"""Results of `bench allreduce`, `bench chunks` and `doctor`, built from records and loaded from disk."""
 
 import csv
 import io
@@ -157,7 +157,7 @@ def test_a_line_is_fitted_to_every_curve_of_two_sizes(build, build_collective, b
 
 @pytest.fixture
 def bounded(build_collective, build_pass, build_samples):
-    """gloo in 1 ms and shm's shared memory in 0.25 ms, where memory allows 0.2 ms."""
+    """gloo takes 1 ms and shm 0.25 ms, where the memory bound is 0.2 ms."""
     records = [
         build_collective(),
         build_collective(backend="shm", memory="shared", timing=build_samples(*(2.5e-4,) * 10)),
@@ -266,7 +266,7 @@ def test_a_result_is_saved_with_its_tables_and_figures_and_is_the_same_again(bui
     assert isinstance(again, CollectiveResult) and again.records == result.records
     assert again.to_json() == result.to_json() and str(again) == str(result) and again.warnings == ("noisy",)
     before = (folder / "run.json").read_bytes()
-    again.save(folder)  # draws anew, and leaves the records
+    again.save(folder)  # redraws the figure and keeps the records
     assert (folder / "run.json").read_bytes() == before
     with pytest.raises(RecordError) as caught:
         build_result(Run("bench chunks", {}, result.run.environment, ())).save(folder)

@@ -1,4 +1,4 @@
-"""The control words: the sum over ranks must return what every rank wrote, in every dtype."""
+"""The control words: decoding the sum over ranks must return what every rank wrote, in every dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost curves: lines and families are fitted exactly where the data is exact, and refused where there is none."""
+"""Cost curves: fits of lines and families are exact on exact data, and refused without data."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_negative_latency_is_clipped_to_the_best_line_through_the_origin():
 
 
 def test_errors_are_weighted_relative_to_the_time():
-    """With absolute errors the one long time that is off would drown the latency that the short ones agree on."""
+    """With absolute errors, the one long outlier would outweigh the latency on which the short messages agree."""
     points = [(2**k, 1e-3 + 2**k / 1e9) for k in range(4, 14)] + [(10**9, 1.5 * (1e-3 + 1.0))]
     fit = fit_line(points)
     assert fit.alpha_s == pytest.approx(1e-3, rel=0.02)
@@ -127,7 +127,7 @@ def test_records_are_fitted_one_curve_at_a_time(build_collective):
     slow = curve(1e-3, 1e8)
     more_ranks = curve(2e-3, 1e8, world_size=4)
     half = curve(3e-3, 1e8, dtype="float16")
-    alone = curve(1e-3, 1e8, sizes=(2**20,), op="max")  # one size has no line
+    alone = curve(1e-3, 1e8, sizes=(2**20,), op="max")  # a single size does not define a line
     mixed = [r for rows in zip(fast, slow, more_ranks, half, strict=True) for r in rows]
     fits = fit_collectives([*mixed, *alone])
     assert [record.key for record, _ in fits] == [rows[0].key for rows in (fast, slow, more_ranks, half)]
@@ -183,7 +183,7 @@ def test_a_number_by_size_lies_on_lines_over_its_logarithm(num_bytes, expected):
 def test_two_levels_by_hand():
     # Inside 4 ranks: 6 latencies of 1 ms and 3/2 of the bytes. Between 2 nodes: 2 of 10 ms and all the bytes.
     curve = join_levels(FamilyCurve("ring", 4, 1e-3, 1e4), FamilyCurve("ring", 2, 1e-2, 1e3))
-    # A byte takes 0.15 and 1 ms: part of the latency of any message. The other transfers overlap in part.
+    # A byte takes 0.15 ms and 1 ms: part of any message's latency. The other transfers overlap in part.
     latency_s = 6e-3 + 0.15e-3 + 2e-2 + 1e-3
     assert curve.estimate_s(1) == pytest.approx(latency_s)
     assert curve.estimate_s(1000) == pytest.approx(latency_s + math.hypot(0.15, 1.0) * 0.999)
@@ -219,7 +219,7 @@ def test_many_ranks_take_the_tree_for_small_messages_and_few_the_ring_for_large(
 @given(names, st.floats(1e-7, 1e-2), st.floats(1e6, 1e12), st.lists(st.integers(2, 64), min_size=1, max_size=4))
 def test_a_fit_recovers_its_parameters(name, alpha_s, rate, worlds):
     truth = {world: FamilyCurve(name, world, alpha_s, rate) for world in worlds}
-    # Sizes at which the latency and the bandwidth matter about alike: else nobody could tell one of them.
+    # Sizes at which latency and bandwidth both matter; otherwise one of them could not be identified.
     middle = alpha_s * rate
     points = [
         (size, world, curve.estimate_s(size))
@@ -289,7 +289,7 @@ def test_below_a_table_times_follow_its_first_two_points():
         [curve.estimate_s(size) for size in (0, 5000, 15_000)]
     )
     assert "4.88 KiB is extrapolated" in curve.explain(4999)[1] and not curve.explain(5000)[1]
-    # Two points that suggest a negative latency leave a small one; times that fall say nothing.
+    # Two points that suggest a negative latency give a small one; decreasing times carry no information.
     assert MeasuredCurve((10_000, 20_000), (1e-3, 9e-3)).estimate_s(1) == pytest.approx(1e-5, rel=0.02)
     assert MeasuredCurve((10_000, 20_000), (3e-3, 2e-3)).estimate_s(1) == 3e-3
 

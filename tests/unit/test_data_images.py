@@ -1,4 +1,4 @@
-"""Image files in their published formats, and the one error for damaged files."""
+"""Image files in their published formats, and one error type for damaged files."""
 
 import gzip
 import io
@@ -25,7 +25,7 @@ def load(name, path, split="train", **fields):
 
 
 def check_refused(name, path, code="data-file", file=None, **fields):
-    """Loading fails with this code, in one line that begins with the file at fault."""
+    """Loading fails with this code and a one-line message that starts with the offending file."""
     with pytest.raises(ConfigError) as caught:
         load(name, path, **fields)
     text = str(caught.value)
@@ -45,7 +45,7 @@ def build_digits(seed, count=COUNT):
 
 @pytest.fixture
 def mnist(tmp_path):
-    """A folder with MNIST's four files and what is in them."""
+    """A folder with MNIST's four files, and their contents."""
 
     def write(separator="-", packed=False, folder="."):
         target = tmp_path / folder
@@ -166,7 +166,7 @@ def test_cifar_batches_in_a_folder(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 def test_a_batch_as_python_2_wrote_it():
-    """As in the published archive: numpy 1's names, and Python 2's strings."""
+    """As in the published archive: numpy 1 module names and Python 2 strings."""
     from paceline.workloads.data.formats import _parse_batch
 
     row = bytes(range(256)) * 12
@@ -200,7 +200,7 @@ def test_a_damaged_archive(tmp_path):
 
 
 class Caller:
-    """A pickle of this calls `function` when it is read."""
+    """Unpickling this calls `function`."""
 
     def __init__(self, function, *arguments):
         self.call = (function, arguments)

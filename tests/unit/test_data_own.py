@@ -1,4 +1,4 @@
-"""A user's own data: accepted types, distribution of samples, random numbers, and refusals."""
+"""A user's own data: accepted types, sharding of samples, random numbers, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class Numbers:
-    """Samples that say their index, and what they drew."""
+    """Samples that return their index and the random numbers they drew."""
 
     def __init__(self, count: int = 22) -> None:
         self.count = count
@@ -54,7 +54,7 @@ class Batched(Numbers):
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Samples in an order that is drawn."""
+    """Samples in random order."""
 
     def __init__(self, count: int = 22, part: int = 0, parts: int = 1) -> None:
         self.count, self.part, self.parts = count, part, parts
@@ -64,7 +64,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 
 class Loader:
-    """Not torch's: any iterable of batches."""
+    """Not a torch DataLoader: any iterable of batches."""
 
     def __init__(self, count: int = 7, size: int = 3) -> None:
         self.count, self.size, self.epochs = count, size, list[int]()
@@ -198,7 +198,8 @@ def test_what_a_sample_draws_follows_from_its_index_and_leaves_the_models_random
     assert [first[1][0], numpy.random.rand()] == list(wanted[1]) and [first[2], random.random()] == wanted[2]
     assert len(set(whole.values())) == 22
     ranks = list_windows(data, 2, size=3, start=2)
-    assert {k: v for r in ranks for k, v in draws(r).items()}.items() <= whole.items()  # other ranks, resumed
+    # resumed on a different number of ranks
+    assert {k: v for r in ranks for k, v in draws(r).items()}.items() <= whole.items()
     assert draws(list_windows(data, size=6, epoch=1)[0])[5] != whole[5]
 
 
@@ -237,7 +238,7 @@ def test_ranks_take_the_batches_of_a_loader_in_turns_and_end_together():
     loader = Loader(7)
     data = open_own(loader)
     ranks = list_windows(data, 2, size=3, epoch=4)
-    assert loader.epochs == [0, 4, 4]  # the first, to see what it gives
+    assert loader.epochs == [0, 4, 4]  # the first call probes what the loader yields
     assert [read(rank) for rank in ranks] == [[0, 1, 2, 6, 7, 8, 12, 13, 14], [3, 4, 5, 9, 10, 11, 15, 16, 17]]
     assert [window.num_samples for window in ranks[0]] == [6, 6, 6] and ranks[0][-1].is_last
     (window,) = list_windows(data, 2, size=3, accumulate=3)[1]
@@ -254,7 +255,7 @@ def test_streams_that_are_sharded_end_when_the_first_rank_has_nothing_left():
     (windows,) = list_windows(data, size=2, agree=agree)
     assert asked == [2, 2, 2] and len(read(windows)) == 4 and windows[-1].is_last
     assert [window.num_samples for window in windows] == [4, 4]
-    alone = list_windows(data, 2, size=2)[0]  # no other rank can be asked, so all are taken to be alike
+    alone = list_windows(data, 2, size=2)[0]  # there is no other rank to ask, so all are assumed to be alike
     assert [window.num_samples for window in alone] == [4, 4, 4]
 
 
@@ -353,7 +354,7 @@ class Graph(Movable):
 
 
 class Open(dict):  # type: ignore[type-arg]
-    """A dict that has every attribute, as some libraries make them."""
+    """A dict that has every attribute, like those of some libraries."""
 
     def __getattr__(self, name: str) -> Any:
         return Open()
@@ -380,7 +381,7 @@ def test_tensors_of_a_batch_that_is_an_object_are_found_and_moved(make):
     moved = OwnBatch(content).to(torch.device("meta")).content
     tensors = [leaf for leaf in list_leaves(moved) if isinstance(leaf, torch.Tensor)]
     assert type(moved) is type(content) and {leaf.device.type for leaf in tensors} == {"meta"}
-    assert X is next(list_leaves(content))  # as it was
+    assert X is next(list_leaves(content))  # unchanged
 
 
 def test_an_object_is_moved_by_its_own_method():
@@ -448,6 +449,6 @@ def test_checksums_tell_samples_apart_and_skip_what_has_no_value():
     assert digest([big, "a"]) == digest((big.clone(), "a", object())) != digest([big + 1, "a"])
     assert digest(numpy.arange(4)) == digest(torch.arange(4)) != digest(torch.arange(5))
     parts = [open_own(DataLoader(Stream(), batch_size=size), is_sharded=size < 4).checksum for size in (2, 3, 4, 5)]
-    assert parts[2] == parts[3] and len(set(parts)) == 3  # of a part, the whole first batch
+    assert parts[2] == parts[3] and len(set(parts)) == 3  # for a subset, the whole first batch
     assert open_own(Numbers(9)).checksum == open_own(Numbers(9)).checksum != open_own(Numbers(10)).checksum
     assert digest(torch.zeros(2, dtype=torch.bool)) and digest(torch.zeros(()))

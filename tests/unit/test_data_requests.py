@@ -1,4 +1,4 @@
-"""Data requests, refused before torch is imported where they cannot be served; and the hub."""
+"""Data requests that cannot be served are refused before torch is imported; and the hub."""
 
 import io
 import socket
@@ -98,7 +98,7 @@ def test_requests_load_without_torch():
 
 @pytest.fixture
 def fake_hub(monkeypatch):
-    """A hub's library that has no copy, and whose server is `endpoint`."""
+    """The hub's library without a local copy, and with `endpoint` as its server."""
 
     def install(endpoint, download):
         def snapshot_download(*, local_files_only=False, **wanted):
@@ -144,7 +144,7 @@ def test_a_lookup_of_the_hub_that_takes_forever_is_not_waited_for(fake_hub, monk
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(fake_hub):
     asked = []
-    with socket.socket() as silent:  # takes calls and says nothing, as behind a firewall
+    with socket.socket() as silent:  # accepts connections but never answers, like a firewall
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         fake_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", asked.append)

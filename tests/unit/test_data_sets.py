@@ -1,4 +1,4 @@
-"""A set in memory: rows by index, normalised on the device, and augmented by seed, epoch and index alone."""
+"""In-memory data: rows by index, normalised on the device, and augmented by seed, epoch and index only."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_a_cutout_hides_one_square_and_nothing_else():
     hidden = (before != after).any(dim=1)
     for image, mask in zip(after, hidden, strict=True):
         rows, columns = mask.any(dim=1).nonzero().flatten(), mask.any(dim=0).nonzero().flatten()
-        # At an edge a part of the square is outside.
+        # At an edge, part of the square lies outside the image.
         assert 2 <= len(rows) <= 4 and 2 <= len(columns) <= 4
         assert not image[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].any()
     assert len({tuple(mask.flatten().tolist()) for mask in hidden}) > COUNT // 4

@@ -1,4 +1,4 @@
-"""Synthetic sets: made from the seed, the same rule in both splits, and one that a small model learns."""
+"""Synthetic data: determined by the seed, with the same rule in both splits, and learnable by a small model."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def prepared(data, indices, epoch=0):
 
 
 class Bag(nn.Module):
-    """The mean of the words' vectors, masked, and a hidden layer."""
+    """The masked mean of the word vectors, and a hidden layer."""
 
     def __init__(self, form):
         super().__init__()
@@ -62,7 +62,7 @@ def test_a_model_learns_the_rule_and_it_holds_for_the_test_split(kind):
     for step in range(96):
         loss = loss_of(model, prepared(data, torch.arange(64) + 64 * (step % 32)), kind)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():  # by sign and by hand: torch's optimizers load its compiler
+        with torch.no_grad():  # sign descent by hand, because torch's optimizers load the compiler
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= rate * gradient.sign()
     with torch.no_grad():

@@ -24,7 +24,7 @@ def load(name, path, split="train", form=None, model_folder=None, **fields):
 
 
 def check_refused(name, path, code="data-file", **fields):
-    """Loading fails with this code, in one line."""
+    """Loading fails with this code and a one-line message."""
     with pytest.raises(ConfigError) as caught:
         load(name, path, **fields)
     assert caught.value.code == code and "\n" not in str(caught.value)
@@ -32,7 +32,7 @@ def check_refused(name, path, code="data-file", **fields):
 
 
 def read_back(data, row):
-    """The sentences of a row of bytes."""
+    """The sentences encoded in a row of bytes."""
     ids = data.inputs[row, : data.lengths[row]].tolist()
     assert ids[-1] == TOKENIZER.end
     middle = ids.index(TOKENIZER.separator)
@@ -157,7 +157,7 @@ def test_text_is_cut_into_blocks_and_the_last_tenth_is_the_test(tmp_path):
     indices = torch.arange(len(train))
     batch = train.prepare(train.take(indices), indices, 0)
     assert batch.inputs.dtype == batch.targets.dtype == torch.int64
-    assert batch.inputs.shape == (20, 9) and len(test) == 2  # of 180 and 20 bytes and an end each
+    assert batch.inputs.shape == (20, 9) and len(test) == 2  # 180 and 20 bytes, plus one end token each
     assert bytes(batch.inputs.flatten().tolist()).decode() == text[:180]
     assert bytes(batch.targets.flatten().tolist()[:-1]).decode() == text[1:180]
     assert batch.targets[-1, -1] == TOKENIZER.end
@@ -195,7 +195,7 @@ def test_too_little_text(tmp_path, text, split):
 
 @pytest.fixture
 def fake_transformers(monkeypatch):
-    """A library whose tokenizer makes one id of each word, by its length."""
+    """A library whose tokenizer maps each word to one id, its length."""
 
     class Words:
         eos_token_id, sep_token_id, pad_token_id = None, 31, None
@@ -225,7 +225,7 @@ def test_a_tokenizer_from_a_folder(tmp_path, fake_transformers):
     folder = tmp_path / "model"
     folder.mkdir()
     write_pairs(tmp_path)
-    bytes_first = load("mrpc", tmp_path, model_folder=str(folder))  # it has no tokenizer yet
+    bytes_first = load("mrpc", tmp_path, model_folder=str(folder))  # the folder has no tokenizer yet
     assert bytes_first.form.vocabulary == 259
     (folder / "tokenizer.json").write_text("{}")
     own = load("mrpc", tmp_path, model_folder=str(folder))

@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def world(monkeypatch, tmp_path):
-    """A world of this process."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # or torch's wrapper would set it for good
+    """A world of one process, this one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # otherwise torch's wrapper would set it permanently
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield SimpleNamespace(
         rank=0, world_size=1, shares_clock=False, backend="gloo", device=CPU, share=lambda value: [value]
@@ -55,7 +55,7 @@ def test_a_thread_adds_and_copies_all_bytes_of_its_messages(traffic):
 
 
 class Noted(Traffic):
-    """Messages that take no time, and who was ready when they left."""
+    """Messages that take no time, and a record of which gradients were ready when each was sent."""
 
     def __init__(self, params):
         super().__init__(torch.zeros(1024))
@@ -81,7 +81,7 @@ def test_messages_leave_with_gradients_at_even_moments_and_are_noted_once_a_step
             sent.left.clear()
             replica.run(None, phases)
             probe.end("marked", phases.end())
-        # Bursts at 1, 3, 5 and 7 s; a message takes half a second alone, which is far below a quarter of backward.
+        # Bursts at 1, 3, 5 and 7 s; a single message takes half a second, far less than a quarter of backward.
         assert len(sent.left) == 4
     assert variant.labels["num_messages"] == 4 * 16
     assert variant.times["under_way"] == pytest.approx([0.5 / 16] * 2) and len(variant.times["alone"]) == 2
@@ -108,7 +108,7 @@ def test_a_profile_carries_what_a_rank_pays(world):
     one, each = (record for record in steps if record.role == "local")
     assert (one.num_buckets, each.num_buckets) == (1, 8)
     rank = fit_rank(Evidence([profile, *steps]))
-    # So small a backward may tell nothing.
+    # Such a short backward may allow no conclusion.
     assert rank.too_short == (MIB // 4,) if rank.contention is None else rank.contention.sizes == (MIB // 4,)
     assert all(record.alone.median_s > 0 for record in steps if record.role == "disturbed")
     assert rank.neighbours == ((1, 1.0),) and rank.launch_s >= 0 and rank.gather_s_per_byte >= 0

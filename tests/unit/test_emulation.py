@@ -35,15 +35,15 @@ def build_network():
 
 @pytest.fixture
 def alone(monkeypatch, tmp_path):
-    """A world of this process."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # or torch's wrapper would set it for good
+    """A world of one process, this one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # otherwise torch's wrapper would set it permanently
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class Wrapped(DataParallel):
-    """Stands for a wrapper; keeps the hook that it is given."""
+    """Stands in for a wrapper; keeps the hook it is given."""
 
     def __init__(self):
         nn.Module.__init__(self)
@@ -78,7 +78,7 @@ def test_buckets_end_in_order_and_not_before_their_time(build_network):
     assert [number for number, _ in ended] == [0, 1, 2]
     due_s = 0.0
     for tensor, (_, end_s) in zip(tensors, ended, strict=True):
-        due_s += 0.004 + tensor.nbytes / 1e6  # one at a time: each waits for those before it
+        due_s += 0.004 + tensor.nbytes / 1e6  # one at a time: each waits for its predecessors
         assert end_s - begin_s >= due_s
     assert all(result is tensor for result, tensor in zip(results, tensors, strict=True))
     assert [float(tensor[0]) for tensor in tensors] == [2000, 1, 500]
@@ -123,7 +123,7 @@ def test_closing_leaves_no_thread_and_the_interpreter_as_it_was():
     assert count_threads() == 1
     network.close()
     assert count_threads() == 0 and sys.getswitchinterval() == before_s
-    network.close()  # once more does no harm
+    network.close()  # closing twice is harmless
     assert sys.getswitchinterval() == before_s
 
 

@@ -1,4 +1,4 @@
-"""Numbers and order of warm-ups and repetitions, without garbage collection in between."""
+"""Number and order of warm-ups and repetitions, without garbage collection in between."""
 
 import gc
 
@@ -13,7 +13,7 @@ PACE = Pace(budget_s=2.0, min_iters=5, max_iters=100, warmup=3, warmup_s=2.0)
 
 @pytest.fixture
 def count(monkeypatch):
-    """`count(seconds, ...)`: the warm-ups and repetitions of rounds that say they took so long, the last forever."""
+    """`count(seconds, ...)`: the warm-ups and repetitions of rounds with these durations, the last one repeated."""
     monkeypatch.setattr(engine, "agree_on_max", lambda value, control: value)
 
     def count(*seconds, pace=PACE, iters=None, warmup=None, report=None):
@@ -42,7 +42,7 @@ def count(monkeypatch):
         ((0.001,), {}, (3, 100)),
         ((0.9,), {}, (3, 5)),
         ((5.0,), {}, (1, 5)),  # one slow warm-up is enough
-        ((1.5, 0.1), {}, (3, 20)),  # by the quickest, so that a slow start costs no repetition
+        ((1.5, 0.1), {}, (3, 20)),  # uses the fastest, so that a slow start does not reduce the repetitions
         ((5.0,), {"warmup": 4}, (4, 5)),
         ((0.1,), {"warmup": 0}, (0, 5)),
         ((0.1,), {"iters": 7}, (3, 7)),

@@ -1,4 +1,4 @@
-"""Imported tables become records and tables again, and damaged files are named with the line."""
+"""Imported tables become records and tables again; errors in damaged files name the line."""
 
 import dataclasses
 
@@ -106,7 +106,7 @@ def test_a_run_keeps_its_source_and_gives_its_collectives_only(tmp_path, build_c
     record = build_collective()
     layer = LayerSizeRecord(layer="a", num_params=1)
     save_run(Run("bench", {}, build_environment(), (record, layer)), tmp_path / "run.json")
-    # The note keeps a chart from joining two runs.
+    # The note prevents a chart from joining two runs.
     named = dataclasses.replace(record, note=tmp_path.name, nodes=build_environment().details.get("hosts", 0))
     assert load_table(tmp_path) == load_table(tmp_path / "run.json") == [named]
 
@@ -216,7 +216,7 @@ GOOD = {
         (load_table, "gloo,2,1,4,inf,0.1", "mean_s is inf"),
         (load_table, "gloo,0,1,4,0.5,0.1", "world_size is 0"),
         (load_table, "gloo,2,1,0,0.5,0.1", "num_bytes is 0"),
-        (load_table, "gloo,2,1,4,0.000000,0.0", "."),  # a time rounded away has no bandwidth
+        (load_table, "gloo,2,1,4,0.000000,0.0", "."),  # a time that was rounded to zero gives no bandwidth
         (load_layer_sizes, "0,a", "2 cells where the header has 3"),
         (load_layer_sizes, "0,a,many", "'many'"),
         (load_layer_sizes, "0,a,-5", "num_params is -5"),

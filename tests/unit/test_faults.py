@@ -35,7 +35,7 @@ def make_result(*trials: FaultRecord) -> FaultsResult:
 
 @pytest.fixture
 def interrupted(monkeypatch, tmp_path):
-    """The folder of a run of 8 trials that was interrupted in the third, and what is measured from there on."""
+    """The folder of an 8-trial run that was interrupted in the third, and the trials measured after that."""
     done: list[Trial] = []
 
     def measure(trial):
@@ -58,7 +58,7 @@ def test_an_interrupted_run_is_resumed_where_it_was(interrupted):
     names = [(one.trial, one.fault, one.backend) for one in result.only(FaultRecord)]
     assert names == list(itertools.product((0, 1), ("kill", "stop"), ("gloo", "shm")))
     assert len(done) == 9 and done[3] == done[2] and (folder / "faults.md").exists()
-    assert len(verb.faults(resume=folder).records) == 8 and len(done) == 9  # it is finished
+    assert len(verb.faults(resume=folder).records) == 8 and len(done) == 9  # the run is complete
     assert len(verb.faults(resume=folder, trials=2).records) == 8
     with pytest.raises(ConfigError, match=r"--trials 3.*--trials 2") as caught:
         verb.faults(resume=folder, trials=3)
@@ -145,5 +145,5 @@ def test_noise_is_made_of_everything_that_is_no_fault(monkeypatch, tmp_path):
         noise.reach(place)
     counts = json.loads((tmp_path / "noise-1").read_text())
     assert made[0] == ("_compile", 65) and set(counts) == set(fault_job.NOISES) and sum(counts.values()) == len(made)
-    assert len({size for name, size in made if name == "_compile"}) == counts["compile"]  # none is known to a cache
+    assert len({size for name, size in made if name == "_compile"}) == counts["compile"]  # no result comes from a cache
     assert set(name for name, _ in made) == {"inject", "_compile", "_load_machine"}

@@ -42,7 +42,7 @@ def test_every_element_has_its_own_place_in_its_bucket(cap):
         assert param.numel() < 2 or view.stride() == param.stride()
         view.fill_(1)
     assert flat.words.numel() == 7 and flat.words.float().abs().sum() == 0
-    # As many ones as elements: no two views overlap, and all are inside ranges. The padding is zero.
+    # As many ones as elements: views do not overlap, and all lie inside the ranges. The padding is zero.
     assert sum(int((span == 1).sum()) for span in flat.ranges) == sum(param.numel() for param in REPLICA.params)
     assert all(((span == 1) | (span == 0)).all() for span in flat.ranges)
     assert flat.messages[-1].nbytes >= flat.ranges[-1].nbytes + 7 * flat.words.element_size()
@@ -79,7 +79,7 @@ def test_pieces_out_of_order_are_refused():
     assert caught.value.code == "plan"
 
 
-# -- gradients that are packed into one message -----------------------------------------------------------------------
+# -- gradients packed into one message --------------------------------------------------------------------------------
 
 
 def build_params() -> list[nn.Parameter]:
@@ -109,7 +109,7 @@ def test_a_pack_holds_gradients_followed_by_control_words():
         assert (param.grad == 2.0 * (1 + number)).all()
         assert param.grad.storage_offset() * 4 % 16 == 0
     pack.find_words(message).fill_(9.0)
-    message[12 + 5 : 12 + 8] = 0.0  # the gap, which nobody fills
+    message[12 + 5 : 12 + 8] = 0.0  # the gap, which is never filled
     assert message.sum() == 2 * (12 * 1 + 5 * 2 + 24 * 3) + 7 * 9.0
     assert pack.build_zeros().shape == message.shape and not pack.find_words(pack.build_zeros()).any()
 
@@ -152,7 +152,7 @@ def test_memory_of_large_gradients_is_freed_with_them(monkeypatch):
         pack.end_step()
         assert pack.views == [] and [param.grad.mean() for param in params] == [step, step + 1, step + 2]
         params[0].sum().backward()
-        pack.fill(1.0)  # the existing gradient is accumulated into
+        pack.fill(1.0)  # gradients accumulate into the existing one
         memory.append(weakref.ref(pack.message.untyped_storage()))
         pack.end_step()
         assert [param.grad.mean() for param in params] == [step + 1, step + 1, step + 2]
@@ -194,7 +194,7 @@ def test_gradients_in_the_pack_are_accumulated_in_place():
     views, held = pack.views, params[1].grad
     (3 * params[0].sum() + 4 * params[1].sum()).backward()
     params[2].grad = None
-    pack.fill(0.5)  # as in torch, even if the program holds the gradient
+    pack.fill(0.5)  # as in torch, even if the program holds a reference to the gradient
     assert [param.grad.unique().tolist() for param in params] == [[2.0], [3.0], [0.0]]
     assert pack.views is views and held is params[1].grad
 

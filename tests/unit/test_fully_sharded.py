@@ -1,4 +1,4 @@
-"""Fully sharded data parallel by hand, the memory of strategies, and `predict scale`."""
+"""Fully sharded data parallel computed by hand, the memory of strategies, and `predict scale`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_units_are_the_blocks_and_the_rest():
 @pytest.mark.parametrize(
     ("message_s", "before_s", "backward_s", "over_s"),
     [
-        # Two waits in forward: for the root and the first block. In backward one, for the last block, and at the end
-        # the root's gradients.
+        # Two waits in forward: for the root and the first block. In backward, one for the last block, and one at the
+        # end for the root's gradients.
         (1.0, 12.0, 9.0, 10.0),
-        # Everything waits for messages. Gathered: root 2 to 7, then until 12 and 17; computed 17 to 21. Backward: until
-        # 26 and 31; the first block's backward ends at 34, the second's sum at 39, the root's at 44.
+        # Everything waits for messages. Gathers: root until 7, blocks until 12 and 17; compute from 17 to 21. Backward:
+        # until 26 and 31; the first block's backward ends at 34, the second's reduction at 39, the root's at 44.
         (5.0, 21.0, 15.0, 25.0),
     ],
 )
@@ -56,14 +56,14 @@ def test_the_step_by_hand(message_s, before_s, backward_s, over_s):
     assert (step.before_s, step.backward_s, step.over_s, step.after_s) == pytest.approx(
         (before_s, backward_s, over_s, 1.0)
     )
-    assert len(step.buckets) == 8  # one gather of the root, two of each block, and three sums
+    assert len(step.buckets) == 8  # one gather for the root, two for each block, and three reductions
 
 
 def test_free_messages_leave_the_step_of_one_rank_and_contention_slows_it():
     free = simulate_fully_sharded(JOB, BLOCKS, build_costs(1e-9), 4)
     assert free.step_s == pytest.approx(10 + 8 + 4 / 4)
     slowed = simulate_fully_sharded(JOB, BLOCKS, build_costs(1.0, compute_rate=0.5), 4)
-    # A message of 1 s during forward and two during backward's compute cost half a second each.
+    # A 1 s message during forward and two during backward each cost half a second of compute.
     assert slowed.step_s == pytest.approx(simulate_fully_sharded(JOB, BLOCKS, build_costs(1.0), 4).step_s + 2.0)
 
 
@@ -116,7 +116,7 @@ def test_the_fastest_strategy_of_each_place_with_faults_and_memory():
 
 def test_what_does_not_fit_is_not_chosen():
     size = 16 * MIB
-    sharded = build_outlook(memory_bytes=3 * size)  # dense gradients need four times the parameters
+    sharded = build_outlook(memory_bytes=3 * size)  # dense gradients need four times the parameter memory
     assert {one.name for one in sharded.chosen} <= {"fsdp", "zero1"} and sharded.chosen
     assert not any(one.fits for one in sharded.outlooks if one.name == "dense")
     nothing = build_outlook(memory_bytes=size // 100)

@@ -31,7 +31,7 @@ def train(layer, x: torch.Tensor, forward) -> list[torch.Tensor]:
 
 
 def expect(layer: GhostBatchNorm, x: torch.Tensor, sizes: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """A loop over sub-batches of these sizes, with their means and unbiased variances averaged by samples."""
+    """A loop over sub-batches of these sizes; their means and unbiased variances are averaged, weighted by samples."""
 
     def forward(leaf):
         return torch.cat([F.batch_norm(part, None, None, layer.weight, layer.bias, True) for part in leaf.split(sizes)])
@@ -95,7 +95,7 @@ def test_the_memory_format_is_preserved(samples, space, layout):
     "options", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"momentum": 0.3, "eps": 0.1}]
 )
 def test_options_work_as_in_torch(options):
-    """With two equal halves, torch's BatchNorm on one half gives what GhostBatchNorm gives on both."""
+    """With two equal halves, torch's BatchNorm on one half matches GhostBatchNorm on both."""
     half = torch.randn(4, CHANNELS, 2, dtype=torch.float64)
     layer = make(4, **options)
     plain = nn.BatchNorm1d(CHANNELS, dtype=torch.float64, **options)
@@ -148,7 +148,7 @@ def test_convert_keeps_everything_else():
     assert (model["a"].ghost_size, model["a"].eps, model["a"].training) == (4, 0.1, False)
     assert "ghost_size=4" in repr(model)
     assert [id(param) for param in model.parameters()] == [id(param) for param in parameters]
-    # Checkpoints go both ways.
+    # Checkpoints can be exchanged in both directions.
     assert list(model.state_dict()) == list(plain.state_dict())
     model.load_state_dict(plain.state_dict())
     plain.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Goodput: the sums against a simulation, their limits, and the best interval."""
+"""Goodput: the formulas against a simulation, their limits, and the best interval."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COSTS = {"step": 0.2, "save": 0.5, "write": 2.0, "detect": 0.5, "restart": 10.0,
 
 
 def make_costs(**changes):
-    """Typed ones, which are not in doubt."""
+    """Values the user typed, which carry no uncertainty."""
     return [
         CostRecord(name=name, seconds=(seconds,), source="imported")
         for name, seconds in (COSTS | changes).items()
@@ -42,10 +42,10 @@ def make_costs(**changes):
         {},
         {"write_s": 4.0},
         {"write_s": 20.0},  # longer than the interval: the next save waits for it
-        {"write_s": 40.0, "mtbf_s": 60.0},  # after a restart the first save waits for none
+        {"write_s": 40.0, "mtbf_s": 60.0},  # after a restart, the first save does not wait
         {"write_s": 40.0, "mtbf_s": 60.0, "lost": 0.3, "takeover_s": 2.0},
         {"detect_s": 3.0, "wait_s": 30.0},
-        {"mtbf_s": 30.0, "detect_s": 1.0},  # recovery is often hit
+        {"mtbf_s": 30.0, "detect_s": 1.0},  # faults often hit the recovery
         {"lost": 0.1, "takeover_s": 2.0, "detect_s": 0.5, "write_s": 4.0},
         {"lost": 0.3, "takeover_s": 5.0, "slower_s": 3.0, "mtbf_s": 40.0},
         {"lost": 0.5, "takeover_s": 1.0, "step_s": 5.0, "save_s": 3.0, "mtbf_s": 60.0},
@@ -66,7 +66,7 @@ def test_the_sums_agree_with_a_simulation(changes):
     "changes", [{}, {"write_s": 4.0}, {"mtbf_s": 20.0, "write_s": 4.0}, {"write_s": 40.0}], ids=str
 )
 def test_the_work_lost_by_a_fault_agrees_with_a_simulation(changes):
-    policy, interval_s = replace(RESTART, restart_s=0.0, **changes), 15.0  # so that no fault hits a restart
+    policy, interval_s = replace(RESTART, restart_s=0.0, **changes), 15.0  # so that no fault occurs during a restart
     run = simulate_faults(policy, interval_s, 20_000 * policy.mtbf_s, random.Random(3))
     assert policy.estimate_lost_s(interval_s) == pytest.approx(run.lost_s / run.num_faults, rel=0.03)
 
@@ -116,9 +116,9 @@ def test_the_best_interval_depends_on_the_stall_and_the_faults_alone():
         assert replace(RESTART, **changes).find_best_interval() == pytest.approx(best_s, rel=1e-3)
     assert estimate_save_interval([0.4, 0.6], 0.0, 300.0) == pytest.approx(best_s, rel=1e-3)
     x = best_s / 300.0
-    assert 1 - x == pytest.approx(math.exp(-x - 0.5 / 300.0), rel=1e-4)  # where its derivative is 0
+    assert 1 - x == pytest.approx(math.exp(-x - 0.5 / 300.0), rel=1e-4)  # where the derivative is 0
     rare = replace(RESTART, mtbf_s=1e9)
-    assert rare.find_best_interval() == pytest.approx(math.sqrt(2 * 0.5 * 1e9), rel=1e-3)  # Young's
+    assert rare.find_best_interval() == pytest.approx(math.sqrt(2 * 0.5 * 1e9), rel=1e-3)  # Young's formula
 
 
 def test_saves_are_rarer_if_few_faults_need_a_checkpoint():

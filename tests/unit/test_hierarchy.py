@@ -15,7 +15,7 @@ from paceline.transport.hierarchy import TwoLevels
 
 
 class Inside:
-    """A host's shared memory to which nothing ever arrives until it is closed."""
+    """A host's shared memory in which nothing arrives until it is closed."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()

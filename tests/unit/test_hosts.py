@@ -108,7 +108,7 @@ def write_ssh(folder: Path, text: str) -> str:
 
 
 def answer_with(*numbers: int) -> str:
-    """A script for `write_ssh`: it answers all of these requests when the last one arrives."""
+    """A script for `write_ssh` that answers all of these requests when the last one arrives."""
     answers = "; ".join(f"""echo '{agent.MARK}{{"number": {number}}}'""" for number in numbers)
     return f"""while read -r line; do case $line in '{{"ask"'*'"number": {numbers[-1]}'*) {answers};; esac; done"""
 
@@ -122,7 +122,7 @@ def test_a_late_answer_is_not_mistaken_for_a_later_one(tmp_path):
 
 
 def test_a_host_that_does_not_answer_in_time_is_named(tmp_path):
-    ssh = write_ssh(tmp_path, f"echo $$ > {tmp_path}/pid; trap '' HUP TERM; exec sleep 60")  # and does not leave
+    ssh = write_ssh(tmp_path, f"echo $$ > {tmp_path}/pid; trap '' HUP TERM; exec sleep 60")  # and does not exit
     with pytest.raises(LaunchError, match=r"host a: .*--check-timeout") as caught:
         run(["true"], hosts="a", ssh=ssh, check_timeout=1)
     assert caught.value.code == "timeout" and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
@@ -166,7 +166,7 @@ def test_reach_reports_an_error_per_address():
 
 
 def test_an_interrupt_does_not_wait_for_answers(tmp_path):
-    ssh = write_ssh(tmp_path, "exec cat > /dev/null")  # it never answers, and ends with its input
+    ssh = write_ssh(tmp_path, "exec cat > /dev/null")  # it never answers, and exits when its input closes
     ended, is_waiting = [], threading.Event()
 
     def ask(one: remote.Agent) -> None:
@@ -195,7 +195,8 @@ def test_secret_variables_are_not_on_a_command_line(tmp_path):
 
 def test_slowly_shown_output_is_shown_completely(monkeypatch, tmp_path):
     monkeypatch.setattr(remote, "_LEAVE_S", 2.0)
-    wait = "while read -r line; do case $line in '{\"ask\"'*) break;; esac; done"  # for the request, after the source
+    # wait for the request, which follows the source
+    wait = "while read -r line; do case $line in '{\"ask\"'*) break;; esac; done"
     ssh = write_ssh(tmp_path, f"{wait}\nfor line in 1 2 3 4 5 6; do echo $line; done")
     shown = []
 
@@ -206,7 +207,7 @@ def test_slowly_shown_output_is_shown_completely(monkeypatch, tmp_path):
     with open_agents(["a"], ssh) as (one,):
         one.show = show
         one.tell("run")
-        wait_until(lambda: one.code is not None)  # ssh has ended, and nobody ended it
+        wait_until(lambda: one.code is not None)  # ssh exited without being killed
     assert shown == [f"[a] {line}\n" for line in range(1, 7)]
 
 

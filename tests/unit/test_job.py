@@ -1,4 +1,4 @@
-"""A job from a layer profile and from tables of layers."""
+"""Jobs built from a layer profile and from tables of layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .test_records_layers import build_times as samples
 
 
 def test_ready_times_lose_the_cost_of_profiling():
-    job = build_job_from_profile(build_profile())  # profiled backward over plain: 2 and 1, so 1.5
+    job = build_job_from_profile(build_profile())  # profiled over plain backward: 2 and 1, so the factor is 1.5
     assert [gradient.name for gradient in job.gradients] == ["head.bias", "scale", "embed.weight", "spare"]
     assert job.ready_s == pytest.approx((0.2 / 1.5, 0.3 / 1.5, 0.9 / 1.5, 0.75))
     assert job.backward_s == 0.75
@@ -57,7 +57,7 @@ def test_draws_vary_with_the_repetitions_and_are_the_same_every_time():
     draws = draw_jobs(record, job, 20)
     assert draws == draw_jobs(record, job, 20)
     assert {draw.backward_s for draw in draws} == {0.5, 0.75, 1.0}
-    unstable = build_profile()  # a median of draws would be less uncertain than its repetitions are
+    unstable = build_profile()  # a median of draws would be less uncertain than single repetitions
     assert {draw.backward_s for draw in draw_jobs(unstable, job, 20)} == {0.5, 1.0}
     for draw in draws:
         assert draw.ready_s[0] / draw.backward_s == pytest.approx(job.ready_s[0] / job.backward_s)
@@ -66,7 +66,7 @@ def test_draws_vary_with_the_repetitions_and_are_the_same_every_time():
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 1280, 36, 50257, 1024
 BLOCK = 12 * WIDTH**2 + 13 * WIDTH
 MS = 1e-3
-# An all-reduce of 8 GPUs on two hosts, as a published table has it: flat up to a megabyte, then 14 GB/s or so.
+# A published all-reduce of 8 GPUs on two hosts: flat up to a megabyte, then about 14 GB/s.
 CURVE = MeasuredCurve(
     (4, 2**20, 26 * 10**6, 105 * 10**6, 838 * 10**6, 6700 * 10**6), (3e-3, 3e-3, 6.5e-3, 15e-3, 65e-3, 0.45)
 )
@@ -118,16 +118,17 @@ def test_the_curve_has_each_partition_once_and_a_floor_that_no_bucket_size_remov
     curve = estimate_caps(job, costs)
     assert [point.low_bytes for point in curve.points[1:]] == [point.high_bytes + 1 for point in curve.points[:-1]]
     mib = 2**20
-    # One partition from 8 to 25 MiB: every weight of a block closes a bucket, two of them with what came before.
+    # All caps from 8 to 25 MiB give the same partition: every block weight closes a bucket, two of them together
+    # with earlier gradients.
     assert find_point(curve, 8 * mib) is find_point(curve, 25 * mib) and len(find_point(curve, 8 * mib).cuts) == 109
     assert len(find_point(curve, 2**40).cuts) == 1
-    # The tied embedding alone takes this long, and cannot start before the end of backward.
+    # The tied embedding alone takes this long, and cannot start before backward ends.
     floor_s = CURVE.estimate_s(4 * VOCABULARY * WIDTH)
     assert all(point.exposed_s >= floor_s - 1e-9 for point in curve.points)
     assert curve.best.exposed_s < 1.2 * floor_s
     low, high = curve.plateau
     assert low <= 25 * mib <= high
-    # Every size of every range is within 1 %, every other is not, and the answer is the widest range.
+    # All sizes within the ranges are within 1 %, no other size is, and the answer is the widest range.
     fast = [point for point in curve.points if point.backward_s <= 1.01 * curve.best.backward_s]
     covered = [p for p in curve.points if any(a <= p.low_bytes and p.high_bytes <= b for a, b in curve.plateaus)]
     assert covered == fast and len(curve.plateaus) > 1
@@ -137,7 +138,7 @@ def test_the_curve_has_each_partition_once_and_a_floor_that_no_bucket_size_remov
 
 
 def test_the_widest_range_is_chosen():
-    # (low, high, backward): of those within 1 % of the best.
+    # (low, high, backward) of those within 1 % of the best.
     steps = [(100, 150, 1.0), (151, 200, 2.0), (201, 600, 1.005), (601, 700, 2.0), (701, 800, 1.0)]
     job, costs = make_job([100, 700], [0.5, 1.0], 1.0), MachineCosts(curve=CURVE)
     points = (CapPoint(a, b, (1, 2), s, job, costs) for a, b, s in steps)
@@ -175,7 +176,8 @@ def test_the_rest_of_backward_and_layers_without_parameters_take_their_time():
 def test_exported_tables_give_the_backward_of_their_profile():
     profile = build_profile()
     job = build_job_from_tables(profile.layer_sizes, profile.layer_times)
-    assert job.backward_s == pytest.approx(1.0 / 1.5, rel=0.01)  # of the profiled steps, without the profiler's cost
+    # of the profiled steps, without the profiler's overhead
+    assert job.backward_s == pytest.approx(1.0 / 1.5, rel=0.01)
     assert job.num_bytes == build_job_from_profile(profile).num_bytes
 
 

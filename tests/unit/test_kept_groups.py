@@ -1,4 +1,4 @@
-"""Groups that one thread holds until it is the last holder."""
+"""Groups that a background thread keeps until it holds the last reference."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def await_keepers(count: int) -> None:
 def hold_and_release() -> None:
     groups = [Group() for _ in range(3)]
     seen = [weakref.ref(group) for group in groups]
-    for group in (*groups, *groups):  # the second time, as where the world is closed before the wrapper goes
+    for group in (*groups, *groups):  # the second time as when the world is closed before the wrapper is destroyed
         keep_groups([group])
     del group
     Cycle(groups[0])
     gc.collect()
     assert count_keepers() == 1
-    time.sleep(0.1)  # several looks
+    time.sleep(0.1)  # long enough for several checks
     assert count_keepers() == 1 and all(one() is not None for one in seen)
     groups.clear()
     await_keepers(0)
@@ -52,7 +52,7 @@ def hold_and_release() -> None:
 
 
 def test_one_thread_holds_all_groups_until_nobody_else_does():
-    # In a new process: here, another test may have left a group that something still references.
+    # In a new process: an earlier test may have left a group that is still referenced.
     program = f"from {__name__} import hold_and_release; hold_and_release()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

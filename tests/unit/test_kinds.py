@@ -1,4 +1,4 @@
-"""The kinds of records: derived rates, and the way to JSON and back."""
+"""The kinds of records: derived rates, and JSON round trips."""
 
 import dataclasses
 import json
@@ -110,7 +110,7 @@ TIME = st.floats(0, 1e6)
 POSITIVE = st.floats(1e-9, 1e6)
 COUNT = st.integers(1, 2**50)
 TEXT = st.text(max_size=12)
-# The values of fields that allow only some.
+# The values of fields with restricted choices.
 KNOWN = {
     "source": SOURCES, "collective": list(COLLECTIVES), "memory": MEMORIES, "operation": ("add", "copy"),
     "status": ("ok", "warn", "fail"), "of": ("step", "backward"), "budget": BUDGETS, "role": ROLES,
@@ -131,7 +131,7 @@ def samples(draw, time=POSITIVE, shape=None):
 
 
 def values_of(hint):
-    """Values of a field with this type."""
+    """Values for a field of this type."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         return st.lists(values_of(arguments[0]), min_size=2, max_size=3).map(tuple)
@@ -153,7 +153,7 @@ def build(kind, **given):
 
 @st.composite
 def layer_profiles(draw):
-    """Ready times and blocks that fit into backwards of at least a second."""
+    """Ready times and blocks that fit into backward passes of at least a second."""
     count = draw(st.integers(1, 3))
     phase = samples(shape=(1, count), time=st.floats(1, 1e6))
     row = st.tuples(*[st.floats(0, 0.3)] * count)
@@ -210,7 +210,7 @@ def noise_records(draw):
 
 @st.composite
 def traced_steps(draw):
-    """Gradients are ready, and messages move, in order."""
+    """Gradients become ready, and messages move, in order."""
     times = sorted(draw(st.lists(POSITIVE, min_size=4, max_size=4)))
     sizes = draw(st.lists(COUNT, min_size=1, max_size=3))
     given = {
@@ -260,7 +260,7 @@ def test_derived_numbers_are_not_stored(build_collective, build_chunks, build_pa
     fields = {"kind", "source", "note", "backend", "device", "world_size", "dtype", "samples", "num_wrong"}
     fields |= {"num_checked"}
     record = build_collective()
-    assert record.busbw_bytes_per_s > 0  # and what was computed before writing is not written either
+    assert record.busbw_bytes_per_s > 0  # values computed before saving are not saved either
     document = record_to_json(record)
     assert set(document) == fields | {"collective", "num_bytes", "op", "memory", "nodes"}
     assert set(document["samples"]) == {"seconds", "warmup_seconds", "arrivals_s", "reducer"}

@@ -1,4 +1,4 @@
-"""Profiles of small modules on CPU: the order of gradients, the times of blocks, and nothing left behind."""
+"""Profiles of small modules on CPU: the order of gradients, the times of blocks, and no side effects."""
 
 import contextlib
 import gc
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch._dynamo  # checkpointing imports it, and it then sets a variable of the environment
+import torch._dynamo  # checkpointing imports it, which sets an environment variable
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
@@ -37,7 +37,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Slow(nn.Linear):
-    """A linear layer that sleeps, so that its times tower above the noise."""
+    """A linear layer that sleeps long enough to stand out from the noise."""
 
     def __init__(self, forward_s=0.0, backward_s=0.0):
         super().__init__(4, 4)
@@ -75,7 +75,7 @@ LABELS = {"model": "toy", "precision": "fp32", "batch_size": 2}
 
 
 def build_replica(module, compute_loss):
-    """A replica whose step is a forward, a backward, and the end of its gradients."""
+    """A replica whose step consists of forward, backward, and the end of its gradients."""
 
     def run(given, phases):
         phases.enter("forward")
@@ -144,7 +144,7 @@ def test_a_gradient_is_noted_when_it_has_been_accumulated():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_profile, "mark", spy)
         profile(module, x, blocks=[], iters=1)
-    # Of the 5 moments of a profiled step, begin and middle have no gradient, and the hook's is the third.
+    # A profiled step has five events; the first and the middle one carry no gradient, and the hook's is the third.
     assert seen[:5] == [False, False, True, True, False]
 
 
@@ -161,10 +161,10 @@ def test_times_of_blocks_are_where_they_are_spent():
     module = nn.Sequential(Slow(0.004, 0.012), nn.ReLU(), Slow(0.008, 0.002))
 
     def loss(x):
-        return Sleep.apply(module(x), 0.0, 0.006)  # in no block, like a head that is a function
+        return Sleep.apply(module(x), 0.0, 0.006)  # in no block, like a head that is a plain function
 
     record = profile(module, loss=loss)
-    # All of them at once: what is too much in one would be missing in another.
+    # All of them at once: what one module has too much would be missing in another.
     for phase, slept in (
         ("forward_s", {"0": 0.004, "2": 0.008}),
         ("backward_s", {"0": 0.012, "2": 0.002, "outside": 0.006}),
@@ -236,7 +236,7 @@ def test_a_changing_order_is_told():
     turns = iter(range(100))
 
     def loss(x):
-        turn = next(turns) // 2  # both steps of a repetition alike
+        turn = next(turns) // 2  # both steps of a repetition behave the same
         return module["a"](module["b"](x)) if turn % 2 else module["b"](module["a"](x))
 
     record = profile(module, blocks=[], loss=loss, iters=4)
@@ -359,7 +359,7 @@ def test_what_cannot_be_profiled_is_refused(module, reason):
 
 
 class FakeEvent:
-    """Says when it was recorded, and that only after the device was waited for."""
+    """Reports when it was recorded, and checks that this was after waiting for the device."""
 
     is_idle = False
 
@@ -412,7 +412,7 @@ def test_a_step_of_ones_own_is_profiled_by_its_calls():
     before = [param.detach().clone() for param in model.parameters()]
 
     def step(model):
-        time.sleep(0.002)  # data
+        time.sleep(0.002)  # loads data
         loss = model(torch.ones(3, 4), torch.ones(3, 4)).square().mean()
         loss.backward()
         for optimizer in optimizers:
@@ -440,7 +440,7 @@ def test_two_backwards_in_a_step_are_one_clock():
 
     record = profile_own(step, model)
     assert min(record.backward.reduced_s) >= 0.008
-    # Ready with the second backward, and what is between them does not count.
+    # Ready only with the second backward; the time in between does not count.
     last = [max(values) for values in zip(*(p.ready_s for p in record.parameters), strict=True)]
     whole = record.profiled_backward.reduced_s
     assert min(last) >= 0.008 and all(a <= b + 1e-6 for a, b in zip(last, whole, strict=True))

@@ -1,4 +1,4 @@
-"""Parts of gradients for the ranks of a host: cutting, joining, and the traffic of two levels."""
+"""Parts of gradients for the ranks of a host: splitting, joining, and the traffic of two levels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_messages_of_both_levels():
     for text, between in {
         "hosts": [("all-reduce", 4 * (1500 + 4))],
         "bf16+hosts": [("all-to-all", 3 * 1004), ("all-gather", 1004)],
-        # 1504 numbers in two blocks for each of three hosts, with 256 bytes and a scale each.
+        # 1504 numbers in two blocks for each of three hosts, at 256 bytes and a scale per block.
         "int8+hosts": [("all-to-all", 3 * 2 * 260), ("all-gather", 2 * 260)],
         "topk:0.01+hosts": [("all-gather", 8 * 15 + 4 * 4)],
         # Two matrices of 50 x 30, and a vector that is sent uncompressed.
@@ -64,7 +64,7 @@ def test_messages_of_both_levels():
         )
         assert [(m.kind, m.ranks, m.is_inside) for m in middle] == [(kind, 3, False) for kind, _ in between], text
         assert [m.num_bytes for m in middle] == [size for _, size in between], text
-    # Each part is cut along the longer side.
+    # Each part is split along its longer side.
     wide = Gradient("wide", 4 * 30 * 100, shape=(30, 100))
     assert Strategy.parse("powersgd:4+hosts").traffic([wide], 4, 2)[1:3] == (
         Message("all-reduce", 4 * 50 * 4, 2), Message("all-reduce", 4 * 30 * 4, 2),

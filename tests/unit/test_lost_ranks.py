@@ -49,7 +49,7 @@ def make_snapshot(phase: int = WAIT, num_started: int = 0, **changes: Any) -> Ra
 
 
 def test_a_rank_that_spins_in_its_own_collective_is_asked_for_its_stack():
-    assert look_for(10.0, make_snapshot(), make_snapshot(BETWEEN)) is None  # it computes
+    assert look_for(10.0, make_snapshot(), make_snapshot(BETWEEN)) is None  # it is computing
     found = look_for(10.0, make_snapshot(num_started=70), make_snapshot(BETWEEN))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 1, False)
 
@@ -60,7 +60,7 @@ def test_a_rank_that_spins_in_its_own_collective_is_asked_for_its_stack():
 def test_the_rank_with_a_different_number_of_collectives_is_named(counts, rank):
     found = look_for(5.0, *(make_snapshot(num_started=count) for count in counts))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("desynchronised", rank, True)
-    assert found.ends and found.end_s is None  # it is proven, so nothing waits for the hang timeout
+    assert found.ends and found.end_s is None  # it is certain, so nothing waits for the hang timeout
 
 
 @pytest.mark.parametrize("counts", [(70, 70), (0, 70)])
@@ -103,7 +103,7 @@ def test_the_page_notifies_a_rank_until_it_has_left(monkeypatch):
             assert calls == ["paceline-beat"] * 2
         finally:
             pulse.close_page()
-        assert pulse._count_started is None  # a group that is referenced does not disappear with its world
+        assert pulse._count_started is None  # a group that is still referenced does not disappear with its world
 
 
 class Group:
@@ -209,7 +209,7 @@ def test_torch_counts_the_collectives_of_a_group():
 
 
 def test_an_error_that_ends_a_script_closes_its_world_as_failed(monkeypatch):
-    """After the traceback; and not after Ctrl-C, where the launcher decides."""
+    """After the traceback, but not after Ctrl-C, where the launcher decides."""
     done: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, *_: done.append(kind))
     monkeypatch.setattr(world, "current_world", lambda: SimpleNamespace(__exit__=lambda *args: done.append(args)))
@@ -222,7 +222,7 @@ def test_an_error_that_ends_a_script_closes_its_world_as_failed(monkeypatch):
 
 @has_monitor
 def test_a_script_that_closes_its_world_after_an_error_has_not_handled_it(monkeypatch):
-    """Closing may take seconds on NCCL. The monitor must still be there to report the error, or a hanging exit."""
+    """Closing may take seconds on NCCL. The monitor must still be running to report the error or a hanging exit."""
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     monkeypatch.setattr("paceline.runtime.faults.monitor._HANDLED_S", 0.0)
     left = []
@@ -230,7 +230,7 @@ def test_a_script_that_closes_its_world_after_an_error_has_not_handled_it(monkey
     def close(*_):
         pulse.close_page()
         monitor.look()
-        left.append(monitor.have_all_left())  # since now
+        left.append(monitor.have_all_left())  # counted from now
         time.sleep(0.01)
         left.append(monitor.have_all_left())
 

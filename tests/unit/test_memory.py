@@ -1,4 +1,4 @@
-"""Memory over one step, from synthetic allocations in bytes and µs whose purpose the tests know."""
+"""Memory over one step, from synthetic allocations (bytes, µs) of known purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.made_traces import MadeTrace
 
 
 class MadeMemory:
-    """Marks, and allocations by address. `kind` is the device type: 0 is the CPU, 1 a GPU."""
+    """Marks, and allocations by address. `kind` is the device type: 0 for CPU, 1 for GPU."""
 
     def __init__(self, kind: int = 0) -> None:
         self.kind, self.events, self.marks = kind, list[dict[str, Any]](), list[MemoryMark]()
@@ -43,7 +43,7 @@ class MadeMemory:
 
 
 def make_step() -> MadeMemory:
-    """Parameters at 1 (100 bytes) and momentum at 2 (100) existed before; a block of unknown use at 3 exists since the
+    """Parameters at 1 (100 bytes) and momentum at 2 (100) existed before; a block of unknown use at 3 dates from the
     last step. Peak: 100 + 100 + 7 + 20 of data + 40 of activations + 100 of gradients + 30."""
     known = {"parameters": (1, 100), "optimizer": (2, 100)}
     made = MadeMemory().change(5, 3, 7)
@@ -103,7 +103,7 @@ def test_memory_freed_by_another_thread_ends_at_its_next_allocation():
 def test_on_a_gpu_the_total_is_the_allocators_and_unknown_memory_is_other():
     made = MadeMemory(1).mark(0, "data", parameters=(1, 100)).mark(1, "forward")
     made.change(2, 5, 512, 1712).change(2.5, 7, 4096, 9999, index=1).mark(3, "backward").change(4, 5, -512, 1200)
-    made.change(5, 77, -200, 1000)  # allocated before the trace, and never seen
+    made.change(5, 77, -200, 1000)  # allocated before the trace, so only the release is seen
     made.events.append(dict(made.events[1], cat="gpu_user_annotation", ts=1e6))
     memory = made.mark(6, "end").build(1200)
     assert memory.totals == [1200, 1712, 1200, 1000, 1000]

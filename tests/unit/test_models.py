@@ -20,7 +20,7 @@ VALUES, WANTED = torch.randn(6, 1, generator=DRAW), torch.randn(6, 1, generator=
 
 
 def answer(value, targets, form, mask=None):
-    """The outcome of a model that gives this answer, whatever the inputs."""
+    """The outcome of a model that returns this answer for any input."""
     return compute_outcome(lambda inputs, **rest: value, Batch(torch.zeros(len(targets), 3), targets, mask), form)
 
 
@@ -48,7 +48,7 @@ def test_every_token_is_a_target():
 
 @pytest.mark.parametrize("shape", [(6, 1), (6,)])
 def test_numbers_cost_the_squared_error(shape):
-    """A column against a row would broadcast to 36 errors."""
+    """A column minus a row would broadcast to 36 errors."""
     outcome = answer(VALUES.reshape(shape), WANTED, NUMBERS)
     assert outcome.loss_sum.item() == pytest.approx(
         sum((VALUES[k] - WANTED[k]).item() ** 2 for k in range(6)), rel=1e-6
@@ -225,7 +225,7 @@ SIZE = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 50, "context": 16, "
 def build(**changes):
     torch.manual_seed(3)
     module = GPT2(**{**SIZE, **changes})
-    with torch.no_grad():  # biases begin as zeros and norms as ones, where an exchange would not be seen
+    with torch.no_grad():  # biases start at zero and norms at one, which would hide a swap
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return module

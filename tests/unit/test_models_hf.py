@@ -60,7 +60,7 @@ def rename(name: str) -> str:
 
 
 def export_state(module: GPT2) -> dict[str, torch.Tensor]:
-    """The parameters under the names, and with the transposed matrices, of `transformers`' GPT-2."""
+    """The parameters with the names and transposed matrices of `transformers`' GPT-2."""
     state = {rename(name): tensor.detach() for name, tensor in module.named_parameters()}
     return {name: tensor.t() if TRANSPOSED.search(name) else tensor for name, tensor in state.items()}
 
@@ -76,7 +76,7 @@ def nothing_is_remembered():
 def transformers(monkeypatch, tmp_path):
     """The library, without access to the hub."""
     found = pytest.importorskip("transformers")
-    # Some of its models load torch's compiler, which would leave this variable behind.
+    # Some of its models load torch's compiler, which would leave this variable set.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(importlib.import_module("huggingface_hub"), "snapshot_download", refuse)
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_: io.BytesIO())
@@ -101,7 +101,7 @@ def write_files(folder, *names):
 
 
 def look_back(module, changed_at=7):
-    """Where the logits differ when one token is another."""
+    """Where the logits differ when one token changes."""
     ids = torch.arange(12).reshape(1, 12)
     other = ids.clone()
     other[0, changed_at] = 33
@@ -109,7 +109,7 @@ def look_back(module, changed_at=7):
         return (module(ids).logits != module(other).logits).any(dim=-1)[0].nonzero().flatten().tolist()
 
 
-# What is refused without looking into transformers
+# Requests refused without importing transformers
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_what_a_folder_holds(tmp_path, files, words):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """`hub(cached=..., fetched=...)`: what a stand-in for the hub's library finds, None for nothing; its calls."""
+    """`hub(cached=..., fetched=...)`: results of a stub for the hub's library (None for nothing); its calls."""
 
     def build(cached=None, fetched=None):
         calls = []
@@ -248,7 +248,7 @@ def test_only_the_first_rank_of_a_host_shows_progress_bars(hub, monkeypatch, loc
     assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "0"
 
 
-# What transformers builds
+# Models that transformers builds
 
 
 @pytest.mark.parametrize(("form", "shape"), [(TOKENS, (2, 12, 64)), (PAIRS, (2, 3))])

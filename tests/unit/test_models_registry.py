@@ -146,7 +146,7 @@ def test_cnn_takes_as_many_channels_as_the_image_has_room_for(form, most):
 def test_the_published_sizes(monkeypatch, name, elements):
     monkeypatch.setattr(
         torch.nn.init, "normal_", lambda tensor, **_: tensor
-    )  # on meta it loads all of torch's compiler
+    )  # on meta this loads all of torch's compiler
     with torch.device("meta"):
         assert count(build_model(name, default_form(name), PLAIN)) == elements
 
@@ -168,7 +168,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_model_is_as_large_as_the_catalog_says(monkeypatch, name):
-    monkeypatch.setattr(nn.init, "normal_", lambda tensor, **_: tensor)  # on meta it loads all of torch's compiler
+    monkeypatch.setattr(nn.init, "normal_", lambda tensor, **_: tensor)  # on meta this loads all of torch's compiler
     with torch.device("meta"):
         parameters = list(WORKLOADS[name].build().parameters())
     assert len(parameters) == WORKLOADS[name].num_parameters
@@ -200,7 +200,7 @@ def test_gpt2_looks_back_only_and_ties_its_head():
     before, after = module(ids), module(changed)
     assert torch.equal(before[0, :5], after[0, :5]) and not torch.equal(before[0, 5:], after[0, 5:])
     with torch.no_grad():
-        module.tokens.weight[4000] += 1  # a token that is not in the input changes its own logit alone
+        module.tokens.weight[4000] += 1  # a token that is absent from the input changes only its own logit
     apart = (module(ids) != before).any(dim=1)[0]
     assert apart.nonzero().flatten().tolist() == [4000]
 

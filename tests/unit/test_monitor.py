@@ -1,4 +1,4 @@
-"""The monitor's conclusions from snapshots of ranks: which end a job, which are a warning, and which are neither."""
+"""The monitor's conclusions from snapshots of ranks: which end a job, which are warnings, and which are neither."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ STEP_S, TIMEOUT_S = 0.05, 100.0
 
 
 class Scene:
-    """Two ranks that have trained for a while; then each does what the test says, second after second."""
+    """Two ranks that have trained for a while and then behave as the test says, second by second."""
 
     def __init__(self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False, ranks: int = 2) -> None:
         self.detector, self.now_s = HangDetector(has_others, TIMEOUT_S), 0.0
         first = RankSnapshot("R", 10.0, 1, num_steps + 1, FORWARD, -1, 1, num_steps, step_s, 0.01)
         self.snapshots, self.warnings = [first] * ranks, list[Suspicion]()
-        for _ in range(50):  # busy: a beat and a step at every look
+        for _ in range(50):  # busy: a beat and a step at every poll
             self.run(0.1, *(dict(cpu=0.5, beats=True, steps=2) for _ in range(ranks)))
 
     def run(self, seconds: float, *ranks: dict) -> Suspicion | None:
-        """`state`, `phase`, `cpu` (share of a core), `beats`, `steps` per look of each rank; until something must end,
-        or a stack is needed. Warnings are noted. After ten seconds looks are as rare as a monitor may be."""
+        """`state`, `phase`, `cpu` (share of a core), `beats` and `steps` per poll for each rank, until something must
+        end or a stack is needed. Warnings are recorded. After ten seconds, polls are as far apart as the monitor
+        allows."""
         until_s = self.now_s + seconds - 0.05
         closely_s = self.now_s + 10.0
         while self.now_s < until_s:
@@ -92,11 +93,11 @@ WAITS = dict(state="S", phase=WAIT, bucket=2)
 def test_a_slow_rank_is_named_at_once_and_ended_after_the_hang_timeout(culprit, kind, named_s, ended_s):
     scene = Scene()
     found = scene.run(2000.0, WAITS, culprit)
-    while found is not None and not found.is_certain:  # the stack is needed, and is not in a collective
+    while found is not None and not found.is_certain:  # the stack is needed, and shows no collective
         found = scene.run(2000.0, WAITS, culprit)
     assert found is not None and (found.kind, found.rank, found.end_s) == (kind, 1, ended_s)
     assert ended_s < found.since_s <= ended_s + 1.0
-    # The warning comes once, although ranks are checked ten times a second.
+    # The warning appears once, although ranks are checked ten times a second.
     assert [(one.kind, one.rank) for one in scene.warnings] == ([(kind, 1)] if named_s else [])
     assert all(named_s < one.since_s <= named_s + 1.0 for one in scene.warnings)
 
@@ -104,7 +105,7 @@ def test_a_slow_rank_is_named_at_once_and_ended_after_the_hang_timeout(culprit, 
 @pytest.mark.parametrize(
     ("rank", "num_steps", "named"),
     [
-        (dict(state="R", phase=BETWEEN, cpu=1.0), 100, ["loop"]),  # an evaluation, or a loop
+        (dict(state="R", phase=BETWEEN, cpu=1.0), 100, ["loop"]),  # an evaluation or a loop
         (dict(state="S", phase=START), -100, ["blocked"]),
         (dict(state="R", phase=START, cpu=1.0), -100, []),  # inference: there is never a step
     ],
@@ -141,12 +142,12 @@ def test_a_rank_that_is_suspended_ends_the_job_at_once(named):
 @pytest.mark.parametrize(
     "pause",
     [
-        dict(state="S", phase=BETWEEN),  # a loader that stalls; asked for its stack, it is not in a collective
-        dict(state="D", phase=BETWEEN),  # a disk
+        dict(state="S", phase=BETWEEN),  # a stalled data loader; its stack shows no collective
+        dict(state="D", phase=BETWEEN),  # disk I/O
         dict(state="R", phase=BETWEEN, cpu=1.0),  # an evaluation on one rank
-        dict(state="R", phase=SLOW, cpu=1.0),  # one that is marked, or a compilation
-        dict(state="S", phase=SLOW, beats=False),  # a save
-        dict(state="R", phase=FORWARD, cpu=0.01),  # a machine on which it gets no core
+        dict(state="R", phase=SLOW, cpu=1.0),  # a marked section, or a compilation
+        dict(state="S", phase=SLOW, beats=False),  # a checkpoint save
+        dict(state="R", phase=FORWARD, cpu=0.01),  # an overloaded machine on which it gets no core
         dict(state="R", phase=FORWARD, cpu=0.01, beats=False),
         dict(state="t", phase=FORWARD, beats=False),  # a debugger
     ],
@@ -168,17 +169,17 @@ def test_a_pause_that_is_marked_takes_as_long_as_it_takes():
 
 
 def test_a_rank_that_waits_in_a_step_for_one_between_two_steps_is_not_to_blame():
-    """As torch's wrapper does in forward, where it makes buffers equal; its stack says so."""
+    """As torch's wrapper does in forward when it synchronises buffers; its stack shows it."""
     waits, pause = dict(state="S", phase=FORWARD), dict(state="R", phase=BETWEEN, cpu=1.0)
     scene = Scene()
     assert scene.run(20.0, waits, pause) is None
     assert [(one.kind, one.rank) for one in scene.warnings] == [("blocked", 0)]
     scene.detector.seen[0].is_in_collective = True
     assert scene.run(1000.0, waits, pause) is None
-    # Until the other one does something else, and waits for what this one does not make.
+    # Until the other rank does something else and waits for a collective that this one never starts.
     found = scene.run(100.0, waits, WAITS)
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 0, True)
-    # In the next phase nothing is known of it.
+    # In the next phase, nothing is known about it.
     assert scene.run(1.0, dict(state="R", phase=BACKWARD), WAITS) is None
     assert scene.run(10.0, dict(state="S", phase=BACKWARD), WAITS) is None
     assert [(one.kind, one.rank) for one in scene.warnings] == [("blocked", 0)] * 2
@@ -188,7 +189,7 @@ def test_a_rank_that_waits_in_a_step_for_one_between_two_steps_is_not_to_blame()
     ("files", "expected"),
     [
         (("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "train.py"), True),
-        (("torch/nn/parallel/distributed.py", "torch/nn/modules/module.py"), True),  # buffers, in C++
+        (("torch/nn/parallel/distributed.py", "torch/nn/modules/module.py"), True),  # buffers, synchronised in C++
         (("model.py", "torch/nn/modules/module.py", "torch/nn/parallel/distributed.py"), False),
         (("upload.py", "torch/distributed/checkpoint/state_dict_saver.py", "train.py"), False),
         (("my_channel.py", "train.py"), False),
@@ -244,7 +245,7 @@ def test_time_counts_only_while_the_monitor_looks():
     scene = Scene()
     blocked = dict(state="S", phase=FORWARD)
     assert scene.run(1.0, WAITS, blocked) is None
-    scene.now_s += 1000.0  # the machine slept
+    scene.now_s += 1000.0  # the machine was asleep
     assert scene.run(1.0, WAITS, blocked) is None and not scene.warnings
 
 
@@ -269,14 +270,14 @@ def test_ranks_that_wait_for_the_same_message_may_only_wait_for_a_large_one():
 @pytest.mark.parametrize("other", [dict(state="", phase=BETWEEN), dict(state="S", phase=BETWEEN)])
 @pytest.mark.parametrize("slow", [dict(state="R", phase=BETWEEN, cpu=1.0), dict(state="R", phase=FORWARD, cpu=1.0)])
 def test_nothing_is_proven_while_a_rank_computes(slow, other):
-    """Of three ranks, one has left or is in a collective of its own: that may be with the slow one, and without the
-    first."""
+    """One of three ranks has left or is in a collective of its own, which it may share with the slow rank but not with
+    the first."""
     scene = Scene(ranks=3)
     for _ in range(100):
         found = scene.run(0.5, WAITS, other, slow)
         assert found is None or not found.is_certain
-        scene.detector.seen[1].is_in_collective = True  # as its stack says
-    # When that rank waits as well, the fault is certain.
+        scene.detector.seen[1].is_in_collective = True  # as its stack shows
+    # Once that rank waits as well, the fault is certain.
     found = scene.run(20.0, WAITS, other, WAITS)
     assert found is not None and (found.rank, found.ends) == (1, True) and found.kind in ("left", "collective")
 
@@ -300,7 +301,7 @@ def test_the_verdict_is_one_paragraph():
     verdict = Verdict("gil", 1, "holds", "in step 4, in forward", 3.25, "rank 0 waits", place, stack)
     said = verdict.summary
     assert "\n" not in said and "3.2 s" in said and "forward (model.py:12) < <module> (train.py:40)" in said
-    assert "Paceline ended it" in said  # ranks that are killed are told why
+    assert "Paceline ended it" in said  # killed ranks are told why
     warning = dataclasses.replace(verdict, ends=False, limit="600 s (the hang timeout)").summary
     assert "Paceline ends it only if this lasts longer than 600 s" in warning
     assert "Paceline" not in dataclasses.replace(verdict, kind="ended").summary
@@ -386,7 +387,7 @@ def test_a_launcher_with_many_open_files_sees_its_ranks():
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_what_is_announced_is_in_the_log_of_every_rank_once(tmp_path, capfd):
-    """Two ranks with a log of their own, one that writes to the log of another, and one that writes where we do."""
+    """Two ranks with their own logs; one writes to another rank's log, and one writes where we do."""
     logs = [tmp_path / "0", tmp_path / "1", tmp_path / "0", None]
     with Monitor(range(4), 4) as monitor, contextlib.ExitStack() as stack:
         for rank, log in enumerate(logs):
@@ -441,11 +442,11 @@ def test_a_compilation_is_a_pause_whatever_a_program_does_with_the_compiler(monk
             for _ in range(2):
                 pulse.enter(FORWARD)
                 with callback.callback_handler.install_callbacks(callback.CallbackTrigger.DYNAMO, "0/0"):
-                    await_text(monitor, "in 'torch.compile'")  # by the thread that beats
+                    await_text(monitor, "in 'torch.compile'")  # recorded by the heartbeat thread
                     pulse.enter(BACKWARD)
                     assert "in 'torch.compile'" in monitor.describe(0) and monitor.is_busy(0)
                 await_text(monitor, "in backward")
-                importlib.import_module("torch._dynamo").reset()  # which removes all callbacks
+                importlib.import_module("torch._dynamo").reset()  # removes all callbacks
             with callback.callback_handler.install_callbacks(callback.CallbackTrigger.DYNAMO, "0/0"):
                 await_text(monitor, "in 'torch.compile'")
                 pulse.close_page()
@@ -484,9 +485,9 @@ def test_a_rank_that_ends_by_its_error_is_waited_for_and_one_that_handled_it_is_
         pulse.fail("failed: ValueError", is_secondary=False)
         pulse.close_page()
         monitor.look()
-        monitor.have_all_left()  # since now
+        monitor.have_all_left()  # counted from now
         time.sleep(0.01)
-        assert monitor.have_all_left()  # this process continues
+        assert monitor.have_all_left()  # this process keeps running
         pulse.note_exit()
         assert not monitor.have_all_left()
 
@@ -536,7 +537,7 @@ def test_marks_on_a_page():
                 assert monitor._processes[0].look().most_s == math.inf
             assert "bucket 3" in monitor.describe(0)
             before = monitor._processes[0].look().serial
-            pulse.progress()  # of no pause
+            pulse.progress()  # without a pause
             assert monitor._processes[0].look().serial == before
             pulse.begin_step(8)
             pulse.fail("failed: ValueError: no", is_secondary=False)

@@ -15,7 +15,8 @@ from paceline.transport import native
 
 PROGRAM = Path(__file__).parents[1] / "native" / "fuzz.c"
 SOURCES = Path(native.__file__).parent / "native"
-COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]  # as in setup.py
+# the flags of setup.py
+COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]
 QUICK = ("-O0",)  # compiler timeout: the kernels are long
 MEMORY = (*QUICK, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
@@ -47,12 +48,12 @@ def build(
 
 
 def fuzz(program: Path, ranks: str, seconds: int, emulator: str = "") -> subprocess.CompletedProcess[str]:
-    # Leak detection takes longer than the rest, and is left to `make sanitize`.
+    # Leak detection takes longer than everything else; `make sanitize` runs it.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}
     command = [*([emulator] if emulator else []), str(program), ranks, str(seconds)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
 
-    # The shipped flags take half a minute to compile.
+    # With the shipped flags, compilation takes half a minute.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reductions one call at a time: every type, operation and kind of processor against torch and numpy, bit by bit."""
+"""Individual reductions: every type, operation and kind of processor against torch and numpy, bit by bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REAL = [dtype for dtype in DTYPES if DTYPES[dtype].is_floating_point]
 HALVES = [native.BF16, native.F16]
 SOURCES = Path(native.__file__).parent / "native"
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Lengths around the vector size of every kind of processor, and around the groups of vectors of an unrolled loop.
+# Lengths around the vector size of every kind of processor, and around the unrolled loops' groups of vectors.
 EDGES = sorted({0, 1, 2, 3, *(unit + d for unit in (4, 8, 16, 32, 64, 128, 256) for d in (-1, 0, 1)), 1000, 4099})
 
 library = native.load_library()
@@ -36,7 +36,7 @@ CPUS = [name for name in ("neon", "sse2", "portable", "avx2", "avx512") if not l
 
 @pytest.fixture(autouse=True)
 def _best_kernels() -> Iterator[None]:
-    """Start and end each test with the kernels chosen when the core was loaded: the last of the list."""
+    """Start and end each test with the kernels chosen when the core was loaded: the last in the list."""
     library.pln_use_cpu(CPUS[-1].encode())
     yield
     library.pln_use_cpu(CPUS[-1].encode())
@@ -55,7 +55,7 @@ def expected(op: int, sources: Sequence[torch.Tensor], divisor: int = 0) -> torc
     """In source order; two-byte types in float32, rounded once. Written with torch's elementary operations."""
     dtype, divisor = sources[0].dtype, divisor or len(sources)
     wide = [source.float() if dtype in (torch.bfloat16, torch.float16) else source for source in sources]
-    # Of two zeros the later one is kept; torch's own minimum leaves their signs to the processor.
+    # Of two zeros, the later one is kept; in torch's own minimum, the processor determines the sign.
     lower, higher = (
         (lambda a, b: torch.where((a < b) | (a != a), a, b)),
         (lambda a, b: torch.where((a > b) | (a != a), a, b)),
@@ -68,7 +68,7 @@ def expected(op: int, sources: Sequence[torch.Tensor], divisor: int = 0) -> torc
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits as integers, with all NaNs made equal, because the processor chooses which NaN results."""
+    """The bits as integers, with all NaNs made equal, because the processor chooses the resulting NaN."""
     if tensor.dtype.is_floating_point:
         tensor = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
     return tensor.view(BITS[tensor.element_size()])
@@ -95,7 +95,7 @@ def draw(dtype: int, count: int, seed: int, special: bool = True) -> torch.Tenso
         info = torch.finfo(kind)
         values = [float("inf"), -float("inf"), float("nan"), 0.0, -0.0, info.max, -info.max, info.tiny]
         values += [-info.tiny, info.tiny / 4, info.smallest_normal * info.eps]  # the last two are subnormal
-        # Every other element, so that each value is paired with every other value in some pair of sources.
+        # Every second element, so that each value meets every other value in some pair of sources.
         where = torch.randint(0, 2 * len(values), (count,), generator=random)
         for number, value in enumerate(values):
             made[where == number] = value
@@ -124,11 +124,11 @@ def test_every_length_and_number_of_sources(cpu, dtype, op):
                 for place in out:
                     assert_same(place, wanted, cpu, OPS[op], count, num_sources, num_out)
             copies = [source.clone() for source in sources]
-            reduce(dtype, op, copies, copies)  # every source in place
+            reduce(dtype, op, copies, copies)  # every source as an in-place operand
             for place in copies:
                 assert_same(place, wanted, cpu, OPS[op], count, num_sources, "in place")
             mixed = [source.clone() for source in sources]
-            out = [torch.empty_like(wanted), mixed[-1]]  # as on a rank: its own vector, and its slot
+            out = [torch.empty_like(wanted), mixed[-1]]  # as on a rank: into its own vector, or into its slot
             reduce(dtype, op, out, mixed)
             for place in out:
                 assert_same(place, wanted, cpu, OPS[op], count, num_sources, "into the last source")
@@ -151,7 +151,7 @@ def test_an_average_in_bfloat16_rounds_each_share_and_the_sum(cpu, num_sources):
     library.pln_use_cpu(cpu.encode())
     for count in (0, 1, 31, 65, 4099):
         sources = [draw(native.F32, count, seed) for seed in range(num_sources)]
-        for number, bits in enumerate((0x7F800001, 0x7FFFFFFF, -1, 0x3F808000, 0x3F818000)):  # NaNs, and ties
+        for number, bits in enumerate((0x7F800001, 0x7FFFFFFF, -1, 0x3F808000, 0x3F818000)):  # NaNs and ties
             sources[0][number : number + 1] = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
         shares = [(source * (1 / num_sources)).bfloat16().float() for source in sources]
         wanted = functools.reduce(torch.add, shares).bfloat16().float()
@@ -213,7 +213,8 @@ def test_every_two_byte_number_is_preserved(cpu, dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("op", [native.SUM, native.AVG], ids=["sum", "avg"])
 def test_sums_of_two_byte_numbers_round_as_in_torch(cpu, dtype, op):
-    """Every number with others near and far, which covers ties, overflow to infinity and subnormal results."""
+    """Every number, combined with large and small ones: this covers ties, overflow to infinity and subnormal
+    results."""
     library.pln_use_cpu(cpu.encode())
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
     found: set[str] = set()
@@ -229,7 +230,7 @@ def test_sums_of_two_byte_numbers_round_as_in_torch(cpu, dtype, op):
 
 
 def describe_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> set[str]:
-    """Which cases a conversion covered, to make sure that the test exercised them."""
+    """The cases that a conversion covered, to make sure that the test exercised them."""
     tiny = (rounded != 0) & (rounded.abs() < torch.finfo(rounded.dtype).tiny)
     up, down = rounded.double().abs() > exact.abs(), rounded.double().abs() < exact.abs()
     cases = {"up": up & rounded.isfinite(), "down": down, "subnormal": tiny, "to infinity": up & rounded.isinf()}
@@ -240,7 +241,7 @@ def describe_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> set[str]:
 def test_bfloat16_overflows_to_infinity_by_rounding(cpu):
     library.pln_use_cpu(cpu.encode())
     largest = torch.full((40,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
-    half_a_step = torch.full((40,), 2.0**119, dtype=torch.bfloat16)  # the sum is a tie that float32 represents
+    half_a_step = torch.full((40,), 2.0**119, dtype=torch.bfloat16)  # the sum is a tie that float32 can represent
     out = torch.empty_like(largest)
     reduce(native.BF16, native.SUM, [out], [largest, half_a_step])
     assert out.isinf().all()
@@ -294,7 +295,7 @@ def test_the_calling_threads_rounding_mode_does_not_matter():
         reduce(native.F32, native.SUM, [out], sources)
         reduce(native.BF16, native.SUM, [out_small], small)
         reduce(native.F32, native.SUM, [sum_of_tiny], [tiny, tiny])
-        assert libm.fegetround() == upward  # the mode is restored
+        assert libm.fegetround() == upward  # the mode was restored
     finally:
         libm.fesetround(before)
         torch.set_flush_denormal(False)
@@ -325,5 +326,6 @@ def test_only_the_interface_is_exported():
 
 def test_the_core_does_not_depend_on_python():
     path = native.find_library()
-    assert path is not None and path.name == "_native.so"  # no Python suffix, so that any Python can load it
+    # no Python version in the suffix, so that any Python can load it
+    assert path is not None and path.name == "_native.so"
     assert not re.search(rb"\0_?Py[A-Z_]\w+\0", path.read_bytes())

@@ -1,4 +1,4 @@
-"""The output of nccl-tests becomes records with its ranks and nodes; what cannot be trusted is refused in one line."""
+"""nccl-tests output becomes records with its ranks and nodes; untrustworthy output is refused with a one-line error."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_older_and_longer_tables_are_read_by_their_names(load):
     row = write_row(2**20, 4, time_us=99.0, more="0 1.0 2.0 3.0 4.0")
     found = load("\n".join([list_ranks({"a": 4}), each, row]))
     assert found[0].time_s == pytest.approx(99e-6)
-    only = write_row(2**20, 4, more="N/A", blocks=1)  # in place is not there
+    only = write_row(2**20, 4, more="N/A", blocks=1)  # no in-place result
     assert load("\n".join([list_ranks({"a": 4}), NAMES, only]))[0].num_wrong is None
 
 

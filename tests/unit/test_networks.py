@@ -125,7 +125,7 @@ def test_contradictions_are_refused(arguments, words):
 
 @pytest.fixture
 def sweep(build_collective, build_samples):
-    """All-reduces that take exactly what gloo's family says, with a spread of 1 % over the repetitions."""
+    """All-reduces that take exactly the time of gloo's family, with a spread of 1 % over the repetitions."""
 
     def build(worlds=(2, 4), algorithm="gloo", **changes):
         records = []
@@ -304,7 +304,8 @@ def test_measurements_on_one_node_say_little_about_several(sweep):
 
     wide, narrow = (width(f, 8) - math.log(f.build_curve(8).estimate_s(10**6)) for f in (node, inside))
     assert wide > 0.5 > narrow > 0.2
-    # Nobody says how many share a node: as wide, and doubtful. Up to 8 GPUs probably share one; more do not.
+    # The ranks per node are unknown: assume the same width, with a warning. Up to 8 GPUs probably share one; more do
+    # not.
     many, of_one = (fabric.build_curve(16) for fabric in (unknown, replace(inside, ranks_per_node=16)))
     assert many.estimate_s(10**8) == pytest.approx(large * of_one.estimate_s(10**8))
     asked = unknown.build_curve(8)
@@ -335,7 +336,8 @@ def test_the_first_node_boundary_counts_once(sweep):
     records = on_nodes(sweep((4, 8, 16), algorithm="tree", backend="nccl"), lambda n: math.ceil(n / 8))
     fabric = build_measured_fabric(records, None)
     assert fabric.ranks_per_node == 8
-    # 12 is nearer to 16 than to 8 by side, not by distance; 32 has no doubt, as 16 are on two nodes already.
+    # By ratio, 12 is closer to 16 than to 8, though not by difference; 32 needs no warning, as 16 already span two
+    # nodes.
     assert "from 16 ranks" in fabric.build_curve(12).explain(10**6)[0]
     assert "from 8 ranks" in fabric.build_curve(7).explain(10**6)[0]
     assert not fabric.build_curve(32).explain(10**6)[1]

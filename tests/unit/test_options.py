@@ -1,4 +1,4 @@
-"""Options: values outside their limits are refused, and every limit that settings declare is checked."""
+"""Options: values outside their limits are refused, and every limit declared by settings is checked."""
 
 import dataclasses
 import math

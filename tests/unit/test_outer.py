@@ -1,4 +1,4 @@
-"""Local SGD, SlowMo and DiLoCo for replicas in one process, with the same code as between ranks."""
+"""Local SGD, SlowMo and DiLoCo for replicas in one process, with the code that also runs between ranks."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_delayed_fragment_is_mixed_into_the_replicas_current_parameters():
     for rank in range(N):
         wanted = mixing * alone.vector(rank) + (1 - mixing) * plain.vector()
         torch.testing.assert_close(streaming.vector(rank), wanted, rtol=0, atol=1e-15)
-    # The next difference is from the new outer parameters, not from the mixture.
+    # The next difference is relative to the new outer parameters, not to the mixture.
     torch.testing.assert_close(torch.cat([s.reshape(-1) for s in streaming.outers[0].start]), plain.vector())
 
 
@@ -144,7 +144,7 @@ def test_the_last_round_may_be_shorter(text):
     assert not replicas.are_equal and replicas.complete().are_equal
     before = replicas.vector().clone()
     assert torch.equal(replicas.complete().vector(), before)  # nothing is left to do
-    for step in range(1, 5):  # a new round begins here
+    for step in range(1, 5):  # a new round starts here
         assert replicas.train(1).are_equal == (step == 4 and replicas.strategy.fragments == 1)
 
 
@@ -164,7 +164,7 @@ def test_post_local_counts_rounds_from_the_switch():
 
 @pytest.mark.parametrize("text", ["localsgd:2", "diloco:2,lr=1,momentum=0+int8"])
 def test_sixteen_bit_parameters_have_a_float32_start(text):
-    """Steps that bfloat16 cannot represent accumulate in the start."""
+    """Steps that bfloat16 cannot represent accumulate in the starting point."""
     weights = [nn.Parameter(torch.full((8,), 256.0, dtype=torch.bfloat16)) for _ in range(2)]
     strategy = Strategy.parse(text)
     outers = [Outer(strategy, ["w"], [weight], build_codec(strategy, rank, 2)) for rank, weight in enumerate(weights)]
@@ -172,7 +172,7 @@ def test_sixteen_bit_parameters_have_a_float32_start(text):
         for outer in outers:
             outer.begin_round()
         with torch.no_grad():
-            weights[0].sub_(1.0)  # bfloat16 has steps of 1 below 256: rank 0 takes one, rank 1 none
+            weights[0].sub_(1.0)  # bfloat16 has a spacing of 1 below 256: rank 0 takes a step of 1, rank 1 none
         for outer in outers:
             outer.count(), outer.count()
         run_together([outer.advance() for outer in outers])
@@ -185,7 +185,7 @@ def test_the_next_round_begins_from_values_loaded_in_between():
     replicas = Replicas("diloco:2").train(2)
     for model in replicas.models:
         for param in model.parameters():
-            param.data = torch.ones_like(param)  # no version counter shows this write
+            param.data = torch.ones_like(param)  # no version counter reveals this write
     replicas.train(1)
     assert all(torch.equal(start, torch.ones_like(start)) for start in replicas.outers[0].start)
 

@@ -1,4 +1,4 @@
-"""Trace overviews: shares of a step, phases, lanes of the figure."""
+"""Trace overviews: shares of a step, phases, and lanes of the figure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_instant_of_a_step_counts_once(on_gpu):
 def test_how_a_gpu_is_used(on_gpu):
     gpu = build_overview(on_gpu.build()).gpu
     assert gpu.busy == pytest.approx(0.6)
-    # Half of the SMs for 2 ms, then 200 blocks on 100 SMs for 1 ms; the other kernels do not tell.
+    # Half of the SMs for 2 ms, then 200 blocks on 100 SMs for 1 ms; the other kernels carry no occupancy.
     assert gpu.sm_efficiency == pytest.approx((0.5 * 2 + 1) / 10)
     assert gpu.occupancy == pytest.approx((0.2 * 2 + 0.8 * 1) / 3)
     assert (gpu.kernel_s, gpu.num_kernels) == (pytest.approx(7e-3), 4)
@@ -89,7 +89,7 @@ def test_kernels_have_a_row_for_each_name(on_gpu):
 @pytest.mark.parametrize("kind", ["bucket", "user_annotation"])
 def test_on_a_cpu_messages_behind_operators_are_free(kind):
     made = MadeTrace().step().op("aten::mm", 0, 4)
-    # A frame of autograd that only waits does not hide a message, nor does the operator that starts one.
+    # An autograd frame that only waits does not hide a message, nor does the operator that starts one.
     made.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 4, 7).op("c10d::allreduce_", 4, 5)
     made.add(kind, "gloo:all_reduce", 2, 6, tid=2)
     overview = build_overview(made.build())
@@ -115,7 +115,7 @@ def test_an_event_that_crosses_the_end_of_a_step_counts_until_there():
 def test_self_time_is_without_the_operators_inside():
     made = MadeTrace().step().op("aten::linear", 0, 6).op("aten::addmm", 1, 5).op("aten::copy_", 2, 3)
     made.op("aten::linear", 6, 7).op("aten::addmm", 6, 7, tid=2)
-    made.op("first", 8, 8.5).op("outer", 8, 9.5)  # a child that begins with its parent is inside it
+    made.op("first", 8, 8.5).op("outer", 8, 9.5)  # a child that starts together with its parent is inside it
     rows = {r.name: (r.calls, round(r.self_s, 9), round(r.total_s, 9)) for r in build_overview(made.build()).operators}
     assert rows == {
         "aten::addmm": (2, 4e-3, 5e-3), "aten::linear": (2, 3e-3, 7e-3), "aten::copy_": (1, 1e-3, 1e-3),
@@ -165,7 +165,7 @@ def test_another_document_is_not_an_overview(on_gpu, change):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_attribution_agrees_with_a_count_of_instants(seed):
-    """Against whole ms counted one by one; columns of a row always sum to the window."""
+    """Compared with whole milliseconds counted one by one; the columns of a row always sum to the window."""
     draw = random.Random(seed)
     windows = [(5, 30), (30, 42), (50, 70)]
     classes = [[(a, a + draw.randint(0, 9)) for a in draw.choices(range(75), k=12)] for _ in range(4)]
@@ -204,7 +204,7 @@ MS = 1e-3
 
 @pytest.fixture
 def backward():
-    """Two messages at a time; the first waited 1 ms for its turn. Backward began at 100.003 s and took 6 ms."""
+    """Two messages at a time; the first queued for 1 ms. Backward started at 100.003 s and took 6 ms."""
     buckets = [
         BucketTimes(2**20, ready_s=1 * MS, launch_s=2 * MS, done_s=5 * MS),
         BucketTimes(2**21, ready_s=4 * MS, launch_s=4 * MS, done_s=8 * MS),
@@ -237,7 +237,7 @@ def test_lanes_are_on_the_clock_of_the_first_rank(backward):
     lanes = build_lanes([made_rank(1, backward, origin_ms=2), made_rank(0, backward)])
     assert [lane.rank for lane in lanes] == [0, 1]
     first, second = lanes
-    # What backward() waited for messages after its own work is no phase.
+    # Time that backward() spends waiting for messages after its own work is not a phase.
     assert [(name, round(start_s / MS, 6), round(end_s / MS, 6)) for name, start_s, end_s in first.phases] == [
         ("forward", 0, 3), ("backward", 3, 9), ("optimizer", 12, 15),
     ]  # fmt: skip

@@ -25,7 +25,7 @@ HOSTILE = '</script><img src=x onerror="window.hacked=1">&amp;\'"<b>'
 
 
 class Reader(html.parser.HTMLParser):
-    """Tags with their attributes, and the text that people read."""
+    """Tags with their attributes, and the visible text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def read_data(page: str):
 
 
 def list_points(data, figure: str, **wanted):
-    """The points of the marks with these fields."""
+    """The coordinates of the marks with these fields."""
     (found,) = (one for one in data["figures"] if one["name"] == figure)
     marks = [m for p in found["panels"] for m in p["marks"] if all(m.get(k) == v for k, v in wanted.items())]
     return [list(zip(data["lists"][m["x"]], data["lists"][m["y"]], strict=True)) for m in marks]
@@ -77,7 +77,7 @@ def test_a_healthy_run_and_one_without_messages_have_no_bottleneck():
 
 def test_a_late_rank_is_found_over_all_steps_not_by_the_recorded_ones_alone():
     rows = make_rows(Job(late_s=0.05))
-    for number, row in enumerate(rows):  # the late one takes turns
+    for number, row in enumerate(rows):  # ranks are late in alternation
         if number % 2:
             for times in row["ranks"].values():
                 times.reverse()
@@ -112,7 +112,7 @@ _SCALES = (1.0, 1e3, 1e6, 1e2, 1e-9, 8e-9, 1 / 2**10, 1 / 2**20, 1 / 2**30, 1e-6
 
 
 def collect(document) -> list[float]:
-    """All numbers in a document, including those within words."""
+    """All numbers in a document, including those inside words."""
     if isinstance(document, bool) or document is None:
         return []
     if isinstance(document, int | float):
@@ -125,7 +125,7 @@ def collect(document) -> list[float]:
 
 
 def find_strangers(page: str, result) -> list[str]:
-    """Numbers on the page that are neither in the records nor in what the result derives from them for programs."""
+    """Numbers on the page found neither in the records nor in the values that the result derives from them."""
     tables = {t.name: [[c.find(row) for c in t.columns] for row in t.rows] for t in result.page_tables()}
     environment = [str(result.run.environment), result.run.created, result.machine]
     known = collect([result.to_json(), tables, result.config, getattr(result, "rows", []), environment])

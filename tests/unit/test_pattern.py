@@ -23,7 +23,7 @@ def _fill(pattern, ranks, dtype, count, repetition=REPETITION):
 
 
 def _reduce(vectors, op):
-    """What a correct collective does, in the vectors' own type."""
+    """What a correct collective computes, in the vectors' own type."""
     steps = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
     total = reduce(steps[op], vectors)
     return total / len(vectors) if op == "avg" else total.clone()
@@ -49,7 +49,7 @@ def test_exactly_the_corrupted_elements_are_counted(case):
     vectors = _fill(pattern, range(3), dtype, BLOCK + 100)
     for vector, rank in ((_reduce(vectors, op), None), (vectors[1], 1)):
         for index in (0, 4093, BLOCK - 1, BLOCK, BLOCK + 99):
-            if op == "avg":  # rounded, so a small difference may be right
+            if op == "avg":  # rounded, so a small difference is allowed
                 vector[index] = 2 * vector[index] + 1
             else:
                 vector[index] += 1 if vector[index] == 0 else -1
@@ -139,7 +139,7 @@ def test_sums_of_many_ranks_stay_exact_in_small_types(dtype, ranks):
 
 
 def test_integer_sums_that_wrap_around_are_still_checked():
-    """From 128 ranks on int8 cannot hold the sum, which wraps around alike here and there."""
+    """From 128 ranks on, int8 cannot hold the sum; both sides wrap around in the same way."""
     pattern = Pattern(130, torch.int8, "sum", "cpu")
     answer = _reduce(_fill(pattern, range(130), torch.int8, 1000), "sum")
     assert pattern.count_wrong(answer, REPETITION) == 0

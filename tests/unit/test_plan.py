@@ -1,4 +1,4 @@
-"""Plans: torch's rule exactly, cuts of the ready order, and every byte in exactly one bucket."""
+"""Plans: exactly torch's rule, cuts in ready order, and every byte in exactly one bucket."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "float64": torch.f
 
 @st.composite
 def models(draw, dtypes=tuple(DTYPES), min_elements=0):
-    """Gradients of a made-up model, and their ready order."""
+    """Gradients of a synthetic model, and their ready order."""
     count = draw(st.integers(1, 30))
     gradients = []
     for index in range(count):
@@ -43,7 +43,7 @@ def models(draw, dtypes=tuple(DTYPES), min_elements=0):
 
 
 def as_sets(partition):
-    """torch leaves the order of buckets that never closed to a hash map, so order is compared separately."""
+    """torch orders buckets that never closed by a hash map, so order is compared separately."""
     return sorted(tuple(indices) for indices in partition)
 
 
@@ -65,7 +65,7 @@ def test_the_rebuilt_buckets_are_torchs_own(model, caps):
 
 
 def resnet18() -> list[Gradient]:
-    """ImageNet's ResNet-18, in definition order."""
+    """ResNet-18 for ImageNet, in definition order."""
     shapes: list[tuple[str, int]] = []
 
     def conv(name: str, inputs: int, outputs: int, kernel: int) -> None:

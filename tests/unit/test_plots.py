@@ -1,4 +1,4 @@
-"""Figures of records: real files, equal for equal records, with the source in the legend."""
+"""Figures of records: real files, identical for equal records, with the source in the legend."""
 
 import itertools
 from pathlib import Path
@@ -145,7 +145,7 @@ def test_times_are_written_out_at_the_axis(build_collective, build_samples, leas
 def test_no_legend_covers_the_data(curve, count):
     records = [record for n in range(2, count + 2) for record in curve(world_size=n)]
     figure = sweeps.plot_time(records, "box")
-    figure.draw_without_rendering()  # lays it out
+    figure.draw_without_rendering()  # computes the layout
     (axes,), (legend,) = figure.axes, figure.legends
     assert not axes.get_legend() and len(legend.get_texts()) == count
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
@@ -162,8 +162,8 @@ def test_no_text_is_cut_and_no_legend_covers_the_data_however_long_the_names_are
     for axes in panels:
         plots.draw_line(axes, 0, [(1, 1, None, None), (2, 2, None, None)], f"{text} (measured)")
     plots.place_legend(figure, *panels)
-    figure.set_dpi(150)  # as it is saved: letters are whole pixels wide
-    figure.draw_without_rendering()  # lays it out
+    figure.set_dpi(150)  # at the saved resolution: letters are whole pixels wide
+    figure.draw_without_rendering()  # computes the layout
     texts = (figure._suptitle, figure._supxlabel, *(axes._left_title for axes in panels))
     for extent in (text.get_window_extent() for text in texts):
         assert figure.bbox.x0 <= extent.x0 and extent.x1 <= figure.bbox.x1
@@ -173,7 +173,7 @@ def test_no_text_is_cut_and_no_legend_covers_the_data_however_long_the_names_are
     assert legend.get_window_extent().x1 <= figure.bbox.x1
     for axes in panels:
         assert not legend.get_window_extent().overlaps(axes.get_window_extent())
-    for left, right in itertools.pairwise(panels[:3]):  # of one row
+    for left, right in itertools.pairwise(panels[:3]):  # panels in one row
         assert left._left_title.get_window_extent().x1 <= right._left_title.get_window_extent().x0
 
 

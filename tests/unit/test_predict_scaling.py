@@ -1,4 +1,4 @@
-"""The predicted scaling curve: its bounds, a synthetic machine that it recovers, and records that it never uses."""
+"""The predicted scaling curve: its bounds, recovery of a synthetic machine, and records that it must never use."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def spread(seconds, ranks, noise=0.0, count=9, seed=0):
 
 @dataclass(frozen=True)
 class MadeWorld:
-    """A job and a host with known costs. `slowdown(n)` applies to compute, `factor` to messages during it; a step on b
-    samples takes `fixed_s + b * sample_s`, and the wrapper adds `copies_s`, slowed by the square of `slowdown(n)`."""
+    """A job and a host with known costs. `slowdown(n)` applies to compute, `factor` to messages during compute. A
+    step on b samples takes `fixed_s + b * sample_s`, and the wrapper adds `copies_s`, slowed by the square of
+    `slowdown(n)`."""
 
     sizes: tuple[int, ...] = (2 * MIB,) * 12
     fixed_s: float = 0.010
@@ -82,7 +83,7 @@ class MadeWorld:
         return FamilyCurve(algorithm, ranks, self.alpha_s, self.bytes_per_s)
 
     def step_s(self, ranks: int) -> tuple[float, float]:
-        """(the step, the same without communication)"""
+        """(step time, step time without communication)"""
         slowed = self.slowdown(ranks)
         compute_s = self.one_rank_s(self.samples(ranks)) * slowed
         if ranks == 1:
@@ -110,7 +111,7 @@ class MadeWorld:
         )  # fmt: skip
 
     def silent(self, ranks: int) -> StepRecord:
-        """Steps of this many ranks without messages; for one rank, in the wrapper."""
+        """Steps of this many ranks without messages; for one rank, inside the wrapper."""
         silent_s = self.step_s(ranks)[1] + (self.copies_s if ranks == 1 else 0.0)
         own = {"role": "local", "wrapper": self.wrapper} if ranks == 1 else {"role": "together", "wrapper": "none"}
         nothing = {"bucket_bytes": (), "no_comm": None, "timing": spread(silent_s, ranks, self.noise)}
@@ -144,7 +145,7 @@ class MadeWorld:
         ]  # fmt: skip
 
     def evidence(self, *ranks: int, sweeps=(), records=None, collectives=None, wrapper="", up_to=0) -> ScalingEvidence:
-        """`records` and `collectives` take the place of the world's own."""
+        """`records` and `collectives` replace the world's own."""
         swept = sweeps or tuple(count for count in ranks if count > 1) or (2,)
         others = {self.samples(count) for count in (2, 4, 8, 16)} - {self.cell_size}
         study = list(records or map(self.record, ranks))
@@ -156,7 +157,7 @@ class MadeWorld:
         return evidence
 
 
-# What messages cost compared with those of a sweep, by ranks.
+# The cost of messages relative to those of a sweep, by number of ranks.
 FACTORS = {1: 1.0, 2: 0.8, 4: 2.0}
 
 
@@ -183,7 +184,7 @@ WORLDS = st.builds(
 @given(world=WORLDS, known=st.sampled_from([(1,), (1, 2), (1, 2, 4)]))
 @settings(max_examples=6)
 def test_weak_scaling_keeps_to_its_bounds(world, known):
-    """A step is never under that of one rank, nor under that of half its ranks, and lies in its interval."""
+    """A step is never faster than on one rank, nor than on half as many ranks, and lies within its interval."""
     points = simulate_scaling(world.evidence(*known), (1, 2, 4, 8, 16, 32, 64), (find_network("10gbe"),))
     steps = [point.step_s for point in points]
     assert steps[0] == pytest.approx(world.one_rank_s(8))
@@ -237,7 +238,7 @@ def test_messages_of_ranks_that_outnumber_the_cores_slow():
     crowded, roomy = (MadeWorld(cores=cores).evidence(1, 2, 4).fabric for cores in (8, 64))
     size = 8 * MIB
     assert crowded.build_curve(4).estimate_s(size) == roomy.build_curve(4).estimate_s(size)
-    # Two threads of gloo for each of 8 ranks on 8 cores.
+    # Two gloo threads for each of 8 ranks on 8 cores.
     ratio = crowded.build_curve(8).estimate_s(size) / roomy.build_curve(8).estimate_s(size)
     assert ratio == pytest.approx(2**0.8)
 
@@ -294,7 +295,7 @@ def test_the_interval_has_the_noise_of_what_it_is_compared_with():
     world = MadeWorld(bytes_per_s=1e9)
     noisy = replace(world.record(1), timing=spread(world.one_rank_s(8), 1, noise=0.2))
     evidence = world.evidence(1, 2, records=(noisy, world.record(2)))
-    [point] = simulate_scaling(evidence, (2,))  # that no draw can change: its own steps calibrate it
+    [point] = simulate_scaling(evidence, (2,))  # unaffected by draws: its own steps calibrate it
     assert point.low_s < 0.98 * point.step_s and point.high_s > 1.02 * point.step_s
 
 
@@ -303,7 +304,7 @@ def test_the_interval_is_wider_far_from_steps_than_far_from_sweeps():
     near, far = world.evidence(1, 2, 4, 8), world.evidence(1, 2, sweeps=(2, 4, 8))
     (here,), (there,) = simulate_scaling(near, (8,)), simulate_scaling(far, (8,))
     assert there.high_s - there.low_s > 2 * (here.high_s - here.low_s)
-    # With nothing to compute but messages alone, it is theirs.
+    # With no compute, the step takes exactly as long as its messages.
     idle = replace(world, sample_s=1e-6, fixed_s=1e-5)
     [point] = simulate_scaling(idle.evidence(1, 2, sweeps=(2, 4, 8)), (8,))
     assert point.high_s / point.step_s > 1.4
@@ -344,7 +345,7 @@ def test_batch_sizes_are_interpolated_on_log_axes():
     )
     assert interpolate_logs(points, 0.5) == pytest.approx(0.5)
     assert interpolate_logs([(8.0, 2.0)], 2) == pytest.approx(0.5)
-    # What falls while samples grow is noise: outside it is not continued.
+    # A quantity that falls while samples grow is noise: it is not extrapolated.
     assert interpolate_logs([(2.0, 1.1), (4.0, 1.0)], 1) == 1.1
 
 
@@ -358,7 +359,7 @@ def test_beyond_the_host_a_network_joins_hosts_and_a_slower_one_is_never_better(
         assert [point.network for point in row] == ["hdr", "10gbe", "1gbe"]
         assert points[1].step_s <= row[0].step_s <= row[1].step_s <= row[2].step_s
         assert row[1].step_s < row[2].step_s
-    # Hosts do not slow each other: with a network that costs nothing 64 ranks are as quick as a full host.
+    # Hosts do not slow each other down: on a free network, 64 ranks are as fast as one full host.
     [free] = simulate_scaling(
         world.evidence(1, 2, 4), (64,), [find_network("1e9GB/s,0ns".replace("1e9", "1000000000"))]
     )
@@ -394,7 +395,7 @@ def test_disturbed_steps_are_excluded_from_calibration(ranks):
     rest, (last,) = ([r for r in known.shared if (r.world_size == ranks) is side] for side in (False, True))
     rows = tuple(tuple(s * (1.4 if rank == 1 else 1.0) for rank, s in enumerate(row)) for row in last.no_comm.seconds)
     disturbed = replace(last, no_comm=replace(last.no_comm, seconds=rows))
-    # Steps that were interleaved with it are not used either.
+    # Steps interleaved with it are not used either.
     for late in ((disturbed,), (last, replace(disturbed, wrapper="other"))):
         changed = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest, *late))
         without = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest))
@@ -423,7 +424,7 @@ def test_a_full_host_hides_less():
 
 
 def test_unexplained_time_is_added():
-    """Messages that are all hidden, and a wait that is not theirs."""
+    """Fully hidden messages, and a wait that is not caused by them."""
     world = MadeWorld(bytes_per_s=1e13, alpha_s=1e-9)
     shared = (world.record(count) for count in (2, 4))
     waits = [replace(r, timing=spread(r.timing.median_s + 0.02, r.world_size)) for r in shared]
@@ -436,10 +437,10 @@ def test_the_slowdown_is_extrapolated_linearly():
     assert estimate_slowdown(line, 8) == pytest.approx(1.7)
     assert estimate_slowdown(line[:2], 4) == pytest.approx(1.3)
     assert [estimate_slowdown(line, count) for count in (1, 2)] == pytest.approx([1, 1.1])
-    # One rank says nothing of its neighbours, and they never make it quicker.
+    # One rank carries no information about its neighbours, which never make it faster.
     assert estimate_slowdown(line[:1], 16) == 1
     assert estimate_slowdown(line[:1], 2, -2.0) == estimate_slowdown(line[:1], 2, 2.0) > 1.15
-    # Never faster than the ranks, and never down.
+    # Never faster than the ranks, and never decreasing.
     assert estimate_slowdown(((1, 1.0), (2, 1.0), (4, 4.0)), 8) <= 8
     assert estimate_slowdown(((1, 1.0), (2, 1.2), (4, 1.1)), 8) == pytest.approx(1.1)
 
@@ -564,7 +565,7 @@ def test_a_spread_comes_from_repetitions_and_not_from_one_outlier():
 @pytest.mark.parametrize(("known", "ranks"), [((1,), 2), ((1, 2), 4), ((1, 2, 4), 8)])
 def test_steps_without_messages_show_the_slowdown_of_more_ranks(monkeypatch, slowdown, known, ranks):
     """Steps of half of the ranks, and of all ranks without messages, reveal any slowdown law."""
-    monkeypatch.setattr(curves, "draw", partial(curves.draw, count=400))  # to compare widths closely
+    monkeypatch.setattr(curves, "draw", partial(curves.draw, count=400))  # for a precise comparison of widths
     world = MadeWorld(slowdown=slowdown, copies_s=0.02, cores=64)
     silent = [world.silent(count) for count in (1, 2, 4, 8)]
     evidence = world.evidence(records=[*map(world.record, known), *silent], sweeps=(2, 4, 8), up_to=known[-1])
@@ -587,6 +588,6 @@ def test_the_wrappers_overhead_on_one_rank_holds_on_two():
     assert there.step_s - here.step_s == pytest.approx(0.03) and there.step_s == pytest.approx(
         world.step_s(2)[0], rel=1e-3
     )
-    # Of another wrapper it says nothing.
+    # They carry no information about another wrapper.
     other = replace(world.silent(1), wrapper="another")
     assert simulate_scaling(world.evidence(records=[world.record(1), other], sweeps=(2,)), (2,)) == [here]

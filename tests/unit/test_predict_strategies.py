@@ -50,10 +50,11 @@ from tests.unit.made_jobs import line
 from tests.unit.made_plans import plan_by_cap
 from tests.unit.made_tuning import MadeJob
 
-# Shapes with all corners: a vector, a matrix that a factor makes no smaller, filters, and what blocks do not divide.
+# Shapes with all corner cases: a vector, a matrix that low rank does not shrink, filters, and sizes that blocks do
+# not divide.
 SHAPES = ((7,), (3, 3), (64, 50), (8, 4, 3, 3), (1,), (700, 30))
 ALPHA, RATE = 1e-3, 1e6
-# The wrapper's control words follow a codec in a message of their own.
+# After a codec, the wrapper's control words are sent in a separate message.
 WORDS_S = ALPHA + 64 / RATE
 
 
@@ -95,13 +96,13 @@ def test_bytes_of_a_period_and_of_shards():
     job = make_job([4096, 4096], [0.0, 0.0], 0.0)
     assert Sending(parse("diloco:100"), 2).count_sent(job, [1, 2]) == 8192 / 100
     assert Sending(parse("zero1"), 4).count_sent(job, [2]) == 2 * 3 / 4 * 8192 == Sending(DENSE, 4).count_sent(job, [2])
-    # Ranks that share memory send buckets as they are.
+    # Ranks that share memory send uncompressed buckets.
     assert Sending(parse("bf16"), 4, is_in_place=True).count_sent(job, [2]) == 2 * 3 / 4 * 8192
     for text in ("zero1", "zero1+bf16"):
         assert Sending(parse(text), 4, is_in_place=True).count_sent(job, [2]) == 3 * 3 / 4 * 8192
     assert Sending(parse("int8"), 4, is_in_place=True).count_sent(job, [2]) < 8192 / 2
     assert Sending(parse("zero1+bf16"), 4).count_sent(job, [2]) == 3 / 4 * (4096 + 8192)
-    # Pieces begin at a line of the cache: 100 bytes on 2 ranks are 64 and 36, and both send 64.
+    # Pieces start at cache lines: 100 bytes on 2 ranks are split into 64 and 36, and both ranks send 64.
     assert Sending(parse("zero1"), 2).count_sent(make_job([100], [0.0], 0.0), [1]) == 64 + 64
 
 
@@ -114,12 +115,12 @@ def test_two_messages_follow_each_other_and_codecs_compute_around_them():
     job = Job((gradient,), (0.010,), 0.010, 0.005, 0.002)
     step = simulate(job, [1], costs("powersgd:4", ((0.003, 0.0), (0.002, 0.0), (0.0005, 1e-8))))
     message_s = ALPHA + 1600 / RATE  # 100 x 4 floats each way
-    # Encoding is a part of backward; the last part is by bytes of the gradients, too.
+    # Encoding is part of backward; its last part, too, is divided by the bytes of the gradients.
     assert step.backward_s == pytest.approx(0.013)
     assert step.over_s == pytest.approx(0.013 + message_s + 0.002 + message_s + 0.0009 + WORDS_S)
     (bucket,) = step.buckets
     assert (bucket.launch_s, bucket.start_s) == (pytest.approx(0.013), pytest.approx(0.013))
-    # Without matrices there is one message: the first part, and the last.
+    # Without matrices there is one message, with a first and a last part only.
     vector = Job((Gradient("vector", 400, shape=(100,)),), (0.010,), 0.010)
     step = simulate(vector, [1], costs("powersgd:4", ((0.003, 0.0), (0.002, 0.0), (0.0005, 0.0))))
     assert step.over_s == pytest.approx(0.013 + ALPHA + 400 / RATE + 0.0005 + WORDS_S)
@@ -128,13 +129,13 @@ def test_two_messages_follow_each_other_and_codecs_compute_around_them():
 def test_codec_work_during_backward_shares_the_core():
     job = make_job([1000], [0.0], 0.010)
     step = simulate(job, [1], costs("bf16", ((0.0, 0.0), (0.002, 0.0))))
-    # 500 bytes take 1.5 ms; then 2 ms of decoding take 4, in which backward does 2 of its 8.5 that are left.
+    # 500 bytes take 1.5 ms; 2 ms of decoding then take 4, during which backward does 2 of its remaining 8.5.
     assert step.buckets[0].done_s == pytest.approx(0.0055)
     assert step.backward_s == pytest.approx(0.012) and step.over_s == pytest.approx(0.012 + WORDS_S)
 
 
 def test_messages_slow_codec_work():
-    """Two buckets of one message each, one after the other: the first is decoded while the second is under way."""
+    """Two consecutive buckets of one message each: the first is decoded while the second is in flight."""
     job, slow = make_job([1000, 1000], [0.0, 0.0], 0.0), Contention((1,), (0.5,), (1.0,))
     message_s, codec_s = ALPHA + 500 / RATE, 0.0004
     for given, took_s in ((Contention(), codec_s), (slow, 2 * codec_s)):
@@ -148,8 +149,8 @@ def test_a_step_calibrates_the_cost_of_a_codec():
     for factor in (0.7, 1.0, 2.5):
         step_s = simulate(job, [1, 2], replace(given, sending=given.sending.scale(factor))).step_s
         assert fit_factor(job, [1, 2], given, step_s) == pytest.approx(factor, abs=2e-3)
-    assert fit_factor(job, [1, 2], given, 100.0) == pytest.approx(5, abs=2e-3)  # not more
-    assert fit_factor(job, [1, 2], costs("bf16"), 100.0) == 1  # it costs nothing here
+    assert fit_factor(job, [1, 2], given, 100.0) == pytest.approx(5, abs=2e-3)  # no more than that
+    assert fit_factor(job, [1, 2], costs("bf16"), 100.0) == 1  # decoding is free here
 
 
 def test_with_two_levels_a_codec_works_on_a_part_between_messages_inside():
@@ -157,13 +158,14 @@ def test_with_two_levels_a_codec_works_on_a_part_between_messages_inside():
     parts = ((0.003, 0.0), (0.002, 1e-7), (0.001, 0.0))
     sending = Sending(parse("int8+hosts"), 4, parts, ranks_per_host=2)
     step = simulate(job, [1], MachineCosts(line(ALPHA, RATE), sending=sending, inside=line(1e-4, 1e7)))
-    inside_s = 1e-4 + 20_000 / 1e7  # half an all-reduce
-    # 5000 numbers in 10 blocks for each of two hosts. Two ranks of a host send at once.
+    inside_s = 1e-4 + 20_000 / 1e7  # half of an all-reduce
+    # 5000 numbers in 10 blocks for each of two hosts. Two ranks of a host send concurrently.
     between_s = ALPHA + 2 * 2600 / RATE
     codec_s = 0.003 + 0.002 + 20_000 * 1e-7 + 0.001
     assert step.over_s == pytest.approx(0.010 + 2 * inside_s + 2 * between_s + codec_s + WORDS_S)
     assert sending.count_sent(job, [1]) == 2 * 20_000 + 2 * 2600
-    # On one level, what each rank of a host sends in an all-to-all passes the link; an all-gather goes round once.
+    # On one level, everything that a host's ranks send in an all-to-all crosses the link; an all-gather circulates
+    # once.
     flat = [replace(sending, strategy=parse("int8"), ranks_per_host=num) for num in (1, 2, 4)]
     alone, shared, on_host = ([load.num_bytes for load in one.list_messages(job.gradients)] for one in flat)
     assert shared == [2 * alone[0], alone[1]] and on_host == alone
@@ -172,8 +174,8 @@ def test_with_two_levels_a_codec_works_on_a_part_between_messages_inside():
 def test_second_messages_queue_behind_first_ones_that_came_before():
     job = make_job([1024 * 4, 1024 * 4], [0.0, 0.0], 0.0)
     step = simulate(job, [1, 2], costs("int8"))
-    part = 2 * 260  # bytes of two blocks of 256 and their scales: half of a bucket
-    first, second = (ALPHA + part / RATE,) * 2  # all-to-all of two parts moves as much as an all-reduce of one
+    part = 2 * 260  # bytes of two blocks of 256 with their scales: half of a bucket
+    first, second = (ALPHA + part / RATE,) * 2  # an all-to-all of two parts moves as many bytes as an all-reduce of one
     assert step.buckets[0].done_s == pytest.approx(2 * first + second)
     assert step.over_s == pytest.approx(2 * first + 2 * second + WORDS_S)
 
@@ -182,10 +184,10 @@ def test_a_period_has_one_exchange():
     job = make_job([4000, 4000], [0.004, 0.008], 0.010, before_s=0.006, after_s=0.004)
     message_s = ALPHA + 8000 / RATE
     step = simulate(job, [1, 2], costs("localsgd:4"))
-    exposed_s = (message_s + 2 * WORDS_S) / 4  # ranks agree before it begins, and before they use it
+    exposed_s = (message_s + 2 * WORDS_S) / 4  # ranks agree before it starts, and before they use it
     assert step.step_s == pytest.approx(0.020 + exposed_s) and step.exposed_s == pytest.approx(exposed_s)
     assert [bucket.num_bytes for bucket in step.buckets] == [8000]
-    # What the codec computes first is not hidden by a delay; all else is, by as many steps.
+    # A delay hides everything except what the codec computes first, over that many steps.
     parts = ((0.003, 0.0), (0.0, 0.0))
     delayed = simulate(job, [2], costs("diloco:10,delay=1", parts))
     assert delayed.step_s == pytest.approx(0.020 + (0.003 + 2 * WORDS_S) / 10)
@@ -197,13 +199,13 @@ def test_a_period_has_one_exchange():
     assert fragments.step_s == pytest.approx(0.020 + 2 * (ALPHA + 4000 / RATE + 2 * WORDS_S) / 10)
     every_other = Sending(parse("diloco:10,fragments=2"), 2).list_fragments(make_job([4, 8, 16], [0] * 3, 0.0))
     assert [[gradient.num_bytes for gradient in group] for group in every_other] == [[4, 16], [8]]
-    assert len(estimate_caps(job, costs("localsgd:4")).points) == 1  # there is nothing to search
+    assert len(estimate_caps(job, costs("localsgd:4")).points) == 1  # nothing to search
 
 
 def test_shards_halve_the_message_and_divide_the_optimizer():
     job = make_job([4096, 4096], [0.0, 0.010], 0.010, before_s=0.006, after_s=0.004)
     half_s, full_s = ALPHA + 2048 / RATE, ALPHA + 4096 / RATE
-    # Forward waits for the bucket that it needs first, and computes half while the other one arrives.
+    # Forward waits for the bucket that it needs first, and computes half while the other bucket arrives.
     gathering_s = 2 * half_s - 0.003
     step = simulate(job, [1, 2], costs("zero1"))
     assert step.over_s == pytest.approx(0.010 + half_s + WORDS_S + gathering_s) and step.after_s == pytest.approx(0.002)
@@ -232,20 +234,20 @@ def test_codec_costs_by_bucket_by_byte_and_by_ranks():
     assert found is not None and found.parts == (
         (pytest.approx(0.001), pytest.approx(9e-6)), (pytest.approx(0.0), pytest.approx(4e-6)),
     )  # fmt: skip
-    between = fit_sending(parse("topk:0.001"), 5, CODECS, factor=2.0)  # as the nearest amount, half-way to 8 ranks
+    between = fit_sending(parse("topk:0.001"), 5, CODECS, factor=2.0)  # at the nearest amount, half-way to 8 ranks
     assert between is not None and between.parts[1] == (0.0, pytest.approx(2 * 7e-6))
-    assert between.parts[0] == (pytest.approx(0.002), pytest.approx(2 * 9e-6))  # what does not grow stays
+    assert between.parts[0] == (pytest.approx(0.002), pytest.approx(2 * 9e-6))  # constant parts stay constant
     wide = fit_sending(parse("zero1+bf16"), 4, CODECS)
     assert wide is not None and [round(rate, 9) for _, rate in wide.parts] == [3e-6, 4e-6, 5e-6]
     unknown = fit_sending(parse("int8"), 2, CODECS)
     assert unknown is not None and unknown.parts == () and unknown.list_works(100, 2) == [0.0, 0.0, 0.0]
-    # In shared memory the sum rounds, and no codec computes.
+    # Shared memory rounds in the sum, and no codec runs.
     assert fit_sending(parse("bf16"), 2, CODECS, is_in_place=True) is None
     shared = fit_sending(parse("zero1+bf16"), 2, CODECS, is_in_place=True)
     assert shared is not None and shared.parts == () and fit_sending(parse("bf16"), 2, CODECS) is not None
     assert fit_sending(DENSE, 8, CODECS) is None and fit_sending(parse("int8"), 1, CODECS) is None
     assert find_codec(CODECS, parse("diloco:10+bf16")) == "bf16" and find_codec(CODECS, parse("zero1")) == ""
-    # A bucket above 32 MiB costs twice as much for each byte.
+    # Above 32 MiB, each byte of a bucket costs twice as much.
     large = replace(codec("topk:0.01", 2, 1, 0.020, 0.008), num_bytes=LARGE_BYTES + 8)
     large = replace(large, parts=times(*(2 * value * large.num_bytes / 1000 for value in (0.010, 0.004))))
     twice = fit_sending(parse("topk:0.01"), 2, [*CODECS, large])
@@ -264,8 +266,8 @@ def test_a_sharded_update_costs_its_copies_of_gradients_and_of_parameters(text):
     found = fit_sending(parse(text), 2, known)
     assert found is not None and found.parts == ((0.0, pytest.approx(2e-6)), (0.0, pytest.approx(3e-6)))
     assert found.round_s_per_byte == pytest.approx(4e-6) and find_codec(known, parse("bf16")) == "bf16"
-    assert find_codec([*CODECS, known[-1]], parse("zero1")) == ""  # a profile from before it was measured
-    # Nothing hides what is copied behind the last message, and in the forward that waits for parameters.
+    assert find_codec([*CODECS, known[-1]], parse("zero1")) == ""  # a profile recorded before this codec was measured
+    # Nothing hides the copies after the last message or those in a forward that waits for parameters.
     job = make_job([1000], [0.010], 0.010)
     free = replace(found, parts=(), round_s_per_byte=0.0)
     steps = [simulate(job, [1], replace(costs(text), sending=sending)).step_s for sending in (found, free)]
@@ -285,7 +287,7 @@ def test_a_round_costs_what_its_schedule_computes_besides_the_codec():
         assert found.round_s_per_byte == pytest.approx(round_s / 1000) and free.round_s_per_byte == 0
         costs = MachineCosts(line(0.010, 1e12), sending=found)
         longer_s = simulate(job, [2], costs).step_s - simulate(job, [2], replace(costs, sending=free)).step_s
-        assert longer_s == pytest.approx(4 * round_s / 8)  # of four times the bytes, once in eight steps
+        assert longer_s == pytest.approx(4 * round_s / 8)  # four times the bytes, once in eight steps
     assert fit_sending(DENSE, 2, known) is None and find_codec(known, parse("localsgd:4")) == "dense"
     (said,) = describe_strategies(job, [parse("localsgd:8")], known)
     assert (
@@ -324,7 +326,7 @@ def test_a_list_of_strategies_includes_the_baselines():
 
 
 def test_where_another_one_is_fastest():
-    # Sums by hand: dense is taken up to 1 % above the codec, 0.010 + 80e6 / r = 1.01 (0.020 + 8e6 / r).
+    # Sums by hand: dense is chosen up to 1 % above the codec, 0.010 + 80e6 / r = 1.01 (0.020 + 8e6 / r).
     crossing = (80e6 - 1.01 * 8e6) / (1.01 * 0.020 - 0.010)
 
     def estimate(rate: float) -> dict[str, float]:
@@ -342,7 +344,8 @@ def test_all_leaves_out_strategies_that_a_job_cannot_use():
     for given in ("all", ("all",), ["all"]):
         assert [one.text for one in list_strategies(given)] == ["dense", *ALL]
         assert [one.text for one in list_strategies(given, can_shard=False)] == ["dense", *ALL[:-2]]
-    assert list_strategies("zero1", can_shard=False)[-1].is_sharded  # what is named is refused, not left out
+    # explicitly named candidates are refused, not dropped
+    assert list_strategies("zero1", can_shard=False)[-1].is_sharded
 
 
 def test_assumptions_are_listed():
@@ -372,7 +375,7 @@ def test_codecs_are_timed_between_their_messages(monkeypatch):
     assert [(r.world_size, r.num_buckets) for r in records[:3]] == [(2, 1), (2, len(grads)), (8, 1)]
     assert len(measure(grads[:1])) == 2 * len(codecs) + len(rounds)
     assert measure([]) == []
-    # Below the bytes of all gradients together, and of the largest alone.
+    # Less than the bytes of all gradients together, and of the largest one.
     monkeypatch.setattr("paceline.measure.codec_bench.LARGE_BYTES", 60_000)
     monkeypatch.setattr("paceline.measure.codec_bench.MEASURED", ["bf16"])
     several = measure(grads)
@@ -399,10 +402,10 @@ def test_strategies_on_a_slow_and_on_a_fast_network():
     slow, fast = result.cells
     assert [row.strategy.text for row in slow.rows] == ["dense", *ALL] and slow.world_size == 2
     by_name = {row.strategy.text: row for row in slow.rows}
-    # 16 MiB at 1 Gb/s take longer than backward: half of them, half of the rest.
+    # At 1 Gb/s, 16 MiB take longer than backward: half of them, half of the rest.
     assert by_name["dense"].step_s > by_name["bf16"].step_s > by_name["int8"].step_s
     assert by_name["dense"].sent_bytes == 16 * MIB and by_name["bf16"].sent_bytes == 8 * MIB
-    # A schedule sends so little that it has an answer of its own.
+    # A schedule sends so little that it gets its own answer.
     assert slow.lossy is not None and is_worth_it(slow.lossy) and slow.winner is slow.lossy
     assert not slow.lossy.strategy.outer and slow.schedule is not None and slow.schedule.strategy.outer
     assert slow.schedule.step_s < slow.lossy.step_s and slow.schedule.strategy.text in slow.describe()
@@ -430,7 +433,7 @@ SETTINGS = TuneSettings(strategies=("dense", "bf16", "int8", "diloco:100", "zero
 
 
 def judge(confirmed_s: dict[str, float], settings: TuneSettings = SETTINGS):
-    """A tuning whose plans of the race took these times; the default is a bucket for each gradient."""
+    """A tuning in which the compared plans took these times; the default is one bucket per gradient."""
     job = MadeJob(alpha_s=0.003, bytes_per_s=1e8, backend="gloo", disturbed=((MIB, 1.0, 1.0),))
     records = [*job.build_calibration(), *CODECS]
     plan = plan_by_cap(job.gradients, range(7, -1, -1), MIB)
@@ -453,7 +456,7 @@ def test_a_tuning_compares_bf16_and_the_best_lossy_strategy_without_choosing_the
     said = describe_offers(before)  # as without --confirm
     assert "diloco:100 is predicted to take" in said and "scale strategies" in said
     assert before.predicted["diloco:100"].step_s < before.predicted["dense"].step_s
-    # The fastest of all is lossy; the answer is the exact one.
+    # The fastest candidate is lossy; the answer is the exact one.
     assert after.verdict == "use" and after.answer.label == "recommended" and after.answer.strategy == DENSE
     assert after.whole is not None and after.whole.winner == "int8"
     assert [(c.label, round(to_bf16.value, 3)) for c, _, to_bf16 in after.offers] == [("bf16", 1.0), ("int8", 0.667)]
@@ -473,7 +476,7 @@ def test_a_tuning_compares_bf16_and_the_best_lossy_strategy_without_choosing_the
 
 def test_named_strategies_are_all_compared_and_only_the_best_of_all():
     named, *_ = judge({}, TuneSettings(strategies=("dense", "bf16", "topk:0.01", "int8", "diloco:100")))
-    assert [candidate.label for candidate in named.candidates][2:] == ["bf16", "int8", "topk:0.01"]  # the fastest first
+    assert [candidate.label for candidate in named.candidates][2:] == ["bf16", "int8", "topk:0.01"]  # fastest first
     best, *_ = judge({}, TuneSettings(strategies=("all",)))
     assert list(best.predicted) == ["dense", *ALL] and len(best.candidates) == 4
 

@@ -69,7 +69,7 @@ def test_a_predicted_step_is_that_of_the_true_machine(cap_bytes):
     )  # fmt: skip
     true_job = make_job(JOB.sizes, JOB.ready_s, JOB.backward_s, JOB.forward_s, JOB.optimizer_s)
     true = simulate(true_job, job.cut(cap_bytes), true_costs)
-    # Between two measured sizes the curve is not the line that it was measured on.
+    # Between two measured sizes, the curve differs from the line it was sampled from.
     assert simulate(job, job.cut(cap_bytes), costs).step_s == pytest.approx(true.step_s, rel=5e-3)
 
 
@@ -84,7 +84,7 @@ def test_the_steps_that_test_a_prediction_do_not_change_it():
     without, seen = fit_job(Evidence(calibration)), fit_job(Evidence([*plans, *calibration]))
     changed = fit_job(Evidence([*map(change_wildly, plans), *calibration, *map(change_wildly, plans)]))
     assert without == seen == changed
-    # The test can fail: any other step does change it.
+    # The test can fail: any other step would change it.
     steps = [change_wildly(r) if isinstance(r, StepRecord) and r.role == "local" else r for r in calibration]
     assert fit_job(Evidence(steps)) != without
 
@@ -103,7 +103,7 @@ def test_a_modelled_network_replaces_the_sweep():
 def test_contention_is_assumed_without_evidence():
     _, costs = fit(replace(JOB, disturbed=()))
     assert costs.contention == Contention.assume("cpu", is_on_host=True)
-    _, costs = fit(replace(JOB, disturbed=((MIB, -0.3, 0.9),)))  # backward grows by more than the messages overlap
+    _, costs = fit(replace(JOB, disturbed=((MIB, -0.3, 0.9),)))  # backward grows by more than the overlap with messages
     assert costs.contention.compute_rates == Contention.assume("cpu", is_on_host=True).compute_rates
     assert "this backward is too short" in costs.contention.basis
 
@@ -116,7 +116,7 @@ def test_a_queued_message_on_a_gpu_does_not_idle_like_one_alone(idle_s, expected
     _, costs = fit(job)
     assert costs.curve.estimate_s(MIB) == pytest.approx(job.message_s(MIB) - expected_s)
     assert costs.curve.estimate_s(4 * KIB) == pytest.approx(job.message_s(4 * KIB) - expected_s)
-    # In disturbed steps messages are launched one by one, as alone.
+    # In disturbed steps, messages are launched one at a time, as when measured separately.
     assert costs.contention.message_rates == pytest.approx(fit(JOB)[1].contention.message_rates)
     assert fit(replace(job, device="cpu"))[1].curve == fit(JOB)[1].curve
 
@@ -218,13 +218,13 @@ def test_costs_within_the_noise_are_zero(gather_s, launch_s):
     assert costs.gather_s_per_byte >= 0 and costs.launch_s >= 0 and job.before_s >= 0
 
 
-# Messages and arithmetic that leave each other alone.
+# Messages and arithmetic that do not slow each other down.
 ALONE = ((MIB, 1.0, 1.0),)
-# One message at a time, at a latency that makes eight buckets far too many.
+# One message at a time, with a latency that makes eight buckets far too many.
 SLOW = MadeJob(alpha_s=0.010, backend="paceline", disturbed=ALONE)
-# Messages that cost next to nothing.
+# Nearly free messages.
 FAST = MadeJob(alpha_s=1e-6, bytes_per_s=1e12, launch_s=0.0, gather_s=0.0, disturbed=ALONE)
-# So slow a wire that messages should leave at once in the beginning, and grow while they queue: no cap does that.
+# On such a slow link, messages should start at once and grow while they queue; no cap achieves that.
 NARROW = replace(SLOW, alpha_s=0.002, bytes_per_s=1e8)
 UNEVEN = replace(SLOW, sizes=(16 * MIB, MIB, MIB, 8 * MIB, MIB, MIB, 4 * MIB, 64 * KIB), alpha_s=0.002)
 EACH = tuple(range(1, 9))
@@ -272,7 +272,7 @@ def test_without_noise_the_interval_is_the_models_own_error():
 
 
 def test_no_plan_is_said_to_save_more_than_communication_adds():
-    """What a bucket costs is not known: with more of them a step may take much longer, and not much less."""
+    """The cost of a bucket is uncertain: with more buckets a step may take much longer, but not much less."""
     job, costs = fit_job(Evidence(FAST.build_calibration()))
     draws = [(job, replace(costs, launch_s=launch_s)) for launch_s in (0.0, 1e-3, 5e-3)]
     model = Predictor(Draw(job, costs), [Draw(*one) for one in draws])
@@ -306,7 +306,7 @@ def test_a_default_that_is_best_is_kept():
 
 @pytest.mark.parametrize("noise", [{"noise": 0.5}, {"message_noise": 0.5}], ids=["steps", "messages"])
 def test_the_default_is_kept_if_the_gain_is_uncertain(noise):
-    # The middle plan is a little slower than the best, and the machine was measured far worse than that.
+    # The middle plan is slightly slower than the best, and the uncertainty of the machine is far larger than that.
     default = (1, 4, 8)
     calm, noisy = (build(replace(SLOW, alpha_s=0.002, count=5, **more)) for more in ({}, noise))
     assert calm.choose(default).is_clear
@@ -380,9 +380,9 @@ def test_the_least_certain_input_comes_first(of, first):
 
 
 PLAIN_S = 0.5
-# What a judgement does not look at.
+# Differences that the score ignores.
 NO_TUNING = Tuning(TuneSettings(), (), None, None, (), ())
-# Two ranks a row; the medians are 1, 2 and 4.
+# Two ranks per row; the medians are 1, 2 and 4.
 TIMES_S = {1: (0.9, 1.0, 1.1), 2: (1.9, 2.0, 2.3), 4: (4.0, 4.0, 4.0)}
 
 
@@ -420,7 +420,7 @@ def judged():
         ([(1, 1), (2, 2), (3, 3)], 1.0),
         ([(1, 3), (2, 2), (3, 1)], -1.0),
         ([(1, 1), (2, 3), (3, 2)], 1 / 3),
-        # Of 6 pairs, the first with each other agree, 1 is a tie, and 2 disagree.
+        # Of the 6 pairs, those with the first agree, 1 is a tie, and 2 disagree.
         ([(1, 1), (2, 2), (3, 2), (4, 1.5)], (3 - 2) / math.sqrt(6 * 5)),
         ([(1, 5), (2, 5), (3, 5)], None),
         ([(2, 1), (2, 2), (2, 3)], None),
@@ -434,7 +434,7 @@ def test_rank_correlation_by_hand(pairs, tau):
 
 
 def test_ties_in_both_orders_count_once_on_each_side():
-    # 10 pairs: one tie in x alone, one in y alone, one in both; of the other 7, 5 agree.
+    # 10 pairs: one tie in x only, one in y only, one in both; of the other 7, 5 agree.
     pairs = [(1, 1), (1, 2), (2, 3), (2, 3), (3, 2)]
     assert kendall_tau(pairs) == pytest.approx((5 - 2) / math.sqrt((10 - 2) * (10 - 2)))
 
@@ -444,7 +444,7 @@ def test_errors_of_steps_and_of_what_communication_adds(judged):
     scores = judged.scores
     assert scores["mape"] == pytest.approx(0.25 / 3)
     assert scores["max_error"] == pytest.approx(0.1)
-    # Measured, communication adds 0.5, 1.5 and 3.5; predicted 0.6, 1.3 and 3.7.
+    # Measured communication adds 0.5, 1.5 and 3.5; predicted 0.6, 1.3 and 3.7.
     assert scores["exposed_error"] == pytest.approx((0.1 + 0.2 + 0.2) / 5.5)
     assert scores["exposed_step_error"] == pytest.approx((0.1 + 0.2 + 0.2) / 7.0)
     assert scores["kendall_tau"] == pytest.approx(1.0)
@@ -452,7 +452,7 @@ def test_errors_of_steps_and_of_what_communication_adds(judged):
 
 def test_coverage_is_the_share_of_points_in_their_intervals():
     points = [
-        point(1, 1.1, TIMES_S[1], low_s=1.0, high_s=1.2),  # at its border
+        point(1, 1.1, TIMES_S[1], low_s=1.0, high_s=1.2),  # on the boundary
         point(2, 1.8, TIMES_S[2], low_s=1.7, high_s=1.9),
         point(4, 4.2, TIMES_S[4], low_s=3.0, high_s=5.0),
         point(8, 9.0),
@@ -492,12 +492,12 @@ def limit(sizes, ready_s, costs, cuts, backward_s=0.01, before_s=0.48):
 
 
 def test_buckets_cannot_save_more_than_can_be_hidden():
-    """A long wait for data, and 1 MiB that takes 8 ms behind it: 1.6 % of the step."""
+    """A long wait for data, followed by 1 MiB that takes 8 ms: 1.6 % of the step."""
     costs, early, late = MachineCosts(line(1e-4, 1.25e8)), (0.0, 0.005, 0.010), (0.008, 0.009, 0.010)
     sizes = (MIB // 2, MIB // 4, MIB // 4)
     found = limit(sizes, late, costs, (3,))
     assert found.is_nothing and found.adds == pytest.approx(0.0171, abs=1e-3)  # only 2 ms of it can be hidden
-    # The same exposed time, of which most could be hidden.
+    # The same exposed time, most of which could be hidden.
     assert limit(sizes, early, costs, (3,)).share > 0.011 and not limit(sizes, early, costs, (3,)).is_nothing
 
 
@@ -506,7 +506,7 @@ def test_hidden_messages_that_slow_compute_leave_something_to_gain():
     costs = MachineCosts(line(1e-4, 1e9), launch_s=2e-5, contention=Contention((1,), (0.5,), (1.0,)))
     each = tuple(range(1, 101))
     step = simulate(make_job(sizes, ready_s, 0.1), each, costs)
-    assert max(bucket.done_s for bucket in step.buckets) <= step.backward_s  # no message is behind backward
+    assert max(bucket.done_s for bucket in step.buckets) <= step.backward_s  # no message ends after backward
     assert limit(sizes, ready_s, costs, each, 0.1, 0.0).share > 0.03
 
 

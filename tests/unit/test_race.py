@@ -12,7 +12,7 @@ from paceline.predict.race import Interval, Limit, Race, estimate_ratio, is_look
 
 
 def make_times(source, factors, rounds, noise=0.1, spell=0.3):
-    """Times of plans whose true steps are these multiples of 10 ms. A slow spell hits all plans of a round."""
+    """Times of plans whose true step times are these multiples of 10 ms. A slow spell affects all plans of a round."""
     times = {label: [] for label in factors}
     slow = 0.0
     for _ in range(rounds):
@@ -24,7 +24,7 @@ def make_times(source, factors, rounds, noise=0.1, spell=0.3):
 
 
 def race_live(times, default="default"):
-    """As it is run: looked at on the way, until it is decided; a plan that is dropped takes no further turns."""
+    """As in a real run: tested at intervals until it is decided; a dropped plan takes no further turns."""
     running, rounds = dict.fromkeys(times, True), len(times[default])
     taken = {label: [] for label in times}
     for number in range(1, rounds + 1):
@@ -39,7 +39,7 @@ def race_live(times, default="default"):
 
 
 def alternate(values):
-    """The same values, now one below their median and now one above it."""
+    """The same values, first one below their median and then one above it."""
     half = len(values) // 2
     pairs = zip(values[:half], values[-half:], strict=True)
     return [value for pair in pairs for value in pair] + list(values[half : len(values) - half])
@@ -68,11 +68,11 @@ def test_an_interval_consists_of_order_statistics():
     wider = estimate_ratio(mine, theirs, 0.0132)
     assert (wider.low, wider.high) == pytest.approx((math.exp(-0.06), math.exp(0.06)))
     assert estimate_ratio(mine[::-1], theirs, 0.0134) == found
-    assert estimate_ratio(sorted(mine), theirs, 0.0134).high > found.high  # they drift: fewer of them are independent
+    assert estimate_ratio(sorted(mine), theirs, 0.0134).high > found.high  # with drift, fewer of them are independent
 
 
 def test_correlated_noise_widens_the_interval():
-    """Without that, 41 % of these races have a winner."""
+    """Without it, 41 % of these comparisons declare a winner."""
     source, false, count = random.Random(5), 0, 60
     for _ in range(count):
         lasting, times = {"default": 0.0, "twin": 0.0}, {"default": [], "twin": []}
@@ -158,7 +158,7 @@ def test_one_plan_alone_is_flat():
 
 
 def make_race(a=(0.97, 0.95, 1.01), left=("default", "a"), limit=Limit()):
-    """A race whose leader is `a`, after 100 rounds."""
+    """A comparison led by `a` after 100 rounds."""
     same, there = Interval(1.0, 1.0, 1.0), Interval(*a)
     ratios = {("default", "default"): same, ("a", "a"): same, ("a", "default"): there}
     return Race("default", "a", left, ratios | {("default", "a"): Interval(1 / a[0], 1 / a[2], 1 / a[1])}, 100, limit)
@@ -180,7 +180,7 @@ def test_a_default_that_is_best_within_one_percent_has_a_regret_within_it():
 
 
 def test_a_decision_at_a_look_is_final():
-    """After 16 rounds the plan is 10 % faster in each; then come rounds that say nothing, and a stricter look."""
+    """For 16 rounds the plan is 10 % faster; then come uninformative rounds and a stricter test."""
     early = {"default": [1.0] * 16, "a": [0.9] * 16}
     assert judge_race(early, "default").verdict == "use"
     later = {"default": [1.0] * 17, "a": [0.9] * 16 + [1.2]}
@@ -195,7 +195,7 @@ def test_a_dropped_plan_keeps_its_result():
 
 
 def test_equal_plans_are_rarely_distinguished():
-    """False winners of races between equal plans: at most 5 % are promised."""
+    """False winners between equal plans: the promise is at most 5 %."""
     source, wrong = random.Random(7), 0
     for _ in range(100):
         race, _ = race_live(make_times(source, dict.fromkeys(("default", "a", "b"), 1.0), 128))
@@ -204,7 +204,7 @@ def test_equal_plans_are_rarely_distinguished():
 
 
 def test_a_true_gain_is_found():
-    """5 % less in noise of 10 %: at least 38 of 40 within 1,024 rounds."""
+    """5 % faster in noise of 10 %: at least 38 of 40 are decided within 1,024 rounds."""
     source, found, gains = random.Random(8), 0, []
     for _ in range(40):
         race, _ = race_live(make_times(source, {"default": 1.0, "better": 0.95, "worse": 1.05}, 1024))
@@ -220,10 +220,10 @@ def test_a_true_gain_is_found():
     ("share", "a", "verdict"),
     [
         (0.008, (1.0, 0.95, 1.05), "flat"),
-        (0.02, (1.0, 0.95, 1.05), "undecided"),  # a plan could gain
-        (0.008, (0.97, 0.95, 1.01), "undecided"),  # the race does not look like it
-        (0.008, (0.97, 0.95, 0.99), "use"),  # it shows otherwise
-        (0.008, (1.05, 1.02, 1.08), "default"),  # and that the other is slower
+        (0.02, (1.0, 0.95, 1.05), "undecided"),  # another plan could gain
+        (0.008, (0.97, 0.95, 1.01), "undecided"),  # the comparison makes that look unlikely
+        (0.008, (0.97, 0.95, 0.99), "use"),  # the comparison shows otherwise
+        (0.008, (1.05, 1.02, 1.08), "default"),  # and that the other plan is slower
         (0.008, (1.005, 1.001, 1.02), "flat"),
         (0.02, (1.005, 1.001, 1.02), "default"),
     ],

@@ -18,7 +18,7 @@ from .test_records_layers import build_profile, build_times
 
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch):
-    """Capturing asks git for the commit; unit tests start no process."""
+    """Capturing the environment asks git for the commit, but unit tests start no process."""
     answer = SimpleNamespace(stdout="0123456789ab-dirty\n")
     monkeypatch.setattr(module.subprocess, "run", lambda *args, **kwargs: answer)
     monkeypatch.delenv("PACELINE_COMMIT", raising=False)
@@ -117,7 +117,7 @@ def _late(wait_s):
 
 @pytest.fixture
 def kinds_of(build_collective, build_environment, build_samples):
-    """The kinds of doubt about one steady record on a quiet machine of 8 cores, with changes."""
+    """The warnings about one steady record on a quiet machine with 8 cores, after these changes."""
 
     def kinds_of(times_s=None, environment=(), **changes):
         if times_s is not None:
@@ -279,7 +279,7 @@ def test_every_place_of_wrong_data_is_named(build_collective, build_environment)
 
 
 def test_a_run_without_records_of_its_times_has_the_doubts_of_its_machine(build_environment):
-    assert find_doubts([], build_environment(load_average=None)) == []  # one that times nothing
+    assert find_doubts([], build_environment(load_average=None)) == []  # a record without timings
     (taken,) = find_doubts([], build_environment(stolen=0.9))
     (loaded,) = find_doubts([], build_environment(load_average=16.0, cores=2))
     assert (taken.kind, loaded.kind) == ("inconclusive", "busy") and "(load 16.0 on 2 cores)" in loaded.text

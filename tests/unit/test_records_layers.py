@@ -14,7 +14,8 @@ def build_times(*times_s):
 
 
 def build_profile(**changes):
-    """Two repetitions: a head whose gradient is ready early, a tied embedding that is ready last, one without any."""
+    """Two repetitions: a head whose gradient is ready early, a tied embedding that is ready last, and a block without
+    gradients."""
     fields = {
         "model": "toy", "device": "cpu", "dtype": "float32", "batch_size": 2,
         "parameters": (
@@ -67,7 +68,7 @@ def test_sizes_and_times_for_the_files_of_others():
     assert [(r.layer, r.num_params) for r in record.layer_sizes] == [("embed", 14), ("head", 2), ("outside", 1)]
     times = {r.layer: r.timing.reduced_s for r in record.layer_times}
     assert list(times) == ["backward", "embed grad", "head grad", "forward", "step"]
-    assert times["embed grad"] == pytest.approx((0.5 / 1.5, 0.7 / 1.5))  # what profiling costs is taken off
+    assert times["embed grad"] == pytest.approx((0.5 / 1.5, 0.7 / 1.5))  # the profiler's overhead is subtracted
     assert times["backward"] == pytest.approx((0.3 / 1.5, 0.2 / 1.5))
     assert times["step"] == (0.1, 0.3)
 

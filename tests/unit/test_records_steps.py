@@ -45,7 +45,7 @@ def test_communication_is_the_difference_to_silent_steps(build_phases):
 
 
 def test_exposed_is_the_median_of_differences_in_one_repetition(build_phases, build_samples):
-    """A slow spell hits neighbours alike; the difference of the medians would be 9 ms here."""
+    """A slow spell affects neighbouring samples alike; the difference of the medians would be 9 ms here."""
     record = build_phases(
         **{name: build_samples(*(0.01,) * 3) for name in ("marked", "data_wait", "forward", "backward", "optimizer")},
         no_comm_backward=build_samples(*(0.004,) * 3),
@@ -74,7 +74,7 @@ def test_one_rank_has_no_communication(build_phases):
 
 
 def test_what_is_outside_the_phases_is_the_hosts(build_phases):
-    """10.1 ms, less 1 + 2 + 6 + 1: on each rank alone, for ranks wait for each other inside a phase."""
+    """10.1 ms minus 1 + 2 + 6 + 1, for each rank separately, because ranks wait for each other within a phase."""
     assert build_phases().gap_s == pytest.approx(0.0001)
     early_late = Samples(seconds=((0.0010, 0.0030),) * 10), Samples(seconds=((0.0060, 0.0040),) * 10)
     assert build_phases(data_wait=early_late[0], backward=early_late[1]).gap_s == pytest.approx(0.0001)
@@ -224,7 +224,8 @@ def test_what_cannot_be_is_refused(record, changes, words):
 
 
 def test_a_ratio_is_of_steps_in_the_same_repetition(build_wrapper):
-    """A spell that slows both sides by ten leaves the paired ratio alone; a ratio of medians would be off."""
+    """A spell that slows both sides by a factor of ten leaves the paired ratio unchanged; a ratio of medians would be
+    wrong."""
     torch = build_wrapper("torch", (1.0, 10.0, 10.0, 1.0, 1.0, 1.0))
     ours = build_wrapper("paceline", (0.9, 9.0, 9.0, 9.0, 0.9, 0.9))
     ratio = compare_steps(ours, torch)
@@ -250,7 +251,7 @@ def test_noise_reaches_to_the_order_statistics_of_the_median(build_wrapper, coun
 
 
 def test_the_noise_covers_the_truth_about_as_often_as_it_says(build_wrapper):
-    """1,000 made-up benchmarks of two equal wrappers: a difference is claimed in about 5 % of them, not in 20 %."""
+    """1,000 synthetic benchmarks of two equal wrappers: a difference is claimed in about 5 % of them, not in 20 %."""
     generator = random.Random(3)
     torch, claimed = build_wrapper("torch", (1.0,) * 20), 0
     for _ in range(1000):
@@ -296,7 +297,7 @@ def test_host_time_per_parameter_is_told_for_one_rank_on_cpu_alone(build_wrapper
         return compare_wrappers(records)[1].host_s_per_parameter
 
     assert per_parameter(world_size=1) == pytest.approx(0.1 / 100)
-    assert per_parameter((1.1, 1.9, 3.2), world_size=1) is None  # inside the noise
+    assert per_parameter((1.1, 1.9, 3.2), world_size=1) is None  # within the noise
     assert per_parameter(world_size=2) is None
     assert per_parameter(world_size=1, device="cuda") is None
     assert compare_wrappers([build_wrapper("paceline", world_size=1)])[0].host_s_per_parameter is None
@@ -321,7 +322,7 @@ def test_across_backends_torch_on_gloo_is_the_measure(build_wrapper):
     on_gloo, ours_on_gloo, there, ours, alone = compare_wrappers(records)
     assert [s.to_torch_on_gloo.value for s in (on_gloo, ours_on_gloo, there, ours)] == [1.0, 0.5, 0.5, 0.25]
     assert [s.to_torch.value for s in (on_gloo, ours_on_gloo, there, ours)] == [1.0, 0.5, 1.0, 0.5]
-    assert (alone.to_torch_on_gloo, alone.to_torch) == (None, None)  # another model
+    assert (alone.to_torch_on_gloo, alone.to_torch) == (None, None)  # a different model
 
 
 def test_across_backends_a_slow_spell_hits_both(build_wrapper):

@@ -63,7 +63,7 @@ def test_the_knee_is_the_smallest_batch_with_nine_tenths_of_the_best_rate_unless
 def test_a_sweep_in_which_nothing_fits_has_no_knee():
     assert find_knee([make_batch(make_rng(), 64, failure="out of memory")]) is None
     assert find_knee(make_batches(make_rng())).batch_size == 512
-    assert find_knee(make_batches(make_rng())[:3]) is None  # up to 512, where it still grows
+    assert find_knee(make_batches(make_rng())[:3]) is None  # still growing at 512, the largest size
 
 
 # -- large batches -----------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_the_made_study_has_what_the_tests_of_tables_need():
 
 
 def draw_probes(rng, num_probes, num_small, b, gradient, deviations):
-    """Probes of samples whose gradients are normal: mean `gradient`, and these deviations along the axes."""
+    """Probes of samples with normally distributed gradients: mean `gradient`, and these deviations along the axes."""
     noise = rng.standard_normal((num_probes, num_small, len(gradient))) * deviations / math.sqrt(b)
     grads = gradient + noise
     small, big = (grads**2).sum(-1), (grads.mean(1) ** 2).sum(-1)
@@ -194,7 +194,7 @@ def test_gradients_without_noise_have_the_noise_scale_0():
 
 @pytest.mark.parametrize(("b", "num_small"), [(1, 2), (4, 8), (32, 3)])
 def test_estimates_are_unbiased(b, num_small):
-    """The mean over many probes comes to the truth within four of its own deviations."""
+    """Over many probes, the mean is within four of its own deviations of the true value."""
     rng = np.random.default_rng(1)
     gradient, deviations = rng.standard_normal(20), rng.uniform(1, 5, 20)
     probes = draw_probes(rng, 6000, num_small, b, gradient, deviations)
@@ -213,7 +213,7 @@ def test_estimates_are_unbiased(b, num_small):
     [(4, 1.0), (8, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((8, 1.0), (30, 1.0), (20, 0.02)))],
 )
 def test_nine_of_ten_intervals_hold_the_truth(num_probes, strength):
-    """Also of few probes, and where the gradient drowns in noise: those intervals have no upper end."""
+    """True for few probes, too; where noise dominates the gradient, intervals have no upper end."""
     rng = np.random.default_rng(2)
     gradient, deviations = strength * rng.standard_normal(30), rng.uniform(1, 3, 30)
     truth = (deviations**2).sum() / (gradient**2).sum()
@@ -225,7 +225,7 @@ def test_nine_of_ten_intervals_hold_the_truth(num_probes, strength):
 
 
 def test_a_gradient_lost_in_noise_is_bounded_from_below():
-    """|g_B|^2 is half of |g_b|^2 for two small batches: all of it is noise."""
+    """|g_B|^2 is half of |g_b|^2 for two small batches: everything is noise."""
     probes = [NoiseProbe((s, s), s / 2 * d) for s, d in ((8.0, 0.9), (9.0, 1.0), (7.0, 0.95), (8.0, 0.98))]
     estimate = estimate_noise_scale(probes, 10)
     assert estimate.gradient_square < 0 and estimate.noise_scale is None
@@ -235,7 +235,7 @@ def test_a_gradient_lost_in_noise_is_bounded_from_below():
 
 
 def test_a_square_that_is_surely_below_0_still_bounds_from_below():
-    """One probe in twenty is unlucky, and a job may have unlucky ones alone."""
+    """One probe in twenty is an outlier, and a job may draw only outliers."""
     probes = [NoiseProbe((8.0, 8.0), big) for big in (3.8, 3.81, 3.79)]
     low, high = estimate_noise_scale(probes, 10).interval
     assert 10 < low < math.inf and high == math.inf
@@ -255,7 +255,7 @@ def test_a_record_has_the_noise_scale_of_its_probes():
 
 def test_only_what_was_measured_is_written():
     record = build_noise(note="linear")
-    assert record.estimate.noise_scale is not None  # and what was computed before writing is not written either
+    assert record.estimate.noise_scale is not None  # values computed before saving are not saved either
     document = record_to_json(record)
     fields = {"kind", "source", "note", "model", "data", "device", "world_size", "precision", "step", "epoch", "seed"}
     assert set(document) == fields | {"small_batch_size", "probes"}
@@ -303,7 +303,7 @@ def test_a_record_without_probes_is_refused():
 
 
 def test_averages_weigh_every_sample_alike():
-    """The tail of one sample with its large loss counts as one, not as a third."""
+    """A tail of a single sample with a large loss counts as one sample, not as a third."""
     first, second = summarize_epochs(EPOCH_ROWS)
     assert (first.epoch, first.num_steps, first.num_samples) == (0, 3, 25)
     assert first.loss == pytest.approx((12 * 3 + 12 * 1 + 13) / 25)

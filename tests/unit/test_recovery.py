@@ -1,4 +1,4 @@
-"""What the launcher decides after a fault."""
+"""The launcher's decisions after a fault."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_that_does_not_get_past_its_start_is_not_tried_for_ever():
     assert [decide(recovery, None) for _ in range(2)] == ["restart", "restart"]
     assert decide(recovery, None).startswith("stop: like the previous 2 faults")
     assert heard[0].endswith("all ranks start again")  # there is no checkpoint
-    # After a step, faults may come as fast as they like.
+    # Once a step has completed, any number of faults may follow.
     recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))
     assert decide(recovery, None) == "restart"
     recovery.note_step(0, time.monotonic(), 2)

@@ -234,7 +234,7 @@ def test_a_comm_table_has_the_doubts_of_its_profiles_and_curves_and_none_of_its_
     save_run(replace(swept, environment=build_environment(stolen=0.5)), tmp_path / "curve" / "run.json")
     asked = {"profiles": [tmp_path / name for name in names], "network": "10gbe", "ranks": 2}
     result = paceline.comm_table(**asked, curves=[tmp_path / "curve"], out=tmp_path / "runs")
-    # The sweep begins at 1 MiB, and the model has 68 bytes.
+    # The sweep starts at 1 MiB, and the model has 68 bytes.
     small = "68 B is extrapolated: it is less than half the smallest measured size, 1 MiB; "
     doubts = {(row["model"], row["network"]): row["doubt"].removeprefix(small) for row in result.to_json()["rows"]}
     on = "measured on a busy machine: "
@@ -254,7 +254,7 @@ def test_a_comm_table_has_the_doubts_of_its_profiles_and_curves_and_none_of_its_
     here = build("profile comm-table", build_profile(), networks="10gbe", ranks=[2])
     assert [row.step.doubt for row in here.rows] == [""]
     loaded = build_result(replace(here.run, environment=build_environment(load_average=16.0)))
-    assert [row.step.doubt for row in loaded.rows] == [f"{on}profile"]  # it was measured by this run
+    assert [row.step.doubt for row in loaded.rows] == [f"{on}profile"]  # measured by this run
 
 
 def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, build_environment, build_samples):
@@ -292,7 +292,7 @@ def test_operators_and_kernels_of_two_traces_are_compared(traced, build_environm
         "name": "aten::mm", "first_s": 6e-3, "second_s": 6e-3, "difference_s": 0.0, "ratio": 1.0,
         "first_calls": 1.0, "second_calls": 1.0,
     }  # fmt: skip
-    # The largest difference first; what one run lacks is None, and counts as nothing in the difference.
+    # Largest difference first; an entry missing from one run is None and counts as zero in the difference.
     rows = [
         (r["name"], r["first_s"], r["second_s"], r["difference_s"], r["ratio"]) for r in result.to_json()["kernels"]
     ]
@@ -321,7 +321,7 @@ def test_of_many_kernels_a_terminal_shows_the_largest_differences(build_environm
     assert len(table.shown) == 10 and "10 largest of 12 changes" in table.title
     single = traces[0].table("kernels").terminal()
     assert len({line.split()[0] for line in single.splitlines() if "sm80_…" in line}) == 12
-    # Names that differ in only a few characters are shortened to show those.
+    # Names that differ in only a few characters are shortened so that these characters remain visible.
     shown = [line.split()[0] for line in table.terminal().splitlines()[3:13]]
     assert shown[:2] == ["sm80_…nn_…tilesize512x64x8_…", "sm80_…nn_…tilesize256x64x8_…"]
     assert len(set(shown)) == len(shown) == 10
@@ -337,10 +337,10 @@ def test_steps_of_different_sizes_are_said_to_differ_and_compared_by_samples(tra
 
 
 def test_two_traces_that_differ_in_accumulation_alone_show_what_it_should_have_done(traced, build_environment):
-    """The share of messages in kernel time of the first is 42.2 %: 42.2 / (42.2 + 2 x 57.8) is 26.7 %."""
+    """Messages take 42.2 % of the first kernel time: 42.2 / (42.2 + 2 x 57.8) is 26.7 %."""
 
     def compare(second):
-        # Rank 0 waits least before, and rank 1 after, and in both together.
+        # Rank 0 waits least before, and rank 1 after, and over both together.
         first = traced(world_size=2, message_ms=(2.8, 4 * 0.422 / 0.578), accumulate=second.pop("from_", 1))
         then = traced(**{"world_size": 2, "message_ms": (3, 1)} | second)
         return ComparisonResult.of((first, then), build_environment())
@@ -358,7 +358,8 @@ def test_two_traces_that_differ_in_accumulation_alone_show_what_it_should_have_d
     assert fewer["predicted"] == pytest.approx(0.422 / (0.422 + 0.5 * 0.578))
     for other in ({}, {"accumulate": 2, "wrapper": "torch"}, {"accumulate": 2, "batch_size": 16}):
         assert compare(other).to_json()["accumulation"] is None
-    assert compare({"accumulate": 2, "message_ms": 1, "rank": 2}).to_json()["accumulation"] is None  # no rank in both
+    # the runs have no rank in common
+    assert compare({"accumulate": 2, "message_ms": 1, "rank": 2}).to_json()["accumulation"] is None
     alone = ComparisonResult.of((traced(), traced(accumulate=2)), build_environment())
     assert alone.to_json()["accumulation"] is None
 

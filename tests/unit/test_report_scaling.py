@@ -1,4 +1,4 @@
-"""Results of scaling studies: every number of every row recomputed from raw seconds, sentences, pages."""
+"""Results of scaling studies: every number in every row recomputed from raw seconds; sentences and pages."""
 
 import csv
 import io
@@ -47,7 +47,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def parse(columns, items):
-    """The rows as a reader of the CSV sees them; JSON must take them, too."""
+    """The rows as a reader of the CSV sees them; they must also be valid JSON."""
     table = columns if isinstance(columns, Table) else Table("t", "", columns, items)
     rows = table.rows_json()
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
@@ -63,7 +63,7 @@ def number(text):
 
 
 def cells(columns, items):
-    """The printed table, as a dictionary for each line."""
+    """The printed table as one dictionary per line."""
     table = columns if isinstance(columns, Table) else Table("t", "", columns, items)
     shown = {column.header: column for column in reversed(table.columns) if column.name is not None}
     lines = table.markdown().splitlines()
@@ -188,7 +188,7 @@ def test_rows_of_communication_and_bandwidth_follow_from_the_steps(rng):
 
 
 def make_line(**changes):
-    """Two ranks and one, by their only line of several ranks."""
+    """Two ranks and one rank, with a single line for several ranks."""
     records = [make_scale(make_rng(), 1, 1e-2), make_scale(make_rng(), 2, 1e-2, **changes)]
     return lambda collectives=(): list_lines(list_points(records), collectives)[1]
 
@@ -402,7 +402,7 @@ def test_a_point_names_the_larger_cause(mode, compute_s, exposed_s, text):
     records = [make_steady(n, *times, mode=mode) for n, times in ((1, (0.010,)), (2, (compute_s, exposed_s)))]
     (line,) = describe(records)
     where = "per rank" if mode == "weak" else "in all"
-    # 0.625 and 0.375 lie on the edge of two roundings.
+    # 0.625 and 0.375 are exactly between two roundings.
     expected = {f"2 ranks with 32 samples {where} in paceline on gloo: {t}" for t in (text, text.replace("37%", "38%"))}
     assert line in expected
 
@@ -438,14 +438,14 @@ def _disturb(record, rank, factor):
 def test_a_rank_that_something_else_held_up_is_named():
     record = make_scale(make_rng(), 4, 0.01)
     assert rank_scaling.describe_stragglers([record]) == []
-    assert rank_scaling.describe_stragglers([_disturb(record, 2, 1.02)]) == []  # near the others
+    assert rank_scaling.describe_stragglers([_disturb(record, 2, 1.02)]) == []  # close to the others
     (line,) = rank_scaling.describe_stragglers([_disturb(record, 2, 1.5), _disturb(record, 2, 1.5)])
     assert line.startswith(
         "4 ranks with 32 samples per rank: do not use this cell. Rank 2 was the slowest in 100% of the steps"
     )
     often = [_disturb(record, number % 4, 3.0).no_comm.seconds[number] for number in range(record.timing.count)]
     changing = replace(record, no_comm=replace(record.no_comm, seconds=tuple(often)))
-    assert rank_scaling.describe_stragglers([changing]) == []  # ranks take turns at it
+    assert rank_scaling.describe_stragglers([changing]) == []  # a different rank each time
 
 
 def test_contests_count_cells_that_are_better_worse_or_neither():
@@ -469,7 +469,7 @@ def test_contests_leave_out_cells_that_a_slow_rank_disturbed():
         mine, theirs = (make_scale(make_rng(), 4, 0.01, wrapper=w, cell_size=size) for w in ("paceline", "torch"))
         records += [make_scale(make_rng(), 1, 0.01, cell_size=size), mine, _disturb(theirs, 2, factor)]
     lines = list_lines(list_points(records))
-    assert [line.record for line in lines if line.is_disturbed] == records[4:]  # what took turns with it, too
+    assert [line.record for line in lines if line.is_disturbed] == records[4:]  # also everything interleaved with it
     (text,) = rank_scaling.describe_comparisons([line for line in lines if not line.is_disturbed])
     assert " of 1 undisturbed cell, " in text
 
@@ -496,7 +496,7 @@ def test_a_disturbed_cell_is_marked_and_nothing_is_said_about_its_efficiency(bui
     assert result.answer.startswith("4 ranks reach ") and "32 samples per rank" in result.answer
     assert any(
         line.startswith("2 ranks with 64 samples per rank in paceline") for line in others
-    )  # the best that is left
+    )  # the best of the remaining ones
     for table in result.tables():
         expected = [(row["cell_size"], row["world_size"]) == (64, 4) for row in table.rows_json()]
         assert [row["is_disturbed"] for row in table.rows_json()] == expected and sum(expected) == 2
@@ -646,7 +646,7 @@ def test_strong_predictions_tell_the_speedups_at_both_ends_of_the_curve():
 
 @pytest.fixture
 def results(build_environment):
-    """The results of made-up records, by verb."""
+    """The results of synthetic records, by verb."""
     rng = make_rng()
     config = {"network": "10gbe", "predict_ranks": "64"}
     records = {
@@ -757,7 +757,7 @@ def test_one_rank_alone_makes_a_page(build_environment):
 def test_times_that_no_model_fits_are_reported_and_the_rest_is_shown():
     run = load_run(RESULTS / "neoverse-n1-2-cores" / "scale-ranks")
     records = [
-        replace(r, timing=Samples(seconds=((1.0 / r.num_bytes,) * 2,) * 5))  # a larger message is faster
+        replace(r, timing=Samples(seconds=((1.0 / r.num_bytes,) * 2,) * 5))  # larger messages are faster
         if isinstance(r, CollectiveRecord)
         else r
         for r in run.records

@@ -173,7 +173,7 @@ def test_in_words(build_phases, build_samples):
 
 @pytest.fixture
 def results(build_environment, build_phases, build_wrapper, build_samples):
-    """The results of a run of phases and of one of wrappers, with long names and several cells."""
+    """Results of `bench phases` and `bench wrappers`, with long names and several cells."""
 
     def build(verb, *records):
         return build_result(Run(verb, {}, build_environment(), records))

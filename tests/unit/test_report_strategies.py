@@ -11,7 +11,7 @@ from .made_scaling import make_run
 
 
 def answer(build_environment, *groups, **changes):
-    """Of strategies with the accuracies of their seeds."""
+    """A study of strategies with these accuracies, one per seed."""
     runs = [
         make_run(recipe=text, seed=seed, accuracy=accuracy, num_classes=10, sent_bytes=size, **changes)
         for text, size, accuracies in groups

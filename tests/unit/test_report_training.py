@@ -121,7 +121,7 @@ def test_the_findings_have_the_time_of_all_steps_and_of_each_rank():
 
 
 def build_curve(ranks, step_s, change=0.0, **last):
-    """A finished run of four steps, of which the last two have other losses by a share."""
+    """A finished run of four steps; the losses of the last two differ by this share."""
     rows = [
         build_epoch_row(step, loss=2.0 * (1 + (change if step > 2 else 0.0)), step_s=step_s) for step in (1, 2, 3, 4)
     ]
@@ -146,7 +146,7 @@ def test_runs_are_compared_with_the_first():
     assert document["learned_the_same"] and document["settings_that_differ"] == {}
     assert result.answer.startswith("1 rank, 2 ranks and 4 ranks learn the same: ")
     assert "2 ranks 1.50, 4 ranks 2.00 times that of 1 rank" in result.answer
-    assert "F1" not in result.answer  # not of every run
+    assert "F1" not in result.answer  # not available for every run
     assert len(max(result.text(80).splitlines(), key=len)) <= 80
 
 
@@ -154,7 +154,8 @@ def test_more_speed_than_the_ranks_explain_is_doubted():
     assert compare(build_curve(1, 0.6), build_curve(2, 0.3)).warnings == ()
     (warning,) = compare(build_curve(1, 0.6), build_curve(2, 0.2)).warnings
     assert warning.startswith("2 ranks: 3.00 times as fast")
-    assert compare(build_curve(2, 0.6), build_curve(1, 0.2)).warnings == ()  # then the ranks are the cost
+    # then the number of ranks makes the difference
+    assert compare(build_curve(2, 0.6), build_curve(1, 0.2)).warnings == ()
 
 
 def test_runs_that_learn_something_else_are_told_from_when_on():
@@ -171,7 +172,7 @@ def test_runs_that_learn_something_else_are_told_from_when_on():
 def test_a_comparison_names_what_differs_and_what_is_unfinished():
     one, other = build_curve(2, 0.5), build_curve(2, 0.5)
     other.config.update(wrapper="torch", channels=[4], outcome=None)
-    one.config.update(channels=(4,))  # as JSON has it, the same
+    one.config.update(channels=(4,))  # the same, as JSON stores it
     again = TrainRunResult(other.run, rows=other.rows)
     result = compare(one, again)
     assert result.differences == {"wrapper": ["paceline", "torch"]}
@@ -182,7 +183,7 @@ def test_a_comparison_names_what_differs_and_what_is_unfinished():
 @pytest.mark.parametrize(
     ("first", "second", "differs"),
     [
-        ({"augment": None}, {"augment": False}, True),  # None is on for some data
+        ({"augment": None}, {"augment": False}, True),  # None means on for some datasets
         ({"cutout": 0}, {"cutout": 0}, False),
         ({"cutout": 0}, {"cutout": 8}, True),
         ({"channels": [4]}, {"channels": (4,)}, False),  # the same in JSON

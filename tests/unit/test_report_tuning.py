@@ -1,4 +1,4 @@
-"""A tuning as text, JSON and figure, from synthetic records; and every stored tuning."""
+"""A tuning as text, JSON and figure, from synthetic records; and every committed tuning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = TuneSettings()
 RESULTS = Path(__file__).parents[2] / "results"
 ORDER = range(7, -1, -1)
 CAPS = (MIB, 4 * MIB, 8 * MIB)
-# Latency makes a bucket for each gradient slow; messages that cost nothing make all plans equal.
+# Latency makes one bucket per gradient slow; with free messages, all plans are equal.
 SLOW = MadeJob(alpha_s=0.010, backend="paceline", disturbed=((2**20, 1.0, 1.0),))
 FREE = MadeJob(alpha_s=1e-6, bytes_per_s=1e12, launch_s=0.0, gather_s=0.0, disturbed=((2**20, 1.0, 1.0),))
 NOISY, CALM = (0.97, 1.0, 1.03, 0.98, 1.02), (0.999, 1.0, 1.001, 1.0, 1.0)
@@ -40,11 +40,11 @@ GRID_KEYS = {"cap_bytes", "num_buckets", "predicted_s", "low_s", "high_s", "meas
 
 
 def tune(job, grid_s=(), confirmed_s=None, spread=CALM, settings=SETTINGS):
-    """The tuning of a job whose default is a bucket for each gradient; grid and confirmation took these times."""
+    """The tuning of a job whose default is one bucket per gradient; grid and confirmation took these times."""
     return judge(job, grid_s, tuple((confirmed_s or {}).items()), spread, settings)
 
 
-@functools.cache  # several tests look at one tuning
+@functools.cache  # several tests read the same tuning
 def judge(job, grid_s, confirmed_s, spread, settings):
     records = job.build_calibration()
     for cap, seconds in zip(CAPS, grid_s, strict=False):
@@ -60,7 +60,7 @@ def judge(job, grid_s, confirmed_s, spread, settings):
 
 
 def make_result(tuning, **config):
-    """The result of a run that has the records of this tuning."""
+    """The result of a run with the records of this tuning."""
     plan = tuning.candidates[0].plan
     config |= tuning.settings.to_json(plan.gradients, plan)
     return TuneResult(Run("tune", config, capture_environment(), tuning.records))
@@ -134,7 +134,7 @@ def test_what_races_is_the_default_the_predicted_best_the_best_of_the_sweep_and_
 
 
 def test_a_plan_that_raced_is_the_one_that_is_saved_where_dtypes_are_mixed():
-    """One bucket of each dtype: where the ready order was cut does not follow from their bytes."""
+    """One bucket per dtype: their bytes do not reveal where the ready order was cut."""
     dtypes = ("float32", "float64") * 4
     tuning = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "recommended": 0.120})
     gradients = tuple(replace(g, dtype=dtype) for g, dtype in zip(SLOW.gradients, dtypes, strict=True))
@@ -239,7 +239,7 @@ def test_a_step_that_is_faster_with_communication_is_noise_not_a_gain():
 def test_a_tuning_on_a_busy_machine_says_that_nothing_can_be_concluded():
     busy = make_result(tune(SLOW, (0.150, 0.110, 0.100), spread=(0.3, 1.0, 1.9, 0.4, 1.7)))
     doubts = find_doubts(busy.records, replace(busy.run.environment, cores=2))
-    assert "3 of 3 variants of the step are unstable" in doubts[0].text  # the steps of the calibration are steady
+    assert "3 of 3 variants of the step are unstable" in doubts[0].text  # the calibration steps are steady
     assert "nothing can be concluded" in doubts[0].text and len(busy.noise) > 0
 
 
@@ -337,7 +337,7 @@ def test_the_emulated_network_is_what_messages_cost():
         assert caught.value.code == "ranks"
     tuning = tune(SLOW, settings=settings)
     one = tuning.model.predict(tuning.model.job.cut(8 * MIB))
-    # A ring of four at 1 Gb/s: each byte goes 1.5 times over the wire.
+    # A ring of four at 1 Gb/s: each byte crosses the link 1.5 times.
     assert one.exposed_s > 1.5 * 8 * MIB / 125e6
 
 
@@ -349,7 +349,7 @@ def test_a_saved_run_gives_the_same_answer(tmp_path):
     assert (again.plan, again.verdict, again.gain) == (result.plan, "use", result.gain)
 
 
-# Of each machine, wrapper and kind of network; the rest are alike.
+# One for each machine, wrapper and kind of network; the others are similar.
 OFTEN = ("tune-gpt2-large-emulated", "tune-1Gb-link-torch", "cnn-gloo", "mlp-paceline", "gpt2-mini-1Gb-8-ranks-torch")
 STORED = sorted(path.parent for path in RESULTS.rglob("plan.json"))
 

@@ -41,10 +41,11 @@ def test_rows_are_not_sent_if_the_dense_part_is_late():
     assert plan_like_torch(GRADIENTS, order, [10_000], rows, keeps_rows=True).rows == tuple(rows)
     assert plan_like_torch(GRADIENTS, [2, 0, 1], [1000], rows).partition == ((2, 0), (1,))
     assert plan_like_torch(GRADIENTS, [2, 0, 1], [1000], rows).rows
-    assert not plan_like_torch(GRADIENTS, [2, 1, 0], [1000], rows).rows  # the dense part itself is ready last
-    # A table that is only looked up saves bytes anyway.
+    # the dense part of the table is itself ready last
+    assert not plan_like_torch(GRADIENTS, [2, 1, 0], [1000], rows).rows
+    # A table that is only used for lookups saves bytes in any case.
     assert plan_like_torch(GRADIENTS, order, [10_000], [Rows(0, 3), Rows(1, 1, True)]).rows == (Rows(1, 1, True),)
-    # Buckets are sent in order: a bucket of another dtype is late if it follows the one that is complete last.
+    # Buckets are sent in order: a bucket of another dtype is late if it follows the one that completes last.
     mixed = (GRADIENTS[0], *(replace(g, dtype="bfloat16") for g in GRADIENTS[1:]))
     assert plan_like_torch(mixed, [0, 2, 1], [10_000], rows).partition == ((0,), (2, 1))
     assert plan_like_torch(mixed, [0, 2, 1], [10_000], rows).rows
@@ -77,7 +78,7 @@ def test_a_job_is_split_where_rows_pay_off():
 
 
 def test_the_head_is_hidden_and_the_rows_follow_the_last_bucket():
-    costs = MachineCosts(MeasuredCurve((1, 10_000_000), (1e-9, 1.0)))  # 0.1 us a byte
+    costs = MachineCosts(MeasuredCurve((1, 10_000_000), (1e-9, 1.0)))  # 0.1 us per byte
     job = build_job(rest_s=0.2)
     whole = simulate(job, (1, 3), costs)
     split = simulate(job.split(2), (2, 3), costs)
@@ -95,7 +96,7 @@ def test_the_simulator_sends_the_rows_that_the_plan_sends():
         step = simulate(split, cuts, costs)
         assert bool(plan.rows) == bool(step.tail) == has_rows, cuts
         assert bool(simulate(split, plan_by_cuts(split.gradients, range(3), cuts, ""), costs).tail) == has_rows
-        if not has_rows:  # the table is complete once its lookups are
+        if not has_rows:  # without rows, the table is complete once its lookups are
             assert step.step_s == simulate(job, cuts, costs).step_s
 
 
@@ -115,7 +116,7 @@ def test_row_counts_travel_in_the_control_words():
 
 
 def test_lookups_are_seen_on_a_bare_module():
-    """As in a profile: the gradient is whole, and the rows that lookups contributed are known."""
+    """As in a profile: the gradient is dense, and the rows touched by lookups are known."""
     module = nn.ModuleDict({"words": nn.Embedding(4096, 16, padding_idx=1), "small": nn.Embedding(4, 16)})
     weight, ids, seen = module["words"].weight, torch.tensor([[5, 1, 5, 7]]), list[tuple[int, list[int]]]()
     lookups = Lookups(module, list(module.parameters()))

@@ -1,4 +1,4 @@
-"""A rank's place, read from the variables of each launcher."""
+"""A rank's place, read from the environment variables of each launcher."""
 
 import pytest
 
@@ -30,7 +30,7 @@ MPIRUN = {
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, Place(5, 6, 1, 4, "slurm", "gpu03", 25102)),
         ({**SLURM, "MASTER_ADDR": "me", "MASTER_PORT": "99"}, Place(5, 8, 1, 4, "slurm", "me", 99)),
         (MPIRUN, Place(3, 4, 1, 2, "mpirun", None, None)),
-        # Kubernetes says nothing about hosts.
+        # Kubernetes provides no information about hosts.
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "svc", "MASTER_PORT": "23456"},
             Place(1, 2, None, None, "torchrun", "svc", 23456),
@@ -85,7 +85,7 @@ def test_incomplete_or_impossible_worlds_are_refused(variables, reason):
         ("2(x3),1", 2, 2),
         ("2(x3),1", 3, 1),
         ("3,2(x2)", 1, 2),
-        ("4", 5, 4),  # SLURM_NTASKS_PER_NODE speaks for every node
+        ("4", 5, 4),  # SLURM_NTASKS_PER_NODE applies to every node
         ("many", 0, None),
     ],
 )

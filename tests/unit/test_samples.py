@@ -1,4 +1,4 @@
-"""Statistics of timed repetitions, and the samples that are refused."""
+"""Statistics of timed repetitions, and invalid samples."""
 
 import statistics
 
@@ -71,7 +71,7 @@ def test_times_of_zero_have_neither_noise_nor_drift(build_samples):
         ((2.0, 2.0, 3.0, 3.0), 0.5),
         ((4.0, 4.0, 2.0, 2.0), -0.5),
         ((1.0, 1.0, 50.0, 2.0, 4.0), 2.0),  # the middle of an odd number belongs to neither half
-        ((1.0, 9.0, 9.0), 0.0),  # too few to have halves
+        ((1.0, 9.0, 9.0), 0.0),  # too few to be halved
     ],
 )
 def test_drift_compares_the_halves(build_samples, times_s, drift):

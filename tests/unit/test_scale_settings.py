@@ -153,7 +153,7 @@ def test_recipes_are_held_against_the_base_batch(cells):
     plain, warmed = of["epochs 64 none seed 5"], of["epochs 64 linear+warmup seed 5"]
     assert (plain.lr, plain.lr_warmup, plain.schedule) == (LARGE.job.lr, 0, "piecewise")
     assert warmed.lr == pytest.approx(8 * LARGE.job.lr)
-    assert warmed.lr_warmup == round(0.2 * 3 * 4)  # of 200 samples in batches of 64, three times
+    assert warmed.lr_warmup == round(0.2 * 3 * 4)  # 200 samples in batches of 64, three times
     assert of["epochs 64 grow seed 5"].batch_growth == ((0.4, 4), (0.6, 8))
     assert {cell.settings.epochs for cell in cells if cell.budget == "epochs"} == {3}
 

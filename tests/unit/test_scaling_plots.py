@@ -1,4 +1,4 @@
-"""Figures of scaling studies: the records' numbers, with the source in every legend."""
+"""Figures of scaling studies: the records' numbers, and a source in every legend."""
 
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ def test_equal_records_give_equal_files(svgs):
 
 
 def _lines(axes):
-    """label -> (xs, ys), of plain lines and of lines with error bars."""
+    """label -> (xs, ys) of plain lines and of lines with error bars."""
     found = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
         line = handle if hasattr(handle, "get_xdata") else handle[0]

@@ -1,4 +1,4 @@
-"""The search finds every partition of a cap once, and free plans are at least as good."""
+"""The search finds every partition of a cap exactly once, and free plans are at least as good."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_caps_to_try_are_even_on_a_log_axis_where_gradients_allow_it():
 
 @st.composite
 def one_at_a_time(draw: st.DrawFn) -> tuple[Job, MachineCosts]:
-    """A step whose messages are sent one at a time, perhaps with contention and with rows of a tied tensor."""
+    """A step whose messages are sent one at a time, possibly with contention and with rows of a tied tensor."""
     job, costs = draw(steps())
     compute = draw(st.tuples(st.floats(0.4, 1.0), st.floats(0.4, 1.0)))
     message = [max(1 - rate, draw(st.floats(0.3, 1.0))) for rate in compute]
@@ -108,12 +108,12 @@ def test_no_partition_is_better_than_the_one_that_is_found(case, is_free):
     costs = replace(costs, launch_s=0.0 if is_free else costs.launch_s)
     best_s = min(simulate(job, cuts, costs).over_s for cuts in list_partitions(job))
     found_s = simulate(job, find_cuts(job, costs), costs).over_s
-    # A message at the end of backward is slowed a little longer by launches that follow it, which is not searched.
+    # Launches after a message at the end of backward slow it slightly longer; the search ignores this.
     assert best_s - 1e-9 <= found_s <= best_s + 1e-9 + costs.launch_s * len(job.sizes)
 
 
 def test_the_search_simulates_only_the_answer(monkeypatch):
-    """A stopwatch would measure the machine, so this counts: one at a time, 400 gradients took thousands."""
+    """Timing would measure the machine, so this counts simulations; one at a time, 400 gradients needed thousands."""
     source, simulated = random.Random(3), []
     sizes, ready = ([source.uniform(*ends) for _ in range(400)] for ends in ((3, 7), (0, 0.3)))
     job = make_job([round(10**size) for size in sizes], sorted(ready), 0.3)

@@ -1,4 +1,4 @@
-"""Message counts of ranks, compared with each other and with the plan."""
+"""Message counts of ranks, compared across ranks and with the plan."""
 
 from __future__ import annotations
 

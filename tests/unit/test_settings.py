@@ -115,7 +115,7 @@ def test_a_benchmark_of_chunks_refuses(host, changes, reason):
         (0, build(backends=("gloo", "paceline"), memories=BOTH)),
         (1, build(backends=("nccl", "paceline"), memories=BOTH, ranks=(1,))),
         (2, build(backends=("nccl", "gloo"), ranks=(1, 2), op="avg")),
-        (1, build(device="cuda", ranks=(4,))),  # gloo's ranks can share a GPU
+        (1, build(device="cuda", ranks=(4,))),  # ranks on gloo can share a GPU
     ],
 )
 def test_a_sane_request_is_accepted(host, gpus, settings):

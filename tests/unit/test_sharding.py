@@ -1,4 +1,4 @@
-"""Which rank owns which elements with a sharded optimizer, and which optimizers cannot be sharded. No ranks."""
+"""Ownership of elements with a sharded optimizer, and optimizers that cannot be sharded. No ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+import torch._dynamo  # optimizers import it, and importing it sets an environment variable; do that before any test
 from torch import nn
 
 from paceline.errors import ConfigError
@@ -52,7 +52,7 @@ def test_every_element_has_one_owner(world_size):
                     owners[part.param][part.start : part.end] += 1
                     empty += [part.param] if part.start == part.end else []
         assert all(bool((owner == 1).all()) for owner in owners), plan.rule
-        assert empty == [1]  # owned once, so that its state is saved like any other
+        assert empty == [1]  # owned by one rank, so that its state is saved like any other
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

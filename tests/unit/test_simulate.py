@@ -40,7 +40,7 @@ def steps(draw: st.DrawFn) -> tuple[Job, MachineCosts]:
 
 
 def each(job: Job) -> range:
-    """A bucket for each gradient."""
+    """One bucket per gradient."""
     return range(1, len(job.sizes) + 1)
 
 
@@ -93,7 +93,7 @@ def test_cuts_a_plan_and_a_layout_are_the_same_step(case, data):
     count = len(job.sizes)
     cuts = sorted({*data.draw(st.sets(st.integers(1, count))), count})
     caps = [sum(job.sizes[start:end]) for start, end in itertools.pairwise([0, *cuts])]
-    # torch's rule makes these cuts from the sizes of the buckets; the plan may list gradients in any order.
+    # torch's rule depends on bucket sizes; the plan may list gradients in any order.
     back = list(reversed(job.gradients))
     plan = plan_like_torch(back, reversed(range(count)), caps)
     layout = Layout(tuple(caps), tuple(job.ready_s[cut - 1] for cut in cuts))
@@ -102,7 +102,7 @@ def test_cuts_a_plan_and_a_layout_are_the_same_step(case, data):
 
 
 def test_a_timeline_by_hand():
-    """Two buckets, 1 s of transfer each; the first ready at 1 s, the second at 1.5 s, backward over at 2 s."""
+    """Two buckets of 1 s transfer each; the first ready at 1 s, the second at 1.5 s, backward ends at 2 s."""
     job = make_job([10, 10], [1.0, 1.5], 2.0)
     one = simulate(job, [1, 2], MachineCosts(curve=line(0.0, 10.0)))
     assert [(b.start_s, b.done_s) for b in one.buckets] == [(1.0, 2.0), (2.0, 3.0)]
@@ -119,10 +119,10 @@ def test_a_job_without_gradients_sends_nothing(servers):
 
 
 def test_contention_by_hand():
-    """While a message is under way the rank computes at half its speed, and the message moves at half of its own."""
+    """While a message is in flight, the rank computes at half speed, and the message moves at half of its own."""
     costs = MachineCosts(curve=line(0.0, 10.0), contention=Contention((1,), (0.5,), (0.5,)))
     step = simulate(make_job([10], [1.0], 2.0), [1], costs)
-    # From 1 s on: the second that is left takes 2 s, and the message of 1 s takes 2 s as well.
+    # From 1 s on: the remaining second takes 2 s, and the 1 s message takes 2 s as well.
     assert (step.backward_s, step.over_s) == (3.0, 3.0)
 
 
@@ -165,7 +165,7 @@ def test_assumed_contention(device, is_on_host, spare_cores, rate):
 
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_contention_on_a_gpu_is_assumed_from_published_numbers_and_drawn(is_on_host):
-    """arXiv 2507.03114: computing takes 18.9 % longer on average while messages move, and 40 % at most."""
+    """arXiv 2507.03114: while messages move, compute takes 18.9 % longer on average and at most 40 %."""
     assumed = Contention.assume("cuda", is_on_host)
     assert assumed.rates(10) == pytest.approx((1 / 1.189, 0.6)) and "2507.03114" in assumed.basis
     source = random.Random(1)
@@ -186,12 +186,12 @@ def test_an_assumed_share_of_a_core_is_drawn_around_its_value(is_on_host):
 
 
 def test_on_a_slower_link_a_message_costs_the_same_compute_over_a_longer_time():
-    # A message of 100 bytes takes 2 s alone and 4 s next to arithmetic, which then loses 1 s of them.
+    # A message of 100 bytes takes 2 s on an idle machine and 4 s next to arithmetic, which then loses 1 s.
     found = Contention((100,), (0.75,), (0.5,), alone_s=(2.0,))
     assert found.spread_over(line(0.0, 50.0)).rates(100) == pytest.approx((0.75, 0.5))
-    slow = found.spread_over(line(0.0, 5.0))  # 20 s
+    slow = found.spread_over(line(0.0, 5.0))  # takes 20 s
     assert slow.rates(100) == pytest.approx((1 - 1 / 22, 20 / 22)) and not slow.alone_s
-    assert found.spread_over(line(0.0, 500.0)).rates(100) == pytest.approx((0.75, 0.5))  # no faster than it was
+    assert found.spread_over(line(0.0, 500.0)).rates(100) == pytest.approx((0.75, 0.5))  # no faster than before
     assert Contention().spread_over(line(0.0, 5.0)) == Contention()
 
 

@@ -41,7 +41,7 @@ def test_a_compressed_run_is_read_like_any_other(run, saved):
     for path in (packed, saved, saved.parent):
         assert load_run(path) == run
     result = build_result(run)
-    result.save(saved.parent)  # beside its own run, and not into that of another
+    result.save(saved.parent)  # next to its own run, not inside another run's folder
     assert not saved.exists()
     with pytest.raises(RecordError) as caught:
         build_result(replace(run, created="another")).save(saved.parent)
@@ -238,7 +238,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def list_published():
-    """All of them; one of each verb is not slow, and the curves of more ranks take seconds to predict."""
+    """All of them; by default one per verb, because predicting the curves of many ranks takes seconds."""
     known = set()
     for path in sorted(RESULTS.rglob("run.json.gz")):
         verb = json.loads(gzip.decompress(path.read_bytes()))["verb"]
@@ -250,7 +250,7 @@ def list_published():
 @pytest.mark.parametrize("path", [*list_published()])
 def test_the_published_runs_can_be_read(path):
     run = load_run(path.parent)
-    # What a trace says is in its own files, and not in records, and so are the runs of a comparison.
+    # Traces and compared runs are in files of their own, not in records.
     elsewhere = {
         "profile trace": ["overview.json.gz"],
         "train --compare": [f"{n}/config.json" for n in ("1-rank", "2-ranks")],

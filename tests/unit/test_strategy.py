@@ -31,7 +31,7 @@ def test_equal_strategies_have_one_text():
         assert Strategy.parse(one) == Strategy.parse(other) and Strategy.parse(one).text == other
     assert Strategy(codec="int8").text == "int8" and Strategy().text == "dense"
     assert Strategy.parse("diloco:8,lr=0.7,momentum=0.90").text == "diloco:8"
-    third = Strategy.parse(f"topk:{1 / 3!r}")  # as when a run resumes
+    third = Strategy.parse(f"topk:{1 / 3!r}")  # as after a resume
     assert Strategy.parse(third.text) == Strategy.parse(third) == third
     for text in (
         "topk:0.001,dgc,warmup=400", "topk:0.1,feedback=0", "topk:0.1,dgc=0.5", "int8,feedback=0+hosts", "hosts",
@@ -106,10 +106,10 @@ def test_a_list_attaches_options_to_the_preceding_strategy():
     [
         ("dense", [("all-reduce", 8232)]),
         ("bf16", [("all-reduce", 4116)]),
-        # 2058 numbers in 5 blocks for each of two ranks, with 256 bytes and a scale each.
+        # 2058 numbers in 5 blocks for each of two ranks, at 256 bytes and a scale per block.
         ("int8", [("all-to-all", 2 * 5 * 260), ("all-gather", 5 * 260)]),
         ("int4", [("all-to-all", 2 * 5 * 132), ("all-gather", 5 * 132)]),
-        ("topk:0.01", [("all-gather", 8 * 21 + 4 * 10)]),  # 1 % of the matrix with indices, and the vector
+        ("topk:0.01", [("all-gather", 8 * 21 + 4 * 10)]),  # 1 % of the matrix with indices, and the whole vector
         ("powersgd:4", [("all-reduce", 4 * (64 * 4 + 10)), ("all-reduce", 4 * 32 * 4)]),
         ("powersgd:32", [("all-reduce", 8232)]),
     ],

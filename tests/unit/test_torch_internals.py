@@ -1,4 +1,4 @@
-"""Each private name of torch that Paceline uses behaves as expected on the installed torch."""
+"""Each private torch name that Paceline uses behaves as expected on the installed version."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _inductor_elsewhere(monkeypatch, tmp_path):
 
 @pytest.fixture
 def world():
-    """A world of this process only."""
+    """A world of a single process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ SIZES = (8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB, MIB, MIB, 512 * KIB, 512 * KIB)
 JOB = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31)
 CUTS = (1, 3, 5, 8)
 LINE = FamilyCurve("line", 2, 1e-3, 2e9)  # 1 ms and 2 GB/s
-# On gloo two messages share the link.
+# On gloo, two messages share the link.
 FREE = MachineCosts(LINE, 2, launch_s=2e-4, pair_rate=0.5)
 HALF = Contention.assume("cpu", is_on_host=True)
 
@@ -46,7 +46,7 @@ def test_a_step_on_a_cpu_is_read_as_it_was_simulated():
         assert step.launch_s == pytest.approx(2e-4)
         for message, bucket in zip(step.messages, truth.buckets, strict=True):
             assert message.num_bytes == bucket.num_bytes
-            assert message.launch_s == pytest.approx(bucket.ready_s)  # when it was handed over
+            assert message.launch_s == pytest.approx(bucket.ready_s)  # at the moment of the launch
             assert (message.start_s, message.done_s) == pytest.approx((bucket.start_s, bucket.done_s))
 
 
@@ -69,7 +69,7 @@ ON_GPU = replace(JOB, device="cuda")
 
 @pytest.mark.parametrize("marks", [False, True])
 def test_a_gpu_backlog_at_the_start_does_not_lengthen_the_first_step(marks):
-    """The host was 1.5 s ahead: its clock says nothing about when the first traced step began."""
+    """The host was 1.5 s ahead: its clock does not reveal when the first traced step started."""
     costs = MachineCosts(LINE)
     steps = read(made_on_gpu(ON_GPU, costs, CUTS, num_steps=6, behind_ms=1500.0, marks=marks))
     expected = simulate(ON_GPU, CUTS, costs)
@@ -80,7 +80,7 @@ def test_a_gpu_backlog_at_the_start_does_not_lengthen_the_first_step(marks):
 
 def test_a_pause_between_steps_belongs_to_none_and_a_lagging_gpu_works_through_it():
     made = MadeTrace()
-    starts = {0: (0.0, 10.0), 1: (50.0, 60.0), 2: (90.0, 95.0)}  # between steps the host pauses, in ms
+    starts = {0: (0.0, 10.0), 1: (50.0, 60.0), 2: (90.0, 95.0)}  # the host pauses between steps, in ms
     kernels = {0: (1.5, 2.5, 9.0), 1: (51.5, 53.5, 120.0), 2: (120.0, 130.0, 140.0)}  # forward, backward, end
     for number, (begin, end) in starts.items():
         made.phase(f"ProfilerStep#{number}", begin, end)
@@ -92,13 +92,13 @@ def test_a_pause_between_steps_belongs_to_none_and_a_lagging_gpu_works_through_i
             made.add("cuda_runtime", "cudaLaunchKernel", host, host + 0.1, correlation=correlation)
             made.kernel("gemm_kernel", first, last, correlation=correlation)
         made.add("user_annotation", "gloo:all_reduce", begin + 2.6, begin + 2.7)
-    # The first has a pause behind it and the second begins with the host; the third begins when the second is done.
+    # The first step is followed by a pause, the second starts with the host, and the third starts when the second ends.
     assert [step.step_s * 1e3 for step in read(made)] == pytest.approx([9.0, 71.0, 20.0], abs=0.01)
 
 
 def made_layers(beside_ms: float, shapes: bool = True) -> MadeTrace:
-    """Backward of 8 equal layers of 10 ms on a GPU: next to a message, which the second hands over, three of them take
-    longer, and before each layer the GPU waits for the host for a millisecond."""
+    """A backward of 8 equal 10 ms layers on a GPU: next to a message, which the second layer launches, three of them
+    take longer, and before each layer the GPU waits a millisecond for the host."""
     made, now, number = MadeTrace(), 0.0, 0
     for step in range(3):
         made.phase(FORWARD, now, now + 0.1)
@@ -137,7 +137,7 @@ def test_kernels_with_and_without_messages_measure_contention():
 
 def test_a_gpu_that_waits_for_the_host_is_idle():
     steps = read(made_layers(12.5))
-    # Before a layer, but for those next to a message, which keeps the GPU at work.
+    # Before each layer except those next to a message, which keeps the GPU busy.
     assert [step.idle_s for step in steps] == pytest.approx([5e-3, 5.5e-3, 5.5e-3], abs=1e-5)
     assert [step.idle_s for step in read(made_on_gpu(ON_GPU, MachineCosts(LINE), CUTS))] == pytest.approx([0] * 3)
     assert [step.idle_s for step in read(made_on_cpu(JOB, FREE, CUTS))] == [0] * 3
@@ -147,7 +147,7 @@ def test_a_gpu_that_waits_for_the_host_is_idle():
 def test_one_trace_gives_the_job_and_predicts_other_buckets(marks):
     job = made_job(SIZES, (4, 8, 12, 18, 22, 24, 28, 30), 31)
     traced = TracedJob(read(made_on_cpu(job, FREE, CUTS, marks=marks, num_alone=2)))
-    # A backward without messages took as long as one with them: nothing slows down.
+    # A backward without messages took as long as one with them, so nothing slows down.
     assert traced.fit.costs.contention.rates(MIB) == pytest.approx((1, 1))
     assert traced.fit.job.ready_s == pytest.approx(job.ready_s, abs=1e-6)
     assert traced.fit.job.backward_s == pytest.approx(job.backward_s)
@@ -155,14 +155,14 @@ def test_one_trace_gives_the_job_and_predicts_other_buckets(marks):
     for cuts in ((8,), (3, 8), (1, 2, 3, 4, 8), tuple(range(1, 9))):
         expected = simulate(job, cuts, FREE)
         found = traced.predictor.predict(cuts)
-        # The first two steps have a second micro-batch in front.
+        # The first two steps start with an additional micro-batch.
         around_s = traced.fit.job.before_s + traced.fit.job.after_s - job.before_s - job.after_s
         assert found.step_s - around_s == pytest.approx(expected.step_s, rel=0.01)
         assert found.low_s <= found.step_s <= found.high_s
 
 
 def test_contention_is_removed_and_added_again():
-    """One gradient to a bucket, so that the simulator says when each is ready with messages under way."""
+    """One gradient per bucket, so that the simulator reports when each is ready while messages are in flight."""
     costs = MachineCosts(LINE, 2, contention=HALF, pair_rate=0.5)
     cuts = tuple(range(1, len(SIZES) + 1))
     slowed = simulate(JOB, cuts, costs)
@@ -175,13 +175,13 @@ def test_contention_is_removed_and_added_again():
         assert traced.predictor.predict(other).step_s == pytest.approx(simulate(JOB, other, costs).step_s, rel=0.02)
 
 
-# A first message of 1 MiB next to computing, and the rest behind it, as torch's default buckets are; 10 ms and 160 ms.
+# A first message of 1 MiB during compute and the rest after it, like torch's default buckets: 10 ms and 160 ms.
 LINKED = made_job((MIB, *[2 * MIB] * 8), range(2, 20, 2), 19)
 LINK = FamilyCurve("line", 2, 5e-4, 1.1e8)
 
 
 def test_messages_over_a_link_are_not_slowed_by_compute():
-    """Ranks in containers of one machine have one host name: it does not tell that cores move the messages."""
+    """Ranks in containers on one machine share a host name, which does not prove that cores move the messages."""
     costs = MachineCosts(LINK, 2, launch_s=2e-4, pair_rate=0.5)
     traced = TracedJob(read(made_on_cpu(LINKED, costs, (1, 9))))
     assert traced.is_on_host and traced.fit.costs.contention.rates(MIB) == pytest.approx((1, 1), abs=0.06)
@@ -193,13 +193,13 @@ def test_messages_over_a_link_are_not_slowed_by_compute():
 def test_larger_messages_next_to_compute_do_not_measure_contention():
     costs = MachineCosts(LINE, 2, contention=HALF, pair_rate=0.5)
     job = made_job((8 * MIB, 8 * MIB, 4 * KIB), (4, 16, 30), 31)
-    slow = replace(costs, curve=FamilyCurve("line", 2, 3e-3, 2e9))  # the last one, of 4 KiB, takes 3 ms
+    slow = replace(costs, curve=FamilyCurve("line", 2, 3e-3, 2e9))  # the last message, of 4 KiB, takes 3 ms
     traced = TracedJob(read(made_on_cpu(job, slow, (1, 2, 3))))
     assert traced.fit.costs.contention.rates(MIB) == pytest.approx((0.5, 0.5))
 
 
 def test_no_message_has_more_bandwidth_than_a_larger_one():
-    """What a link lets pass at once after a pause shortens the first message alone."""
+    """A burst that a link lets through after a pause shortens only the first message."""
     burst = DerivedCurve(lambda size: LINK.estimate_s(size) - (2e-3 if size == MIB else 0.0))
     costs = MachineCosts(burst, 2, launch_s=2e-4, pair_rate=0.5)
     traced = TracedJob(read(made_on_cpu(LINKED, costs, (1, 9))))
@@ -236,13 +236,13 @@ def test_the_traced_buckets_take_as_long_as_they_did(data):
 
 @pytest.mark.parametrize("make", [made_on_cpu, made_on_gpu])
 def test_without_shapes_bytes_are_divided_by_copy_times(make):
-    """The hook of the smallest gradient, a bias, tells what a hook costs without its bytes."""
+    """The hook of the smallest gradient, a bias, gives the cost of a hook without its bytes."""
     costs, sizes = FREE if make is made_on_cpu else MachineCosts(LINE), (4 * MIB, 4 * KIB, 2 * MIB, 8 * MIB, 4 * KIB)
     step = read(make(made_job(sizes, (4, 8, 12, 18, 22), 31), costs, (2, 5), shapes=False))[-1]
     assert not step.are_sizes_known
     for part, message in zip((slice(0, 2), slice(2, 5)), step.messages, strict=True):
         assert sum(step.gradient_bytes[part]) == message.num_bytes == sum(sizes[part])
-    if make is made_on_cpu:  # on the made-up GPU copies take no time
+    if make is made_on_cpu:  # on the synthetic GPU, copies take no time
         assert step.gradient_bytes == pytest.approx(sizes, rel=0.01, abs=16 * KIB)
 
 
@@ -262,7 +262,7 @@ def test_the_slowest_rank_defines_the_job_and_the_start_of_messages():
 
 
 def test_gloos_threads_may_swap_neighbouring_messages():
-    cuts = (7, 8)  # buckets of unlike sizes
+    cuts = (7, 8)  # buckets of unequal sizes
     made = made_on_cpu(JOB, FREE, cuts, num_steps=1)
     (plain,) = read(made)
     first, second = (event for event in made.events if event["name"] == "gloo:all_reduce")
@@ -288,7 +288,7 @@ def test_the_flags_of_unused_parameters_are_not_a_bucket():
 
 
 def test_an_all_reduce_of_another_autograd_node_is_not_a_bucket():
-    """SyncBatchNorm does this, in its own autograd node."""
+    """SyncBatchNorm does this in its own autograd node."""
     plain = read(made_on_cpu(JOB, FREE, CUTS, num_steps=2))
     made = made_on_cpu(JOB, FREE, CUTS, num_steps=2)
     for first in [e["ts"] / 1e3 for e in made.events if e["name"] == f"{NODE}NllLossBackward0"]:
@@ -309,7 +309,7 @@ def test_ranks_are_compared_in_the_steps_that_both_have_whole():
     cut = replace(other[-1], messages=other[-1].messages[:-1])  # its trace ended before the last message did
     both = TracedJob([*first, *other[:-1], cut])
     assert both.compared == [0, 1] and [step.number for step in both.steps] == [step.number for step in first[:-1]]
-    assert TracedJob([*first, *other[:-1]]).compared == [0]  # traced for unequal times
+    assert TracedJob([*first, *other[:-1]]).compared == [0]  # traced for different durations
     split = [replace(step, messages=step.messages[: None if step.number else -1]) for step in other[:2]]
     assert TracedJob([*first[:2], *split]).compared == [0, 1]
     assert TracedJob([*first, *(replace(step, number=step.number + 9) for step in other)]).compared == [0]
@@ -328,7 +328,7 @@ def test_the_nodes_are_the_traced_hosts_where_all_ranks_are_there():
 def test_an_insufficient_factor_is_at_its_bound_and_has_a_warning():
     steps = read(made_on_cpu(JOB, FREE, CUTS))
     assert not TracedJob(steps).is_off
-    # Much longer than its parts: messages twice as long are not enough.
+    # Much longer than its parts: doubling the message times does not explain it.
     longer = TracedJob(steps)._calibrate(*TracedJob(steps).fit[:2], 0.2)
     shorter = TracedJob(steps)._calibrate(*TracedJob(steps).fit[:2], 0.02)
     assert (longer.factor, shorter.factor) == (2.0, 0.5)
@@ -385,7 +385,7 @@ def test_a_trace_that_lacks_something_is_refused_with_what(without, text):
     if text:
         with pytest.raises(RecordError, match=text):
             read(made)
-    else:  # a step then ends where the next forward begins
+    else:  # a step then ends where the next forward starts
         assert len(read(made)) == 3 and [e for e in made.events if e["name"] == FORWARD]
 
 

@@ -69,7 +69,7 @@ def test_steps_are_ours_and_not_the_profilers():
         ("kernel", "void at::native::reduce_kernel<512, 1>", False),
         ("user_annotation", "gloo:all_reduce", True),
         ("user_annotation", "gloo:broadcast", True),
-        ("user_annotation", "nccl:all_reduce", False),  # its launch: the kernel is the message
+        ("user_annotation", "nccl:all_reduce", False),  # a launch, not the message itself, which is the kernel
         ("gpu_user_annotation", "nccl:all_reduce", False),
         ("user_annotation", "forward", False),
         ("bucket", "bucket 0, 1 MiB", True),
@@ -120,7 +120,7 @@ def test_attention_with_a_mask_in_half_precision_is_on_tensor_cores(name):
 
 
 def two_ranks():
-    """Rank 1's clock began 2 ms after rank 0's. Both have a flow of the same id, and the same process and thread."""
+    """Rank 1's clock started 2 ms after rank 0's. Both ranks have a flow with the same id, process and thread."""
     traces = []
     for rank in (0, 1):
         made = MadeTrace(rank, origin_ms=1000 + 2 * rank).step().kernel("k", 1, 2)
@@ -205,7 +205,7 @@ def late(rank, *, messages, origin_ms=0.0, kind="bucket"):
 
 @pytest.mark.parametrize("kind", ["bucket", "kernel"])
 def test_the_rank_that_the_others_wait_for_is_named(kind):
-    # The clock of rank 1 began 1 ms later: by its own clock it is not late.
+    # The clock of rank 1 started 1 ms later; by its own clock, the rank is not late.
     others = [late(rank, messages=(2, 5, 12, 15), kind=kind) for rank in (0, 2)]
     lateness = find_lateness([*others, late(1, messages=(4, 5, 12, 15), origin_ms=1, kind=kind)])
     assert (lateness.rank, lateness.share) == (1, 1.0)

@@ -19,7 +19,8 @@ def test_the_configuration_is_written_again_only_if_it_has_changed(tmp_path, bui
     assert path.stat().st_ino == before
     update_config(tmp_path, epochs=3)
     assert path.stat().st_ino != before and json.loads(path.read_text())["settings"]["epochs"] == 3
-    for load, stolen, expected in ((9.0, None, [9.0, 0.0]), (1.0, 0.2, [9.0, 0.2])):  # a resumed run keeps the larger
+    # a resumed run keeps the larger value
+    for load, stolen, expected in ((9.0, None, [9.0, 0.0]), (1.0, 0.2, [9.0, 0.2])):
         update_config(tmp_path, environment=build_environment(load_average=load, stolen=stolen))
         kept = json.loads(path.read_text())["environment"]
         assert [kept["load_average"], kept["stolen"]] == expected
@@ -28,7 +29,7 @@ def test_the_configuration_is_written_again_only_if_it_has_changed(tmp_path, bui
 @pytest.mark.parametrize(
     ("saved", "ranks", "batches"),
     [
-        ((4, 8, 16), 1, Batches(1, 8, 64)),  # not one micro-batch of 512
+        ((4, 8, 16), 1, Batches(1, 8, 64)),  # instead of one micro-batch of 512
         ((2, 8, 1), 1, Batches(1, 8, 2)),
         ((2, 8, 4), 4, Batches(4, 8, 2)),
         ((2, 8, 1), 4, Batches(4, 4, 1)),  # 8 no longer fit

@@ -22,7 +22,7 @@ from paceline.training.step import PhaseTimes, StepOutcome
 
 
 class Table:
-    """A world of threads: everyone puts a value down, and takes all of them."""
+    """A world of threads: each contributes a value and gets all of them."""
 
     def __init__(self, size):
         self.values = [None] * size
@@ -45,12 +45,12 @@ class Seat:
 
 
 def took(seconds: float) -> PhaseTimes:
-    """A step of so long."""
+    """A step with this duration."""
     return PhaseTimes([("step", 0.0), ("end", seconds)])
 
 
 def build_entry(step=1, loss_sum=2.0, correct=1.0, bad_parameter="", **changes):
-    """What `Journal.add` takes."""
+    """The arguments of `Journal.add`."""
     correct = None if correct is None else torch.tensor(correct)
     taken = TakenStep(
         position=Position(0, step, step), epoch=0, num_samples=8, num_targets=8, rate=0.1,
@@ -75,7 +75,7 @@ def exchange(*entries_by_rank, signals=None, saves=None, journals=None):
 
 
 def test_the_loss_of_a_row_is_the_mean_over_the_targets_of_all_ranks():
-    """Ranks of 3, 3 and 2 samples: a mean of means would weigh the last one's too much."""
+    """Ranks with 3, 3 and 2 samples: a mean of means would give the last one too much weight."""
     sums = [(3 * 1.0, 3.0), (3 * 2.0, 0.0), (2 * 5.0, 1.0)]
     found = exchange(*([build_entry(loss_sum=loss, correct=right)] for loss, right in sums))
     assert all(other.rows == found[0].rows for other in found)
@@ -144,7 +144,7 @@ def test_rank_0_alone_says_when_to_save(saves, wanted):
 
 @pytest.mark.parametrize(("step_s", "every"), [(10.0, 1), (0.1, 2), (0.01, 25), (1e-5, 100), (0.0, 100)])
 def test_ranks_meet_about_four_times_a_second_and_agree_on_when(step_s, every):
-    """What counts is the slowest rank, which all have found of."""
+    """The slowest rank counts, and all ranks agree which one it is."""
     journals = [Journal(None, StopRequest()) for _ in range(2)]
     assert [journal.is_due for journal in journals] == [False, False]
     exchange([build_entry(lap=took(step_s))], [build_entry(lap=took(step_s / 7))], journals=journals)
@@ -294,7 +294,7 @@ def test_a_signal_soon_after_the_first_is_the_same_request(monkeypatch):
 
 
 def test_rows_of_the_world_before_are_kept_until_others_were_exchanged():
-    """A second fault may hit in the evaluation, before they are written."""
+    """A second fault may occur during the evaluation, before the rows are written."""
     journal = Journal(SimpleNamespace(rank=0, world_size=1, share=lambda value: [value]), StopRequest())
     row = {"step": 9, "step_s": 0.1}
     journal.carried = [row]

@@ -1,4 +1,4 @@
-"""Micro-batches of all ranks together: every sample of a window once, and as many micro-batches on every rank."""
+"""Micro-batches of all ranks together: every sample of a window once, and equally many micro-batches on every rank."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def counted(windows):
 @pytest.mark.parametrize("tail", ["keep", "drop", "pad"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 12), (1, 5), (2, 6), (2, 2), (3, 4), (3, 1), (5, 3)])
 def test_ranks_share_out_every_window(tail, world_size, batch_size):
-    """25 samples in windows of 12: the tail is one sample."""
+    """25 samples in windows of 12: the tail is a single sample."""
     data, order = build_numbers(25), EpochOrder(25, 12, 7, 0, tail)
     by_rank = [load(data, order, rank, world_size, batch_size) for rank in range(world_size)]
     for windows in zip(*by_rank, strict=True):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+import torch._dynamo  # optimizers import it, and importing it sets an environment variable; do that before any test
 from torch import nn
 
 from paceline import LAMB, LARS, ConfigError
@@ -24,7 +24,7 @@ def make(seed: int = 0, shapes=SHAPES, dtype=torch.float64) -> list[nn.Parameter
 
 
 def give_gradients(params, step: int, scale: float = 1.0) -> list[np.ndarray]:
-    """Gradients that depend on the step alone, so that two optimizers may get the same."""
+    """Gradients that depend only on the step, so that two optimizers can receive the same ones."""
     generator = torch.Generator().manual_seed(100 + step)
     for param in params:
         param.grad = (scale * torch.randn(param.shape, generator=generator, dtype=torch.float64)).to(param.dtype)
@@ -32,7 +32,7 @@ def give_gradients(params, step: int, scale: float = 1.0) -> list[np.ndarray]:
 
 
 def step_as_in_the_paper(weight, velocity, grad, rate, momentum, decay, trust, eps):
-    """v = m * v + rate * ratio * (g + decay * w); w = w - v: the rate is inside of the velocity."""
+    """v = m * v + rate * ratio * (g + decay * w); w = w - v: the velocity includes the learning rate."""
     size, slope = math.sqrt((weight**2).sum()), math.sqrt((grad**2).sum())
     ratio = trust * size / (slope + decay * size + eps) if size > 0 and slope > 0 else 1.0
     velocity = momentum * velocity + rate * ratio * (grad + decay * weight)
@@ -115,7 +115,7 @@ def test_nesterov_looks_ahead():
     for grad in (1.0, -4.0, 0.5):
         param.grad = torch.full_like(param, grad)
         optimizer.step()
-        move = 0.1 * abs(weight) * math.copysign(1, grad)  # the ratio takes the gradient's size away
+        move = 0.1 * abs(weight) * math.copysign(1, grad)  # the trust ratio cancels the gradient's magnitude
         velocity = 0.5 * velocity + move
         weight -= move + 0.5 * velocity
         assert param.item() == pytest.approx(weight, rel=1e-13)
@@ -160,7 +160,7 @@ def test_sparse_gradients_are_refused_by_shape():
 
 
 def test_precisions_may_be_mixed_in_one_group():
-    """Norms of 2**17 and 2**16, which float16 cannot hold, and float32 can."""
+    """Norms of 2**17 and 2**16, which exceed float16 but not float32."""
     large = nn.Parameter(torch.full((64, 64), 2048.0, dtype=torch.float16))
     exact = make(shapes=((3, 2),))[0]
     optimizer = LARS([large, exact], lr=1.0, momentum=0.0, trust_coefficient=0.25)
@@ -211,7 +211,7 @@ BETAS = (0.8, 0.95)
 
 
 def move(weight, grads, rate, decay, eps):
-    """A step from all gradients so far: the moments are weighted averages, which need no correction."""
+    """One step from all gradients so far: the moments are weighted averages, which need no correction."""
     averages = []
     for beta, power in ((BETAS[0], 1), (BETAS[1], 2)):
         shares = [beta ** (len(grads) - 1 - i) for i in range(len(grads))]
@@ -238,7 +238,7 @@ def test_steps_at_changing_rates(decay):
 
 
 def test_first_step_by_hand():
-    """The first m / sqrt(v) is the sign, of length sqrt(2); |w| = 5, so each weight moves by 0.1 * 5 / sqrt(2)."""
+    """The first m / sqrt(v) is the sign, with norm sqrt(2); |w| = 5, so each weight moves by 0.1 * 5 / sqrt(2)."""
     param = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
     param.grad = torch.tensor([[0.001, -7.0]], dtype=torch.float64)
     LAMB([param], lr=0.1, eps=0.0).step()
@@ -345,7 +345,7 @@ def test_a_resumed_run_is_bit_identical(kind, lr):
         give_gradients(other, step)
         third.step()
     assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
-    if kind is LAMB:  # the counts are copies
+    if kind is LAMB:  # the counters are copies
         assert second.state[half[0]]["step"] == 3 and third.state[other[0]]["step"] == 6
 
 

@@ -21,7 +21,7 @@ def apply(text, global_batch_size=GROWN, base_batch_size=SMALL, num_updates=UPDA
 
 
 def changes(settings):
-    """What differs from the base settings at the larger batch."""
+    """The settings that change at the larger batch."""
     at_larger = dataclasses.replace(BASE, global_batch_size=GROWN).to_json()
     return {name: value for name, value in settings.to_json().items() if value != at_larger[name]}
 
@@ -89,7 +89,7 @@ def test_growth_rises_to_the_batch_within_the_run(growth, share):
     assert factors[-1] == growth and shares[0] == pytest.approx(share, abs=1e-4)
     assert all(2 <= after / before <= 4 for before, after in itertools.pairwise((1, *factors[:-1])))
     assert factors[-1] / (1, *factors)[-2] <= 4
-    # The last batch has as much of the run as is between two growths, and once more.
+    # The last batch size gets the share of the run between two growths, twice.
     gaps = [after - before for before, after in itertools.pairwise((*shares, 1.0))]
     assert gaps[-1] == pytest.approx(2 * gaps[0] if len(gaps) > 1 else 1 - share, abs=1e-3)
     settings.check()
@@ -181,7 +181,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused(share, ranks):
 @pytest.mark.parametrize(
     ("most", "grow", "batch_size", "accumulate"),
     [
-        (256, "batch-size", 16, 1),  # the grown batch fits at once
+        (256, "batch-size", 16, 1),  # the grown batch fits in one pass
         (255, "accumulate", 16, 1),
         (16, "accumulate", 16, 1),
         (8, "accumulate", 8, 2),

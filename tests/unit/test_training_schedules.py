@@ -47,7 +47,7 @@ def test_linear_falls_in_equal_steps_to_zero():
 
 
 def test_cosine_goes_half_round_a_circle():
-    """A point that turns by equal angles: its height over the lowest place, as a share of the diameter."""
+    """A point turning by equal angles: its height above the lowest point, as a fraction of the diameter."""
     turn, point = complex(math.cos(math.pi / STEPS), math.sin(math.pi / STEPS)), 1 + 0j
     for rate in rates("cosine"):
         assert rate == pytest.approx(PEAK * (point.real + 1) / 2, abs=1e-12)
@@ -87,7 +87,7 @@ def test_piecewise_drops_at_shares_of_the_run():
 
 @pytest.mark.parametrize("num_steps", [7, 100, 1000])
 def test_a_drop_is_at_the_first_step_that_is_not_before_its_share(num_steps):
-    """Shares k/100 as they are typed, against whole numbers: 0.55 * 100 is above 55 in binary."""
+    """Shares k/100 as users type them, against integers: 0.55 * 100 is above 55 in binary."""
     for percent in range(1, 100):
         schedule = Schedule(shape="piecewise", peak=1.0, num_steps=num_steps, drops=(percent / 100,))
         found = [schedule.rate(step) for step in range(num_steps)]
@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused(changes, words):
 
 @st.composite
 def growths(draw):
-    """Shares as people write them, in hundredths, with factors that rise."""
+    """Shares as people write them, in hundredths, with increasing factors."""
     shares = sorted(draw(st.sets(st.integers(1, 99), max_size=4)))
     factors = sorted(draw(st.sets(st.integers(2, 20), min_size=len(shares), max_size=len(shares))))
     return tuple((share / 100, factor) for share, factor in zip(shares, factors, strict=True))
@@ -140,7 +140,7 @@ schedules = st.builds(
 
 
 def walk(schedule):
-    """Of each epoch, the windows as (start, size, samples that it holds); all by counting samples one by one."""
+    """The windows of each epoch as (start, size, samples it holds), all by counting samples one by one."""
     total = schedule.epochs * schedule.num_samples
     place, epochs = 0, []
     for _ in range(schedule.epochs):
@@ -195,7 +195,7 @@ def test_the_growths_of_a_run_of_a_million_steps():
 
 
 def test_an_example_by_hand():
-    """Half of 200 samples is the second epoch's begin; three quarters are inside it, where a step is under way."""
+    """Half of 200 samples is the start of the second epoch; three quarters lie in the middle of one of its steps."""
     schedule = BatchSchedule(global_batch_size=6, num_samples=100, epochs=2, growths=((0.5, 2), (0.75, 4)))
     assert schedule.marks == ((100, 12), (150, 24))
     assert schedule.window_sizes(0) == (6,) * 17

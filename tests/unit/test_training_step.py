@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+import torch._dynamo  # optimizers import it, and importing it sets an environment variable; do that before any test
 import torch.nn.functional as F
 from torch import nn
 
@@ -34,7 +34,7 @@ SIZE = 11
 
 
 class Watched(nn.Module):
-    """A wrapper that only notes what a forward and a backward are inside of."""
+    """A wrapper that only records the contexts of each forward and backward."""
 
     def __init__(self, module):
         super().__init__()
@@ -98,7 +98,7 @@ def cut(batch, size, rank=0, world_size=1):
 
 
 def plain_loss(module, batch, form):
-    """The mean over all targets, as a textbook has it."""
+    """The mean over all targets, by the textbook definition."""
     answers = module(batch.inputs)
     if form.num_classes == 0:
         return F.mse_loss(answers, batch.targets.double())
@@ -108,7 +108,7 @@ def plain_loss(module, batch, form):
 @pytest.mark.parametrize("form", [CLASSES, NUMBERS, TOKENS], ids=lambda form: form.kind)
 @pytest.mark.parametrize("size", range(1, SIZE + 1))
 def test_micro_batches_add_up_to_one_big_batch(form, size):
-    """Of 11 samples no size from 2 to 10 makes equal parts, so an average of averages would be seen."""
+    """No size from 2 to 10 divides 11 samples equally, so an average of averages would be noticed."""
     module, batch = build_module(form), draw(form)
     reference = copy.deepcopy(module)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5)
@@ -128,7 +128,7 @@ def test_micro_batches_add_up_to_one_big_batch(form, size):
 @pytest.mark.parametrize("world_size", [2, 3, 12])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_average_over_ranks_is_the_gradient_of_the_whole(world_size, size):
-    """12 ranks have less than one sample each: the one without any takes its step too, and counts for nothing."""
+    """12 ranks have less than one sample each: the one without any takes its step too, with zero weight."""
     batch = draw(CLASSES)
     reference = build_module(CLASSES)
     plain_loss(reference, batch, CLASSES).backward()
@@ -151,7 +151,7 @@ def test_the_average_over_ranks_is_the_gradient_of_the_whole(world_size, size):
 
 @pytest.mark.parametrize(("size", "count"), [(11, 1), (6, 2), (3, 4), (1, 11)])
 def test_only_the_last_micro_batch_is_synchronised(size, count):
-    """Forward too: torch decides there whether the backward will send."""
+    """Forward as well: that is where torch decides whether the backward will send."""
     wrapper = Watched(build_module(CLASSES))
     learner = build_learner(wrapper.module, CLASSES, model=wrapper)
     phases = Notes()
@@ -170,7 +170,7 @@ def test_gradients_are_forgotten_after_a_step():
 @pytest.mark.parametrize(("clip", "is_cut"), [(1e-3, True), (1e3, False)])
 @pytest.mark.parametrize("has_scaler", [False, True])
 def test_clipping_bounds_the_norm_of_what_is_applied(clip, is_cut, has_scaler):
-    """With a scale on the loss it must be off again before the norm is taken."""
+    """A scaled loss must be unscaled before the norm is computed."""
     module = build_module(CLASSES)
     before = [param.detach().clone() for param in module.parameters()]
     reference = copy.deepcopy(module)
@@ -195,7 +195,7 @@ def test_the_rate_reaches_every_group():
 
 
 def test_a_step_with_an_infinite_scaled_gradient_is_passed_over():
-    """What fp16 does at times: the parameters stay, and the scale falls."""
+    """An occasional fp16 overflow: the parameters stay, and the scale decreases."""
     module = nn.Linear(6, 5)
     nn.init.zeros_(module.weight)
     before = [param.detach().clone() for param in module.parameters()]
@@ -281,7 +281,7 @@ def test_nothing_is_timed_where_nobody_asked():
 
 
 class Phases:
-    """Writes down what a step enters."""
+    """Records what a step enters."""
 
     def __init__(self):
         self.entered = []
@@ -303,7 +303,7 @@ class TwoInputs(nn.Module):
 
 
 def build_own(num_micro_batches=1, num_optimizers=1):
-    """A user's module of two inputs, with a loss and an update of their own, as a step."""
+    """A step of a user's module with two inputs, its own loss and its own update."""
     torch.manual_seed(0)
     module = TwoInputs()
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(num_optimizers)]
@@ -326,7 +326,7 @@ def test_a_step_of_the_users_own_enters_the_phases_of_ours(num_micro_batches):
     (module, step), phases = build_own(num_micro_batches, num_optimizers=2), Phases()
     with mark_phases(module, phases):
         step(module)
-    # Each optimizer's step enters its phase once more, which adds up.
+    # Each optimizer's step enters its phase once more, and the times add up.
     entered = [phase for phase, _ in itertools.groupby(phases.entered)]
     assert entered == ["data_wait", *["forward", "backward", "optimizer"] * num_micro_batches]
 

@@ -1,4 +1,4 @@
-"""Commands that are typed wrongly: each error names what is missing."""
+"""Mistyped commands: each error names what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes, times and rates: parsing what people type, and formatting what they read."""
+"""Sizes, times and rates: parsing user input and formatting output."""
 
 import itertools
 

@@ -42,7 +42,7 @@ def test_r2_is_of_the_differences_within_a_case_and_not_of_the_case(script):
     assert score_differences([[judged(10.5, 11), judged(9.5, 9)]]).r2 == pytest.approx(0.75)
     # One number for all plans explains nothing.
     assert score_differences([[judged(10, 11), judged(10, 9)]]).r2 == pytest.approx(0.0)
-    # Over two cases each is a share of its own mean: 10 and 100 times as long steps count alike.
+    # Across two cases, each counts relative to its own mean, so steps of 10 and 100 times the length weigh the same.
     long = [judged(1050, 1100), judged(950, 900)]
     assert score_differences([[judged(11, 11), judged(9, 9)], long]).r2 == pytest.approx(1 - 0.5 / 4)
     assert score_differences([]).r2 is None and score_differences([[judged(1, 2), judged(3, 2)]]).r2 is None
@@ -53,7 +53,7 @@ def test_pairs_that_differ_clearly_are_ordered_right_or_not(script):
     points = [judged(1.0, 1.0), judged(1.2, 1.1), judged(1.1, 1.3)]
     found = score_differences([points])
     assert (found.num_pairs, found.num_right) == (3, 2)
-    # Steps within the noise of each other say nothing of the order, nor do too few turns.
+    # Steps within each other's noise do not define an order; neither do too few turns.
     noisy = tuple(1 + 0.3 * (-1) ** turn for turn in range(9))
     assert score_differences([[judged(1.0, 1.1, shares=noisy), judged(1.1, 1.0)]]).num_pairs == 0
     assert score_differences([[judged(1.0, 1.0, shares=(1,) * 7), judged(1.2, 1.1, shares=(1,) * 7)]]).num_pairs == 0
@@ -63,7 +63,7 @@ def test_pairs_that_differ_clearly_are_ordered_right_or_not(script):
 def script():
     spec = importlib.util.spec_from_file_location("validate_tuning", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    sys.modules[spec.name] = module  # its dataclasses look up their module there
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
@@ -73,7 +73,7 @@ ORDER = range(7, -1, -1)
 
 
 def make_run(script, place, kind="real", slower=1.0, at_s=0.0):
-    """A tuning whose steps took what is predicted for them times `slower`."""
+    """A tuning whose steps took `slower` times the prediction."""
     records, default = JOB.build_calibration(), plan_by_cap(JOB.gradients, ORDER, MIB)
     calibrated = judge_tuning(TuneSettings(caps_bytes=(MIB, 4 * MIB, 8 * MIB)), records, JOB.gradients, default)
 
@@ -102,7 +102,7 @@ def test_bars_are_judged_by_the_steps_of_the_other_pass(script):
     first, second = ([replace(run, case=replace(run.case, kind="gpu"))] for run in runs)
     bars = read_bars(script.build_bars(runs, first))
     later = "another process, 11 minutes apart or more"
-    # Half of the points are 1 - 1/1.04 too short; those of pass 1 are judged by what pass 2 was calibrated to.
+    # Half of the points are too short by 1 - 1/1.04; those of pass 1 are scored with the calibration of pass 2.
     found, met = bars["MAPE of a step", later]
     assert (found, met) == ("1.9%", "met")
     assert bars["R2 of differences", "other bucket sizes"][1] == "met"

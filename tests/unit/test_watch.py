@@ -25,7 +25,7 @@ ROWS = make_rows()
 
 @pytest.fixture
 def running(tmp_path):
-    """The folder of a run of 10 steps that goes on, and what ends its process."""
+    """The folder of a running 10-step run, and a way to end its process."""
     folder = make_folder(tmp_path / "run", ROWS[:10], ended=False)
     handle = [lock_folder(folder)]
 
@@ -39,7 +39,7 @@ def running(tmp_path):
 
 @contextlib.contextmanager
 def ask(address, path=None, **headers):
-    """The answer to a request."""
+    """The response to a request."""
     parts = urlsplit(address)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=100)
     try:
@@ -93,7 +93,7 @@ def test_rows_reach_all_viewers_once_and_in_order(running):
             assert server.num_viewers == 2
         place = len((folder / METRICS_FILE).read_bytes())
         append(folder, ROWS[12])
-        with ask(server.address, events, **{"Last-Event-ID": str(place)}) as again:  # a viewer that was away
+        with ask(server.address, events, **{"Last-Event-ID": str(place)}) as again:  # a viewer that reconnects
             assert [json.loads(line)["step"] for line in read_event(again)["rows"]] == [13]
 
 
@@ -216,11 +216,11 @@ def test_the_present_is_the_median_of_the_last_steps_of_each_rank(running):
     assert len(table.rows) == 2
 
 
-# -- a program that was attached to ------------------------------------------------------------------------------------
+# -- an attached program ----------------------------------------------------------------------------------------------
 
 
 def write_steps(folder, rank, first, last, **more):
-    """What a rank of a program writes: 20 ms a step, of which the second rank waits 5 ms for data."""
+    """The file that a rank of a program writes: 20 ms per step, of which the second rank waits 5 ms for data."""
     about = {"rank": rank, "world_size": 2, "backend": "gloo", "device": "cpu", "host": "a", "threads": 1}
     steps = [(number, 0.02, 0.005 * rank, 0.001) for number in range(first, last + 1)]
     with (folder / f"rank-{rank}-{rank}.jsonl").open("a") as file:
@@ -239,7 +239,7 @@ def test_a_program_is_followed_by_steps_that_all_ranks_took_and_recording_did_no
             assert "no step taken yet" in answer.read().decode()
         write_steps(viewer.folder, 0, 2, 12)
         viewer.follow(files)
-        assert viewer.read(0) == ([], 0, 0)  # the other rank has none yet
+        assert viewer.read(0) == ([], 0, 0)  # the other rank has not written any yet
         write_steps(viewer.folder, 1, 2, 9)
         viewer.follow(files)
         rows = [json.loads(line) for line in viewer.read(0)[0]]

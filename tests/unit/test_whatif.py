@@ -68,7 +68,7 @@ def test_efficiency_never_grows_with_ranks(latency_s, rate, ranks):
     for algorithm in ("auto", "ring", "tree"):
         rows = simulate(join(latency_s, rate, algorithm=algorithm), sorted(ranks))
         for fewer, more in itertools.pairwise(rows):
-            # Of plans within a thousandth the one with the fewest buckets is taken.
+            # Among plans within 0.1 %, the one with the fewest buckets is chosen.
             assert more.efficiency <= fewer.efficiency * (1 + 2e-3)
         for row in rows:
             assert 0 < row.efficiency <= 1 + 1e-9 and row.low_s <= row.step_s <= row.high_s
@@ -78,12 +78,12 @@ def test_efficiency_never_grows_with_ranks(latency_s, rate, ranks):
 
 
 def test_a_row_by_hand():
-    """Each gradient takes 0.1 s on 2 ranks, and the next is ready after 0.2 s: only the last one is exposed."""
+    """Each gradient takes 0.1 s on 2 ranks, and one becomes ready every 0.2 s: only the last one is exposed."""
     (row,) = simulate(join(rate=400 * MIB), [2])
     assert (row.exposed_s, row.num_buckets) == (pytest.approx(0.1), 4)
     assert (row.bound, row.algorithm, row.gain) == ("bucket 4 of 4 (40 MiB)", "ring", pytest.approx(0))
     assert row.keeps_default and row.doubt == "" and row.source == "simulated"
-    # At 0.4 s each they queue: from the first on there is always one waiting.
+    # At 0.4 s each they queue: after the first, one is always waiting.
     (row,) = simulate(join(rate=100 * MIB), [2])
     assert row.exposed_s == pytest.approx(0.2 + 4 * 0.4 - 0.8) and row.bound == "network, from bucket 1 of 4"
 
@@ -158,7 +158,7 @@ def sweep(build_collective, build_samples):
         build_collective(world_size=4, num_bytes=size, timing=build_samples(1e-3 + size / 1e9, ranks=4))
         for size in (10**6, 10**7, 10**8)
     ]
-    alone = build_collective(backend="nccl", world_size=4, num_bytes=4)  # one size has no curve
+    alone = build_collective(backend="nccl", world_size=4, num_bytes=4)  # a single size does not define a curve
     (found,) = build_sweeps([*records, alone, build_collective(collective="broadcast")])
     return found
 
@@ -219,7 +219,7 @@ def test_a_sweep_over_several_nodes_is_a_link(sweep):
     assert apart.step_s < here.step_s
 
 
-# -- what a profile carries --------------------------------------------------------------------------------------------
+# -- the contents of a profile ----------------------------------------------------------------------------------------
 
 
 MADE = MadeJob(disturbed=((MIB, 0.8, 0.9),))
@@ -269,7 +269,7 @@ def test_a_number_of_ranks_that_was_measured_twice_is_one_neighbour():
 def test_copies_and_launches_are_part_of_a_predicted_step():
     free = replace(MADE, gather_s=0.0, launch_s=0.0, disturbed=())
     (here,), (there,) = (predict_made(join(), [8], made) for made in (replace(MADE, disturbed=()), free))
-    # One bucket is best where messages take no time: one launch, and all copies.
+    # With free messages, one bucket is best: one launch, and all the copies.
     assert here.step_s - there.step_s == pytest.approx(MADE.gather_s + MADE.launch_s)
     assert there.step_s == pytest.approx(MADE.plain_s) and here.num_buckets == 1
     (alone,) = predict_made(join(), [1])
@@ -279,9 +279,9 @@ def test_copies_and_launches_are_part_of_a_predicted_step():
 def test_the_measured_slowdown_of_ranks_on_a_host_is_used():
     one, four, eight = predict_made(join(ranks_per_node=8), [2, 4, 8], slowed=1.3)
     assert (one.neighbours_s, four.neighbours_s) == (0.0, pytest.approx(0.3 * MADE.plain_s))
-    assert eight.neighbours_s == pytest.approx(0.9 * MADE.plain_s)  # along the line: 1, 1.3, 1.9
+    assert eight.neighbours_s == pytest.approx(0.9 * MADE.plain_s)  # on the fitted line: 1, 1.3, 1.9
     assert four.bound == "contention between ranks of a host" and four.efficiency < 1 / 1.3
-    (apart,) = predict_made(join(), [8], slowed=1.3)  # each on a node of its own
+    (apart,) = predict_made(join(), [8], slowed=1.3)  # one rank per node
     assert apart.neighbours_s == 0
 
 
@@ -291,7 +291,7 @@ def test_an_unmeasured_slowdown_only_widens_the_interval():
 
 
 def test_the_interval_includes_the_models_own_error():
-    """10 % of what communication adds, one standard deviation: nothing else varies on a network without an error."""
+    """One standard deviation is 10 % of the cost of communication; on an exact network nothing else varies."""
 
     class Certain(AssumedFabric):
         def draw(self, source, shift=None):
@@ -310,7 +310,7 @@ def test_a_gpu_profile_without_contention_uses_published_numbers():
     lines = describe_scenario(gpu, [join()])
     assert any(line.startswith("contention on net: assumed: a GPU computes 18.9% longer") for line in lines)
     (here,), (there,) = (simulate_what_if(job, [job] * 50, join(rate=400 * MIB), [2]) for job in (gpu, JOB))
-    # Three of four messages of 0.1 s are hidden, and slow 0.3 s of computing; each also takes longer meanwhile.
+    # Three of four 0.1 s messages are hidden, which slows 0.3 s of compute; each message also takes longer meanwhile.
     slowed_s = 0.3 * 0.189 / 1.189
     assert slowed_s < here.exposed_s - there.exposed_s < slowed_s + 0.1 * (1 / 0.6 - 1)
     assert here.high_s - here.low_s > there.high_s - there.low_s

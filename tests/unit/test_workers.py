@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+import torch._dynamo  # optimizers import it, and importing it sets an environment variable; do that before any test
 from torch import nn
 
 from paceline.strategy import Strategy
@@ -39,7 +39,7 @@ def parameters_of(learner):
     return [[param.detach().clone() for param in each.parameters] for each in learner.workers.learners]
 
 
-@pytest.mark.parametrize("size", [8, 7, 2])  # in equal parts, in unequal ones, and fewer samples than workers
+@pytest.mark.parametrize("size", [8, 7, 2])  # equal shares, unequal shares, and fewer samples than workers
 def test_workers_that_send_all_learn_as_one(size):
     alone, several = make_learner(), build_workers(make_learner(), 3, Strategy.parse("dense"))
     outcomes = run(alone, 5, size), run(several, 5, size)

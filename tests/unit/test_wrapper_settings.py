@@ -1,4 +1,5 @@
-"""What `bench wrappers` rejects before any rank starts, the order of its rounds, and how torch's wrapper is tuned."""
+"""Requests that `bench wrappers` rejects before any rank starts, the order of its rounds, and how torch's wrapper is
+tuned."""
 
 import itertools
 from collections import Counter
@@ -59,14 +60,14 @@ def test_each_variant_follows_every_other_equally_often(count):
 
 
 def test_random_orders_are_independent_between_rounds():
-    """Otherwise a comparison of equal plans is not a fair coin: runs of equal signs must be as long as a coin's."""
+    """Otherwise comparing equal plans is not a fair coin: runs of equal signs must be as long as those of a coin."""
     first = [draw_turns(2, repetition, seed=3)[0] for repetition in range(4000)]
     assert abs(sum(first) / 4000 - 0.5) < 0.03
     for apart in (1, 2, 3, 4):
         equal = sum(a == b for a, b in zip(first, first[apart:], strict=False))
         assert abs(equal / (4000 - apart) - 0.5) < 0.03, apart
     assert sorted(draw_turns(6, 7, 3)) == list(range(6)) and draw_turns(6, 7, 3) == draw_turns(6, 7, 3)
-    other = [draw_turns(2, repetition, seed=4)[0] for repetition in range(4000)]  # from another comparison
+    other = [draw_turns(2, repetition, seed=4)[0] for repetition in range(4000)]  # a different comparison
     assert abs(sum(a == b for a, b in zip(first, other, strict=True)) / 4000 - 0.5) < 0.03
 
 
@@ -81,7 +82,8 @@ def _meta(model):
 
 def test_caps_with_the_same_partition_are_tried_once():
     assert _names(_meta("tiny")) == ["torch's own caps"]
-    # Four layers of a little over 16 MiB: 1, 5 and 10 MiB cut alike, and a 50 MiB bucket closes only with the last.
+    # Four layers of slightly more than 16 MiB: 1, 5 and 10 MiB give the same cuts; a 50 MiB bucket closes only with the
+    # last.
     assert _names(_meta("mlp")) == ["torch's own caps", "cap 1 MiB", "cap 25 MiB", "cap 50 MiB"]
     assert _names(_meta("resnet18"))[-2:] == ["cap 25 MiB", "cap 50 MiB"]
 
