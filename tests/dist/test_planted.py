@@ -66,3 +66,13 @@ def test_nine_of_ten_runs_and_healthy_ones_are_named_right(tmp_path, monkeypatch
         found["attach", kind] = find_first_sentence(attached)
     wrong = {key: said for key, said in found.items() if not said.startswith(SAYS[key[1]])}
     assert len(wrong) <= 1 and not any(kind == "nothing" for _, kind in wrong), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["garbage collection", "evaluation", "checkpoint"])
+def test_a_pause_between_steps_is_found(kind):
+    program = str(Path(__file__).with_name("ailing.py"))
+    result = paceline.attach([*TORCHRUN, program, kind], progress=False)
+    found = {one.kind: one for one in result.bottlenecks}
+    assert kind in found, result.text(None)
+    assert kind != "checkpoint" or found[kind].rank == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
+import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +36,13 @@ def torch_as_it_was(monkeypatch) -> Iterator[None]:
         monkeypatch.setattr(optimizers, name, type(getattr(optimizers, name))(getattr(optimizers, name)))
     monkeypatch.setattr(observer.atexit, "register", lambda *_: None)
     monkeypatch.setattr(observer.multiprocessing.util, "Finalize", lambda *_, **__: None)
+    for owner, name in ((torch, "save"), (torch.nn.Module, "train")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    callbacks = [*gc.callbacks]
     init, fetch = DistributedDataParallel.__init__, _BaseDataLoaderIter.__next__
     yield
     DistributedDataParallel.__init__, _BaseDataLoaderIter.__next__ = init, fetch
+    gc.callbacks[:] = callbacks
 
 
 class Program:
@@ -235,7 +242,7 @@ def test_steps_are_timed_with_their_data_and_some_are_recorded(tmp_path):
     Program().train(20)
     found = read(tmp_path)
     assert [step[0] for step in found["steps"]] == list(range(2, 17))
-    assert all(0 < data_s < step_s and host_s > 0 for _, step_s, data_s, host_s in found["steps"])
+    assert all(0 < data_s < step_s and host_s > 0 for _, step_s, data_s, host_s, *_ in found["steps"])
     assert found["recorded"] == [7, 11] and found["num_steps"] == 16
     assert (found["rank"], found["world_size"], found["device"], found["backend"]) == (0, 1, "cpu", "none")
     events = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]
@@ -342,3 +349,53 @@ def test_a_wrapper_is_noted_however_its_constructor_is_called(tmp_path, monkeypa
     DistributedDataParallel.__init__(first, "net")
     DistributedDataParallel.__init__(self=second, module="net")  # as our replacement for torch's `__init__` does
     assert observer._list_wrappers() == [first, second]
+
+
+def test_pauses_between_steps_are_timed_apart_from_data(tmp_path, monkeypatch):
+    gc.disable()  # except when called
+    observed = observe(tmp_path, steps=12)
+    program = Program()
+    observed._roots.add(id(program.models[0]))  # as if a wrapper contained it
+    program.train(6)
+    program.models[0].eval()
+    time.sleep(0.05)
+    torch.save({}, tmp_path / "inside.pt")
+    assert list(program.loader)  # not a wait for data
+    program.models[0].train()
+    torch.nn.Linear(2, 2).eval()  # any other module says nothing
+    gc.collect(0)
+    gc.collect()
+    threading.Thread(target=torch.save, args=({}, tmp_path / "aside.pt")).start()
+    program.train(6)
+    gc.enable()
+    steps = {number: times for number, *times in read(tmp_path)["steps"]}
+    for number, (step_s, data_s, _, evaluated_s, saved_s, collected_s, elements) in steps.items():
+        assert (evaluated_s >= 0.05) == (saved_s > 0) == (collected_s > 0) == (number == 7)
+        assert data_s + evaluated_s + saved_s <= step_s and elements == 8
+    assert torch.save.__module__ == "torch.serialization" and not hasattr(torch.save, "__wrapped__")
+    assert observed._time_collection not in gc.callbacks
+
+
+def test_a_program_that_trains_in_evaluation_mode_does_not_evaluate(tmp_path):
+    observed = observe(tmp_path, steps=8)
+    program = Program()
+    observed._roots.add(id(program.models[0]))
+    for _ in range(10):
+        program.models[0].eval()
+        program.train(1)
+    assert [step[4] for step in read(tmp_path)["steps"]] == [0.0] * 7
+
+
+def test_padding_is_found_in_sequences_and_masks_only():
+    tokens = torch.randint(1, 99, (16, 32))
+    assert observer._find_padding(tokens) < 0.01
+    tokens[:, 8:] = 0
+    assert observer._find_padding(tokens) == pytest.approx(0.73, abs=0.02)  # one may be the end of a sentence
+    assert observer._find_padding(tokens.flip(1)) == observer._find_padding(tokens)
+    mask = (torch.arange(32) < 8).long().repeat(16, 1)
+    assert observer._find_padding(mask) == 0.75 == observer._find_padding(mask.bool().flip(1))
+    classes = (torch.rand(64, 32) < 0.1).long()  # several classes of each sample
+    for other in (classes, mask.float(), mask[0], mask[:, :4], mask[None]):
+        assert observer._find_padding(other) == 0.0
+    found = observer._list_tensors({"a": [tokens, (mask, "text")], "b": None})
+    assert [one is other for one, other in zip(found, (tokens, mask), strict=True)] == [True, True]

@@ -12,16 +12,18 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import multiprocessing.util
 import os
+import platform
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +43,9 @@ _STOP_S = 60.0  # how long to wait for the GPU's last steps when stopping the pr
 _CLOSE_S = 5.0  # the same when the program ends by itself
 _POLL_S = 1e-3
 _MOST_EXITS = 3  # how many times a program may catch the exit that `--stop` requests
+_LEAST_TOKENS = 8  # shortest rows of integers that count as sequences
+_MOST_BUFFER_BYTES = 64 * 2**20  # larger buffers are not checked for changes
+_OLDEST = 2  # garbage generation whose collections are pauses; younger ones are short
 # Attributes in which wrappers keep their bucket sizes: ours, and torch's in several versions.
 _BUCKET_ATTRIBUTES = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
 
@@ -68,13 +73,16 @@ def attach() -> None:
 
 
 class _LaunchedStep(NamedTuple):
-    """A step that the host has launched, with timestamps of its device; `waits` are spans spent in data loaders."""
+    """A step that the host has launched, with timestamps of its device. `spans` are those in data loaders, evaluation
+    and `torch.save`, `collected_s` is host time in garbage collection, and `elements` the size of its batches."""
 
     number: int
     begin: Any
     end: Any
-    waits: list[tuple[Any, Any]]
+    spans: list[tuple[str, Any, Any]]
     host_s: float
+    collected_s: float
+    elements: int
 
 
 class Observer:
@@ -92,14 +100,22 @@ class Observer:
         self._seen: list[int] = []
         self._last = 0  # ID of the optimizer that ends a step
         self._launched: deque[_LaunchedStep] = deque()  # steps that the device may not have finished
-        self._steps: list[tuple[int, float, float, float]] = []
+        self._steps: list[tuple[float, ...]] = []
         self._num_steps = 0
         self._num_exits = 0
         self._pid = 0
         self._thread = 0
         self._device = torch.device("cpu")
         self._begin: Any = 0.0
-        self._waits: list[tuple[Any, Any]] = []
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._inside = ""  # the kind of span that is open, and its begin
+        self._opened: Any = 0.0
+        self._collected_s = self._collecting_s = 0.0
+        self._elements = 0  # size of the batches of this step
+        self._padded: list[float] = []
+        self._roots: set[int] = set()  # IDs of wrappers and of the modules in them
+        self._buffers: list[tuple[Any, Any]] = []  # buffers and their early values
+        self._used: dict[str, float] = {}
         self._end_s = 0.0
         self._written_s = 0.0
         self._profiler: Any = None
@@ -116,6 +132,10 @@ class Observer:
             if kind is not None:
                 self._patch(kind, "__init__", self._note_wrapper)
         self._patch(DataLoaderIterator, "__next__", self._time_data)
+        self._patch(torch.nn.Module, "train", self._time_evaluation)
+        self._patch(torch, "save", self._time_saving)
+        gc.callbacks.append(self._time_collection)
+        self._patches.callback(gc.callbacks.remove, self._time_collection)
         register_optimizer_step_pre_hook(self._before_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
 
@@ -128,21 +148,84 @@ class Observer:
     def _note_wrapper(self, original: Any) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            self._wrapped.append(weakref.ref(args[0] if args else kwargs["self"]))
+            wrapper = args[0] if args else kwargs["self"]
+            self._wrapped.append(weakref.ref(wrapper))
+            self._roots.update((id(wrapper), id(getattr(wrapper, "module", None))))
 
         return call
 
     def _time_data(self, original: Any) -> Callable[[Any], Any]:
         def call(iterator: Any) -> Any:
-            if threading.get_ident() != self._thread:
+            if not self._open_span("data"):
                 return original(iterator)
-            begin = mark(self._device)
             try:
-                return original(iterator)
+                batch = original(iterator)
             finally:
-                self._waits.append((begin, mark(self._device)))
+                self._close_span()
+            with contextlib.suppress(Exception):  # a batch may be of any type
+                self._note_batch(batch)
+            return batch
 
         return call
+
+    def _note_batch(self, batch: Any) -> None:
+        tensors = list(itertools.islice(_list_tensors(batch), 8))
+        self._elements += max((one.numel() for one in tensors), default=0)
+        if self._range is not None:  # in a recorded step, whose time does not count
+            self._padded += itertools.islice(filter(None, map(_find_padding, tensors)), 1)
+
+    def _time_evaluation(self, original: Any) -> Callable[..., Any]:
+        """From `model.eval()` to `model.train()`."""
+
+        def call(module: Any, mode: bool = True) -> Any:
+            if id(module) in self._roots:
+                if not mode:
+                    self._open_span("evaluation")
+                elif self._inside == "evaluation":
+                    self._close_span()
+            return original(module, mode)
+
+        return call
+
+    def _time_saving(self, original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_evaluating = self._inside == "evaluation" and self._is_own_thread()
+            if is_evaluating:
+                self._close_span()
+            is_open = self._open_span("checkpoint")
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if is_open:
+                    self._close_span()
+                if is_evaluating:
+                    self._open_span("evaluation")
+
+        return call
+
+    def _time_collection(self, phase: str, info: Mapping[str, int]) -> None:
+        if info["generation"] < _OLDEST or self._inside:
+            return
+        now_s = time.perf_counter()
+        if phase == "start":
+            self._collecting_s = now_s
+        elif self._collecting_s:
+            self._collected_s += now_s - self._collecting_s
+            self._collecting_s = 0.0
+
+    def _is_own_thread(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _open_span(self, name: str) -> bool:
+        """Whether it was opened: spans do not overlap, and those of other threads do not delay a step."""
+        if self._inside or not self._is_own_thread() or _is_captured():
+            return False
+        self._inside, self._opened = name, mark(self._device)
+        return True
+
+    def _close_span(self) -> None:
+        self._spans.append((self._inside, self._opened, mark(self._device)))
+        self._inside = ""
 
     def _before_optimizer(self, *_: Any) -> None:
         # Stop here, not at the end of a step, where the optimizer's range is still open.
@@ -169,6 +252,7 @@ class Observer:
             return
         end = mark(self._device)
         now_s = time.perf_counter()
+        self._inside = ""  # a program may train in evaluation mode
         if not self._num_steps and id(optimizer) not in self._seen:
             self._open(optimizer)
             self._seen.append(id(optimizer))
@@ -180,13 +264,16 @@ class Observer:
                 self._finish()
                 return
             self._num_steps = max(1, self._num_steps) + 1
-            step = _LaunchedStep(self._num_steps, self._begin, end, self._waits, now_s - self._end_s)
+            host_s, collected_s, elements = now_s - self._end_s, self._collected_s, self._elements
+            step = _LaunchedStep(self._num_steps, self._begin, end, self._spans, host_s, collected_s, elements)
             self._launched.append(step)
             self._advance()
         # Our own work after a step, such as starting a profile, is not part of any step.
         self._begin = mark(self._device)
         self._end_s = time.perf_counter()
-        self._waits = []
+        self._spans = []
+        self._collected_s = 0.0
+        self._elements = 0
 
     def _open(self, optimizer: Optimizer) -> None:
         """Called at the first optimizer step, which shows that this process trains: find its rank and its files."""
@@ -204,6 +291,9 @@ class Observer:
             "backend": dist.get_backend() if is_open else "none",
             "device": self._device.type,
             "threads": torch.get_num_threads(),
+            "host": platform.node(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "optimizer": _describe_optimizer(optimizer),
         }
         self._path /= f"rank-{rank}-{self._pid}.jsonl"
         # Forked processes do not run atexit handlers, and torch.multiprocessing's only run multiprocessing finalizers.
@@ -216,7 +306,11 @@ class Observer:
         number = self._num_steps
         self._read_finished()
         if number == _FINAL_BUCKETS_STEP:  # the wrappers may be gone at the end of the program
-            self._head["wrappers"] = list(map(_describe, self._list_wrappers()))
+            wrappers = self._list_wrappers()
+            self._head["wrappers"] = list(map(_describe, wrappers))
+            self._head["options"] = _describe_options(wrappers[0]) if wrappers else {}
+            self._buffers = _copy_buffers(wrappers)
+            self._used = _read_usage()
         if self._profiler is not None:
             self._open_range()
         elif settings.record and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED:
@@ -237,13 +331,17 @@ class Observer:
         while self._launched:
             step = self._launched[0]
             # Check all timestamps: a program may change streams within a step.
-            moments = [step.begin, step.end, *itertools.chain(*step.waits)]
+            moments = [step.begin, step.end, *(moment for _, *ends in step.spans for moment in ends)]
             while not all(map(is_past, moments)):
                 if time.monotonic() >= until_s:
                     return
                 time.sleep(_POLL_S)
-            data_s = sum(between_s(*wait) for wait in step.waits)
-            self._steps.append((step.number, between_s(step.begin, step.end), data_s, step.host_s))
+            spent = dict.fromkeys(("data", "evaluation", "checkpoint"), 0.0)
+            for name, *ends in step.spans:
+                spent[name] += between_s(*ends)
+            data_s, *paused = spent.values()
+            times = between_s(step.begin, step.end), data_s, step.host_s, *paused, step.collected_s, step.elements
+            self._steps.append((step.number, *times))
             self._launched.popleft()
 
     def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
@@ -315,6 +413,12 @@ class Observer:
         if self._launched and not wait_s:
             return
         self._tail["num_steps"] = self._num_steps
+        if self._used:
+            self._tail["used"] = {name: value - self._used[name] for name, value in _read_usage().items()}
+            self._tail["padded"] = self._padded
+            with contextlib.suppress(RuntimeError):  # the GPU may have failed
+                self._tail["are_buffers_constant"] = all(torch.equal(one, early) for one, early in self._buffers)
+            self._buffers = []
         if self._profiler is not None:
             self._stop_recording()
         self._end()
@@ -402,3 +506,62 @@ def list_bucket_bytes(wrapper: Any) -> list[int]:
     # torch does not rebuild its buckets if parameters may be unused.
     listed = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
     return [int(size) for size in listed.split(",") if size.strip()]
+
+
+def _describe_options(wrapper: Any) -> dict[str, Any]:
+    """The options of a wrapper that may cost time for nothing."""
+    data = wrapper._get_ddp_logging_data()
+    return {
+        "find_unused": bool(data.get("find_unused_parameters")),
+        "num_unused_bytes": int(data.get("unused_parameter_size") or 0),
+        "is_static": bool(wrapper.static_graph),
+        "buffer_bytes": sum(one.nbytes for one in wrapper.module.buffers()) if wrapper.broadcast_buffers else 0,
+    }
+
+
+def _copy_buffers(wrappers: Sequence[Any]) -> list[tuple[Any, Any]]:
+    found = [one for wrapper in wrappers for one in wrapper.module.buffers()]
+    with torch.no_grad():
+        return [(one, one.clone()) for one in found] if sum(one.nbytes for one in found) <= _MOST_BUFFER_BYTES else []
+
+
+def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    chosen = optimizer.param_groups[0]
+    return {"name": type(optimizer).__name__, "is_fused": bool(chosen.get("fused")), "can_fuse": "fused" in chosen}
+
+
+def _read_usage() -> dict[str, float]:
+    """Wall time, CPU time of this process, time that this thread waited for a core, and time that its container was
+    throttled, in seconds so far; 0 where the system does not say."""
+    found = {"wall_s": time.perf_counter(), "cpu_s": sum(os.times()[:2]), "queued_s": 0.0, "throttled_s": 0.0}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ran_ns, queued_ns, *_ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+        found["queued_s"] = queued_ns / 1e9 if ran_ns else 0.0
+    with contextlib.suppress(OSError, ValueError):
+        lines = (line.split() for line in Path("/sys/fs/cgroup/cpu.stat").read_text().splitlines())
+        found["throttled_s"] = next((int(value) / 1e6 for name, value in lines if name == "throttled_usec"), 0.0)
+    return found
+
+
+def _list_tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from itertools.chain.from_iterable(map(_list_tensors, batch.values()))
+    elif isinstance(batch, list | tuple):
+        yield from itertools.chain.from_iterable(map(_list_tensors, batch))
+
+
+def _find_padding(batch: torch.Tensor) -> float:
+    """The share of a batch of sequences that is padding: equal elements at one end of the rows, or 0 in a mask."""
+    if batch.ndim != 2 or batch.is_floating_point() or batch.device.type != "cpu" or batch.shape[1] < _LEAST_TOKENS:
+        return 0.0
+    is_mask = bool(batch.dtype == torch.bool or ((batch == 0) | (batch == 1)).all())
+    shares = []
+    for rows in (batch.long(), batch.long().flip(1)):
+        padding = 0 if is_mask else rows[:, -1].mode().values
+        run = (rows == padding).flip(1).long().cumprod(1).sum(1)
+        if is_mask and int(rows.sum()) + int(run.sum()) != rows.numel():  # other zeros: these are no masks
+            continue
+        shares.append(float((run - (run > 0).long() * (not is_mask)).sum()) / rows.numel())
+    return max(shares, default=0.0)

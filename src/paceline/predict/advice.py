@@ -346,9 +346,9 @@ def simulate_messages(
 
 
 def rank_findings(found: Iterable[Finding], step_s: float, noise: float = 0.0) -> list[Finding]:
-    """The findings of a step of `step_s`, largest predicted gain first, without those below the noise; `healthy` if
-    none is left."""
+    """The findings of a step of `step_s`, or of the step that they name, largest predicted gain first, without those
+    below the noise; `healthy` if none is left."""
     worth = max(WORTH, noise)
-    kept = [one for one in (replace(one, step_s=step_s) for one in found) if one.is_worth(worth)]
+    kept = [one for one in (replace(one, step_s=one.step_s or step_s) for one in found) if one.is_worth(worth)]
     healthy = f"nothing is found that saves more than the noise, {worth:.0%} of a step"
     return sorted(kept, key=lambda one: -one.gain_s) or [Finding("healthy", healthy, step_s=step_s)]

@@ -11,11 +11,11 @@ from paceline.records.layers import (
     ParameterTimes,
 )
 from paceline.records.samples import Samples, Summary
-from paceline.records.steps import StepRecord, TracedMessage, TracedStepRecord
+from paceline.records.steps import RankRecord, StepRecord, TracedMessage, TracedStepRecord
 from paceline.records.training import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord
 
 __all__ = [
     "BatchRecord", "BlockTimes", "CapTimeRecord", "ChunksRecord", "CodecRecord", "CollectiveRecord", "CurvePoint",
     "LargeBatchRecord", "LayerProfileRecord", "LayerSizeRecord", "LayerTimeRecord", "MemoryRecord", "NoiseRecord",
-    "ParameterTimes", "Record", "Samples", "StepRecord", "Summary", "TracedMessage", "TracedStepRecord",
+    "ParameterTimes", "RankRecord", "Record", "Samples", "StepRecord", "Summary", "TracedMessage", "TracedStepRecord",
 ]  # fmt: skip

@@ -48,6 +48,7 @@ _SUBJECTS = {
     "batch": "the small batch", "network": "exposed communication", "host": "the host", "accumulate": "communication",
     "compress": "the size of messages", "copies": "copies", "optimizer": "the optimizer", "launches": "kernel launches",
     "tensor cores": "arithmetic without tensor cores", "threads": "too many threads",
+    "evaluation": "evaluation between steps", "checkpoint": "saving checkpoints",
 }  # fmt: skip
 HEALTHY = ("healthy", "computing", "bound")  # kinds without a remedy
 

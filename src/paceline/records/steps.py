@@ -468,3 +468,40 @@ class TracedStepRecord(Record):
     @property
     def layout(self) -> tuple[int, ...]:
         return tuple(message.num_bytes for message in self.messages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord(Record):
+    """What one rank of an attached program did beside its steps, and how it is configured. Each of the tuples has a
+    value per timed step, which the times of the steps exclude: seconds in full garbage collections (host time), in
+    evaluation and in saving checkpoints, and the elements of the step's batches. The rates are shares of wall time:
+    `cpu_share` may exceed 1 with several threads, `queued_share` is waiting for a core and `throttled_share` by the
+    limits of a container. `padded_share` is that of the batches of recorded steps. `buffer_bytes` are broadcast in each
+    forward."""
+
+    kind: ClassVar[str] = "rank"
+    rank: int
+    device: str
+    host: str
+    threads: PositiveCount
+    cores: PositiveCount
+    collected_s: tuple[Seconds, ...]
+    evaluated_s: tuple[Seconds, ...]
+    saved_s: tuple[Seconds, ...]
+    elements: tuple[Count, ...]
+    cpu_share: Seconds = 0.0
+    queued_share: Seconds = 0.0
+    throttled_share: Seconds = 0.0
+    padded_share: Seconds = 0.0
+    optimizer: str = ""
+    is_fused: bool = False
+    can_fuse: bool = False
+    find_unused: bool = False
+    has_unused: bool = False
+    is_static: bool = False
+    buffer_bytes: Count = 0
+    are_buffers_constant: bool = False
+
+    @property
+    def place(self) -> str:
+        return f"rank {self.rank}"

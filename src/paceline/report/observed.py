@@ -31,6 +31,7 @@ from paceline.predict.advice import (
     rank_findings,
     remove_recording,
 )
+from paceline.predict.causes import Evidence, find_causes, find_critical
 from paceline.predict.networks import AssumedFabric, Fabric, find_network, find_networks
 from paceline.predict.predictor import Prediction
 from paceline.predict.race import Interval, Limit, Race, judge, judge_race
@@ -38,7 +39,7 @@ from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estima
 from paceline.predict.traced_job import TracedJob
 from paceline.predict.traces import find_late
 from paceline.predict.whatif import describe_scenario, simulate_what_if
-from paceline.records import CapTimeRecord, StepRecord, TracedStepRecord
+from paceline.records import CapTimeRecord, RankRecord, StepRecord, TracedStepRecord
 from paceline.records.findings import Finding, list_card
 from paceline.records.samples import find_noise, group_by
 from paceline.records.steps import RACED
@@ -399,7 +400,7 @@ class AttachedResult(Result):
     @property
     def critical(self) -> RankRow:
         """The row of the rank that waits least for the others, which is the one that limits the step."""
-        return min(self.rows, key=lambda row: (row.waiting_s or 0.0, -row.step_s))
+        return find_critical(self.rows)
 
     def _list_findings(self, recorded: Sequence[TracedStepRecord]) -> Iterator[Finding]:
         waits = [row.data_s for row in self.rows]
@@ -417,6 +418,7 @@ class AttachedResult(Result):
             interval_s = estimate_mean([s - own_s for s in late_s], gain_s)
             yield blame_rank(late, gain_s, interval_s, find_slow_operator(recorded, late.rank))
         yield blame_host(self.idle_s, self.step_s)
+        yield from find_causes(Evidence(self.rows, self.only(RankRecord), recorded, self.idle_s))
         saved_s = 0.0
         verdicts = ("use",) if self.busy is None else ("use", "undecided")
         if self.buckets is not None and (self.race or self.buckets).verdict in verdicts:

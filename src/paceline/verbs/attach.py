@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import ConfigError, LaunchError, refuse
 from paceline.options import check_counts
-from paceline.records import Record, Samples, StepRecord, TracedStepRecord
+from paceline.records import RankRecord, Record, Samples, StepRecord, TracedStepRecord
 from paceline.records.steps import RACED
 from paceline.records.store import Run, pause_collection, write_new
 from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
@@ -51,6 +51,7 @@ _BEFORE = 10  # steps before tracing starts
 _END_S = 60.0  # how long a program may take to end after all its ranks were asked to
 _LAST_S = 5.0  # how long ranks may take to end after the first has
 _POLL_S = 0.3
+_SHARES = ("cpu", "queued", "throttled")  # of wall time, as ranks report them
 _MOST_STEPS = 5000  # number of recent steps to keep for a watched program
 
 
@@ -99,7 +100,7 @@ def attach(
             ranks = _run(session, seen, asked | recorded, viewer)
         traces, traced, why = _read_traces(ranks)
         session.warnings += why
-        records: list[Record] = [_build_record(ranks, traced), *traced]
+        records: list[Record] = [_build_record(ranks, traced), *_build_ranks(ranks), *traced]
         if session.folder is not None and traces:
             from paceline.predict.traces import merge_traces, render_trace
 
@@ -114,11 +115,12 @@ def attach(
 
 @dataclass
 class _Rank:
-    """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds), all other facts in
-    `about`, and `place`, the position up to which its file has been read."""
+    """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds, seconds in
+    evaluation, in checkpoints and in garbage collections, elements of its batches), all other facts in `about`, and
+    `place`, the position up to which its file has been read."""
 
     about: dict[str, Any] = field(default_factory=dict)
-    steps: list[tuple[int, float, float, float]] = field(default_factory=list)
+    steps: list[tuple[float, ...]] = field(default_factory=list)
     place: int = 0
 
 
@@ -256,7 +258,8 @@ class _Viewer(Follower):
             if self._step:
                 if self._traced is None and all("trace" in rank.about for rank in self._ranks):
                     self._traced = _read_traces(self._ranks)[1]
-                records = [_build_record(self._ranks, self._traced or ()), *(self._traced or ())]
+                traced = self._traced or ()
+                records = [_build_record(self._ranks, traced), *_build_ranks(self._ranks), *traced]
             run = Run(self._session.verb, self._session.config, self._session.environment, tuple(records))
         if not records:
             return _Waiting(run, self._session.folder)
@@ -269,7 +272,7 @@ class _Viewer(Follower):
         with self.lock:
             self._ranks = files.read()
             if self._ranks and len(self._ranks) == self._ranks[0].about["world_size"]:
-                by_rank = [{number: times for number, *times in rank.steps} for rank in self._ranks]
+                by_rank = [{int(number): times for number, *times in rank.steps} for rank in self._ranks]
                 new = sorted(number for number in set.intersection(*map(set, by_rank)) if number > self._step)
                 shown = (number for number in new if number not in self._slower)
                 found = [(number, zip(*(steps[number][:2] for steps in by_rank), strict=True)) for number in shown]
@@ -328,7 +331,8 @@ def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedSt
     traces = []
     steps: list[TracedStepRecord] = []
     why: dict[str, None] = {}
-    for about in (rank.about for rank in ranks):
+    for rank in ranks:
+        about = rank.about
         if "trace" not in about:
             if found := about.get("not_recorded") or about.get("error"):
                 why[f"no step was recorded: {found}"] = None
@@ -337,33 +341,94 @@ def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedSt
             document = json.loads((about["folder"] / about["trace"]).read_text(errors="replace"))
             traces.append(read_chrome(document, about["rank"], about["world_size"]))
             if about["world_size"] > 1:
-                steps += read_steps(traces[-1])
+                steps += _drop_paused(read_steps(traces[-1]), rank)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             why[f"messages could not be read from the recorded steps: {error}"] = None
     return traces, steps, list(why)
 
 
+def _drop_paused(recorded: Sequence[TracedStepRecord], rank: _Rank) -> list[TracedStepRecord]:
+    """The recorded steps without evaluation, checkpoint or collection, if there are any and the trace has all steps."""
+    first, last = rank.about["recorded"]
+    paused = {number for number, *times in rank.steps if sum(_read_pauses(times)) > 0.02 * times[0]}
+    found = [step for step in recorded if first + step.number not in paused]
+    return found if found and len(recorded) == last - first else list(recorded)
+
+
+_Times = list[dict[float, list[float]]]  # the times of each step of each rank, by number
+
+
+def _pick_steps(ranks: Sequence[_Rank]) -> tuple[_Times, list[float], list[float]]:
+    """The steps of each rank, the numbers of those that all ranks took, and of those to use: after the first ones, and
+    not recorded."""
+    first, last = ranks[0].about.get("recorded", (0, -1))
+    by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
+    common = sorted(set.intersection(*map(set, by_rank)))
+    return by_rank, common, [n for n in common if n > _WARMUP and not first <= n <= last] or common
+
+
+def _read_pauses(times: Sequence[float]) -> tuple[float, float, float]:
+    """Seconds in evaluation, in checkpoints and in garbage collections."""
+    evaluated_s, saved_s, collected_s = (*times, *[0.0] * 6)[3:6]
+    return evaluated_s, saved_s, collected_s
+
+
 def _build_record(
     ranks: Sequence[_Rank], traced: Sequence[TracedStepRecord] = (), only: Sequence[int] = (), **more: Any
 ) -> StepRecord:
-    """One record of the steps that all ranks took and none traced, or of `only` these steps."""
+    """One record of the steps that all ranks took and none traced, or of `only` these steps. Pauses do not count as
+    parts of a step: all ranks wait for the longest one."""
     about = ranks[0].about
-    first, last = about.get("recorded", (0, -1))
-    by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
-    common = sorted(set.intersection(*map(set, by_rank)))
-    used = list(only) or [n for n in common if n > _WARMUP and not first <= n <= last] or common
+    by_rank, common, used = _pick_steps(ranks)
+    used = list(only) or used
     wrapper = next(iter(about.get("wrappers") or ()), {"model": "the program", "wrapper": "none"}) | more
     backend = next((step.backend for step in traced if step.backend), about["backend"])
+    is_gpu = about["device"] == "cuda"  # whose host collects garbage while the GPU works
 
-    def build(place: int, numbers: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+    def build(place: int, numbers: Sequence[float]) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(float(steps[number][place]) for steps in by_rank) for number in numbers)
+
+    def build_timing(numbers: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+        found = []
+        for number in numbers:
+            paused_s = max(sum(_read_pauses(steps[number])[: 2 if is_gpu else 3]) for steps in by_rank)
+            found.append(tuple(max(steps[number][1], steps[number][0] - paused_s) for steps in by_rank))
+        return tuple(found)
 
     return StepRecord(
         backend=backend, device=about["device"], world_size=about["world_size"], batch_size=1,
-        timing=Samples(build(0, used), build(0, [n for n in common if n <= _WARMUP])), threads=about["threads"],
-        data_wait=Samples(build(1, used)), host=Samples(build(2, used)) if about["device"] == "cuda" else None,
+        timing=Samples(build_timing(used), build_timing([n for n in common if n <= _WARMUP])), threads=about["threads"],
+        data_wait=Samples(build(1, used)), host=Samples(build(2, used)) if is_gpu else None,
         **wrapper | {"bucket_bytes": tuple(wrapper.get("bucket_bytes", ()))},
     )  # fmt: skip
+
+
+def _build_ranks(ranks: Sequence[_Rank]) -> list[RankRecord]:
+    """What each rank did beside the timed steps; nothing if a rank did not say."""
+    by_rank, _, numbers = _pick_steps(ranks)
+    found = []
+    for rank, steps in zip(ranks, by_rank, strict=True):
+        about, used = rank.about, [steps[number] for number in numbers]
+        if "cores" not in about:
+            return []
+        options, optimizer, usage = (about.get(name) or {} for name in ("options", "optimizer", "used"))
+        evaluated_s, saved_s, collected_s = zip(*map(_read_pauses, used), strict=True)
+        shares = {name: usage.get(f"{name}_s", 0.0) / usage["wall_s"] for name in _SHARES} if usage else {}
+        padded = about.get("padded") or [0.0]
+        found.append(
+            RankRecord(
+                rank=about["rank"], device=about["device"], host=about["host"], threads=about["threads"],
+                cores=about["cores"], collected_s=collected_s, evaluated_s=evaluated_s, saved_s=saved_s,
+                elements=tuple(int((*times, *[0] * 7)[6]) for times in used), padded_share=statistics.fmean(padded),
+                optimizer=optimizer.get("name", ""), is_fused=optimizer.get("is_fused", False),
+                can_fuse=optimizer.get("can_fuse", False), find_unused=options.get("find_unused", False),
+                has_unused=options.get("num_unused_bytes", 0) > 0, is_static=options.get("is_static", False),
+                buffer_bytes=options.get("buffer_bytes", 0),
+                are_buffers_constant=about.get("are_buffers_constant", False),
+                **{f"{name}_share": max(0.0, share) for name, share in shares.items()},
+            )
+        )  # fmt: skip
+    return found
 
 
 def _compare_plans(
