@@ -62,7 +62,7 @@ def test_a_factory_is_tuned_on_ranks_of_its_own(tuned):
     parameters = dict(build()[0].named_parameters())
     assert {p.name: p.num_bytes for p in profile.parameters} == {n: p.nbytes for n, p in parameters.items()}
     assert tuned.verdict in VERDICTS and tuned.answer.startswith("TwoTowers on 2 ranks")
-    assert tuned.gain.low <= tuned.gain.value <= tuned.gain.high and tuned.regret[0] <= tuned.regret[1]
+    assert tuned.gain_interval[0] <= tuned.gain <= tuned.gain_interval[1] and tuned.regret[0] <= tuned.regret[1]
     assert {gradient.name for gradient in tuned.plan.gradients} == set(parameters)
     assert tuned.next_steps == ("paceline.DDP(model, plan=result.plan)",)
 

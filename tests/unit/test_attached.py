@@ -497,3 +497,15 @@ def test_the_operator_that_makes_a_rank_late_is_named():
         records.append(replace(step, operators=(OperatorTime("aten::mm", 0.03), OperatorTime("SlowBackward", own_s))))
     finding = build((result.steps, *records)).bottleneck
     assert (finding.kind, finding.rank, finding.operator) == ("late rank", 1, "SlowBackward")
+
+
+def test_the_bars_of_a_rank_add_up_to_its_step():
+    result = build((made_steps((0.1, 0.14)), *(made_step(rank, 1, (0.1,) * 4) for rank in (0, 1))))
+    axes = result.figure("step").axes[0]
+    ends = [0.0] * len(result.rows)
+    for bars in axes.containers:
+        for number, bar in enumerate(bars):
+            assert bar.get_x() == pytest.approx(ends[number])
+            ends[number] += bar.get_width()
+    assert ends == pytest.approx([1e3 * row.step_s for row in result.rows], rel=0.01)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]

@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.records.samples import compare_medians
 from paceline.records.store import Run, load_run
 from paceline.report.compared import ComparisonResult, TrainComparisonResult, compare_results
-from paceline.report.page import PAGE_FILE, render_page, save_page, split_verdict
+from paceline.report.page import PAGE_FILE, render_markdown, render_page, save_page, split_verdict
 from paceline.report.result import build_result, load_result
 from paceline.verbs.report import save_report
 from tests.unit.made_runs import PLANTED, Job, make_folder, make_result, make_rows
@@ -260,3 +260,15 @@ def test_runs_that_share_no_number_still_make_a_page(tmp_path):
     result = save_report(runs, page=tmp_path / "both.html")
     assert isinstance(result, ComparisonResult) and result.rows == [] and "model" in result.differences
     assert (tmp_path / "both.html").read_text().count("<section>") == 3
+
+
+def test_markdown_has_the_answer_the_main_table_and_the_rest_folded():
+    result = load_result(RESULTS / "neoverse-n1-2-cores/tune-1Gb-link-torch")
+    text = render_markdown([result])
+    assert len(result.tables()) > 1
+    visible, _, folded = text.partition("<details>")
+    assert text.startswith(f"### {split_verdict(result.headline)[0]}\n")
+    assert result.table().markdown().rstrip() in visible
+    others = [table for table in result.tables()[1:] if table.rows]
+    assert all(table.markdown().rstrip() in folded and table.markdown() not in visible for table in others)
+    assert text.count("<details>") == text.count("</details>")

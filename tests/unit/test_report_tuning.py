@@ -72,7 +72,7 @@ def test_flat():
     within = "all 2 compared plans are within ±1 % of the default (8 buckets)"
     assert answer == f"flat: {within} over 40 alternating rounds; keep it"
     result = make_result(tuning)
-    assert (result.verdict, result.plan, result.gain) == ("flat", tuning.candidates[0].plan, tuning.race.gain)
+    assert (result.verdict, result.plan, result.gain) == ("flat", tuning.candidates[0].plan, 0.0)
     assert result.answer == f"made on 2 ranks, wrapper paceline, backend gloo: {answer}."
     assert result.regret[1] <= 0.01
 
@@ -112,7 +112,7 @@ def test_the_race_decides(times_s, spread, verdict, words):
     assert result.verdict == verdict and "\n" not in answer
     place = min(range(3), key=lambda number: times_s[number]) if verdict == "use" else 0
     assert result.plan == tuning.candidates[place].plan
-    assert result.gain.value == pytest.approx(times_s[place] / 0.150, rel=0.01)
+    assert 1 - result.gain == pytest.approx(times_s[place] / 0.150, rel=0.01)
     rows = result.table("race").rows_json()
     assert [row["plan"] for row in rows] == list(confirmed)
     assert [row["measured_s"] for row in rows] == pytest.approx(times_s, rel=0.03)

@@ -51,7 +51,7 @@ def test_a_folder_of_runs_is_not_a_run_and_the_newest_is_named(tmp_path):
 
 
 def test_a_mistyped_keyword_is_not_blamed_on_a_file(tmp_path):
-    with pytest.raises(TypeError, match="networks"):
+    with pytest.raises(TypeError, match=r"predict\(\).*did you mean network\?"):
         paceline.predict(tmp_path, networks="10gbe")
 
 

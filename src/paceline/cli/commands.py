@@ -46,7 +46,7 @@ _PANELS = {
     LEARNING: "epochs lr schedule recipes",
     MEASUREMENT: "at_once budget caps compare confirm evaluations every faults iters limit memory network_ranks "
     "patience predict_ranks quick restart seeds shapes steps stop strict systems target trials updates warmup",
-    OUTPUT: "browser details json out page plot resume watch",
+    OUTPUT: "browser details format json out page plot resume watch",
 }
 
 _MOST_TEXT = 4096  # longest path on Linux, and more than any list or number needs

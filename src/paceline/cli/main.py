@@ -363,7 +363,26 @@ Command("studies.fault_trials:faults").add(
     "Which faults are identified, and how soon? Repeatedly kills, stops or hangs a small job.\n\n"
     "Compares with torchrun and torch's own wrapper, interleaved; each job has its own processes.",
 )
-Command("verbs.report:save_report", help={"runs": "Folders of runs; several are compared."}).add(
+
+
+def _report(*, format: str = "html", **given: Any) -> Any:
+    """Reports runs.
+
+    Args:
+        format: html (writes one page) or md (prints Markdown, for a pull request or the summary of a CI job)
+    """
+    from paceline.report.page import render_markdown
+    from paceline.verbs.report import load_all, save_report
+
+    refuse((format not in ("html", "md"), f"--format {format} is unknown: use html or md"))
+    if format == "html":
+        return save_report(**given)
+    refuse(("page" in given, "--page with --format md, which writes no page: leave it out"))
+    print(render_markdown(load_all(given.get("runs") or ())), end="")
+    raise typer.Exit
+
+
+Command("verbs.report:save_report", _report, help={"runs": "Folders of runs; several are compared."}).add(
     app, "report", "Show any run on one self-contained HTML page, or compare several runs."
 )
 Command(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import difflib
 import errno
 import functools
 import gc
@@ -115,7 +116,13 @@ def naming_damage() -> Callable[[Callable[P, T]], Callable[P, T]]:
 
         @functools.wraps(verb)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            signature.bind(*args, **kwargs)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                unknown = next((name for name in kwargs if name not in signature.parameters), "")
+                close = difflib.get_close_matches(unknown, signature.parameters, 1)
+                advice = f"; did you mean {close[0]}?" if close else ""
+                raise TypeError(f"{verb.__name__}() {error}{advice}") from None
             try:
                 return verb(*args, **kwargs)
             except PacelineError:

@@ -309,6 +309,7 @@ _PARTS = {
     "data_s": "data", "forward_s": "forward", "backward_s": "backward", "waiting_s": "waiting for other ranks",
     "exposed_s": "exposed communication", "optimizer_s": "optimizer", "rest_s": "the rest",
 }  # fmt: skip
+_PART_COLORS = (COLORS[4], COLORS[0], COLORS[5], COLORS[3], COLORS[1], COLORS[2], "#dddddd")
 
 
 WHERE = (
@@ -590,7 +591,9 @@ class AttachedResult(Result):
         return compare_plans(race, rows)
 
     def figures(self) -> Drawings:
-        return {} if self.buckets is None else self.buckets.figures()
+        return {"step": lambda: plot_parts(self.rows, self.machine)} | (
+            {} if self.buckets is None else self.buckets.figures()
+        )
 
     @cached_property
     def step_rows(self) -> list[dict[str, Any]]:
@@ -630,6 +633,24 @@ def build_row(step: int, *times: Sequence[float]) -> dict[str, Any]:
 
 def _format_gain(gain: tuple[float, float, float]) -> str:
     return f"{gain[0]:.1%} ({gain[1]:.1%} to {gain[2]:.1%})"
+
+
+def plot_parts(rows: Sequence[RankRow], subtitle: str) -> Figure:
+    """The parts of a step as one stacked bar per rank: of all ranks, or of those with the longest steps."""
+    shown = sorted(sorted(rows, key=lambda row: -row.step_s)[:_MOST_RANKS], key=lambda row: row.rank)
+    figure, axes = new_figure("Where a step's time goes, by rank", f"{subtitle}; measured")
+    places, ends = range(len(shown)), [0.0] * len(shown)
+    for number, (field, name) in enumerate(_PARTS.items()):
+        widths = [max(0.0, 1e3 * (getattr(row, field) or 0.0)) for row in shown]
+        if any(width > 1e-3 * sum(ends) + 1e-6 for width in widths):
+            axes.barh(places, widths, 0.7, ends, label=name, color=_PART_COLORS[number], ec="white", lw=0.5)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axes.set_yticks(places, [f"rank {row.rank}" for row in shown])
+    axes.set(xlabel="ms", ylim=(len(shown) - 0.4, -0.6))
+    width, _ = figure.get_size_inches()
+    figure.set_size_inches(width, 1.7 + 0.42 * len(shown))
+    place_legend(figure, axes)
+    return figure
 
 
 def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:

@@ -1,4 +1,4 @@
-"""Runs as one self-contained HTML page: the verdict, figures drawn from their data, and tables.
+"""Runs as one self-contained HTML page: the verdict, figures drawn from their data, and tables; also as Markdown.
 
 Its content comes from the results: their sentences, their tables, and the artists of their matplotlib figures, which
 `page.js` redraws at the width of the screen. Everything is escaped as text, whatever a run is called.
@@ -282,6 +282,28 @@ def render_page(
         f'<script type="text/plain" id="data">{base64.b64encode(packed).decode()}</script>'
         f"<script>{script}</script></body></html>\n"
     )
+
+
+def render_markdown(results: Sequence[Result]) -> str:
+    """These results for a comment on a pull request or the summary of a CI job: the answer, the main table, and the
+    other tables folded."""
+    parts = []
+    for result in results:
+        verdict, rest = split_verdict(result.headline)
+        tables = [_render_markdown(table) for table in result.tables() if table.rows]
+        parts += [f"### {verdict}", rest, *tables[:1]]
+        parts += [f"> warning: {warning}" for warning in result.warnings[:1]]
+        parts += [f"Next: `{step}`" for step in result.next_steps[:1]]
+        said = "\n".join(f"- {line}" for line in (*result.findings, *result.warnings[1:]))
+        folded = [*tables[1:], said]
+        parts += ["<details><summary>details</summary>", *folded, "</details>"] if any(folded) else []
+        parts.append(f"<sub>{_escape(result.caption)}; {_escape(result.machine)}</sub>")
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _render_markdown(table: Table) -> str:
+    title = f"**{table.title}**\n\n" if table.title else ""
+    return f"{title}{table.markdown().rstrip()}"
 
 
 def save_page(results: Sequence[Result], page: Path) -> Path:

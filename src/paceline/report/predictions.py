@@ -28,7 +28,6 @@ from paceline.predict.networks import (
     find_networks,
 )
 from paceline.predict.predictor import Draw, Prediction, Predictor, calibrate, find_evidence
-from paceline.predict.race import Interval
 from paceline.predict.search import (
     PLATEAU,
     CapCurve,
@@ -681,17 +680,17 @@ def plot_split(result: CapsResult) -> Figure:
 
 class TuneResult(Result):
     """Result of `tune`; `plan` is the answer. `verdict` is "use" (this plan), "default" (the default is best), "flat"
-    (all compared plans take the same time, or none can save 1 %) or "undecided". `gain` is the plan's time over the
-    default's, and `regret` how much longer than the best plan it may take: the estimate and the upper bound; both None
-    if no plan was run. `candidates` are the bucket sizes of the sweep, and `rows` the compared plans."""
+    (all compared plans take the same time, or none can save 1 %) or "undecided". `gain` is the share of a
+    step that the plan saves compared with the default, with its 95 % `gain_interval`, and `regret` how much longer than
+    the best plan it may take: the estimate and the upper bound; None if no plan was run. `candidates` are the bucket
+    sizes of the sweep, and `rows` the compared plans."""
 
     json_columns = (
         *raw_columns("step.model", "step.wrapper", "step.backend", "verdict", noise="tuning.noise"),
         Column(None, lambda r: r.tuning.settings.network_ranks if r.tuning.settings.network else r.step.world_size,
                key="world_size"),
         Column(None, lambda r: r.tuning.race is None, key="is_predicted"),
-        *raw_columns("tuning.predicted_gain", gain="gain.saved.0", gain_low="gain.saved.1"),
-        Column(None, lambda r: r.gain.saved[2] if r.gain and r.gain.is_known else None, key="gain_high"),
+        *raw_columns("tuning.predicted_gain", gain="gain", gain_low="gain_interval.0", gain_high="gain_interval.1"),
         *raw_columns(regret="regret.0", regret_high="regret.1"),
         *raw_columns(best_predicted_cap_bytes="tuning.best_predicted.cap_bytes"),
         *raw_columns(best_measured_cap_bytes="tuning.best_measured.cap_bytes"),
@@ -711,8 +710,16 @@ class TuneResult(Result):
         return plan
 
     @property
-    def gain(self) -> Interval | None:
-        return None if self.tuning.race is None else self.tuning.race.gain
+    def gain(self) -> float | None:
+        return None if self._saved is None else self._saved[0]
+
+    @property
+    def gain_interval(self) -> tuple[float, float] | None:
+        return None if self._saved is None else self._saved[1:]
+
+    @property
+    def _saved(self) -> tuple[float, float, float] | None:
+        return None if self.tuning.race is None else self.tuning.race.gain.saved
 
     @property
     def regret(self) -> tuple[float, float] | None:

@@ -23,10 +23,17 @@ def save_report(
         runs: Folders, or results.
         page: The file to write. Default: `report.html` in the run's folder or, for several runs, in the current folder.
     """
-    refuse((not runs, "no run is given: name its folder, as in `paceline report runs/20260101-120000-train`"))
-    results = [run if isinstance(run, Result) else load_result(run) for run in runs]
+    results = load_all(runs)
     one = results[0].folder if len(results) == 1 else None
-    if len({result.run.verb for result in results}) == 1 < len(results):
-        results.insert(0, compare_results(results, results[0].run.environment))
     results[0].page = save_page(results, Path(page) if page is not None else (one or Path()) / PAGE_FILE)
     return results[0]
+
+
+@naming_damage()
+def load_all(runs: Sequence[str | Path | Result]) -> list[Result]:
+    """The results of these runs, after their comparison if there are several of one verb."""
+    refuse((not runs, "no run is given: name its folder, as in `paceline report runs/20260101-120000-train`"))
+    results = [run if isinstance(run, Result) else load_result(run) for run in runs]
+    if len({result.run.verb for result in results}) == 1 < len(results):
+        results.insert(0, compare_results(results, results[0].run.environment))
+    return results
