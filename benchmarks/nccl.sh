@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # The runs under results/ of several NCCL ranks that share one GPU. NCCL treats each rank as a separate host and uses
 # sockets over loopback: like hosts with one GPU each on a network of about 25 Gb/s, not like NVLink.
-#   PACELINE_HOST=a-name-for-this-machine benchmarks/nccl.sh FOLDER [allreduce accumulation scaling wrappers tuning]
+#   PACELINE_HOST=a-name-for-this-machine benchmarks/nccl.sh FOLDER [allreduce accumulation scaling wrappers tuning fsdp]
 # PYTHON names the interpreter. CUDA MPS is started if needed. allreduce, accumulation and scaling take about five
-# minutes, wrappers ten, tuning ten. Existing runs are kept; BACKEND=gloo tries the commands on a CPU.
+# minutes, wrappers ten, tuning ten, fsdp two. Existing runs are kept; BACKEND=gloo tries the commands on a CPU.
 set -euo pipefail
 out=${1:?the folder for the results}
 shift
-[ $# -gt 0 ] || set -- allreduce accumulation scaling wrappers tuning
+[ $# -gt 0 ] || set -- allreduce accumulation scaling wrappers tuning fsdp
 python=${PYTHON:-python3}
 backend=${BACKEND:-nccl}
 job=(--backend "$backend" --device cuda)
@@ -42,8 +42,10 @@ for part in "$@"; do
       "$python" "$(dirname "$0")/nccl_wrappers.py" "$out/wrappers-$backend" --backend "$backend" ;;
     tuning)
       "$python" "$(dirname "$0")/validate_tuning.py" "$out/tuning-$backend" --kind nccl ;;
+    fsdp) # fully sharded data parallel: predicted and measured steps
+      "$python" "$(dirname "$0")/validate_fsdp.py" --backend "$backend" --ranks 2,4 | tee "$out/fsdp-$backend.md" ;;
     *)
-      echo "$part: unknown part; there are allreduce, accumulation, scaling, wrappers, tuning" >&2
+      echo "$part: unknown part; there are allreduce, accumulation, scaling, wrappers, tuning, fsdp" >&2
       exit 2 ;;
   esac
 done
