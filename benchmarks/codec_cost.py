@@ -23,7 +23,7 @@ WIDTH = 2048
 
 
 def time_rounds(text: str, num_elements: int, rounds: int) -> tuple[float, float]:
-    """Milliseconds of the first rank before and after its first message."""
+    """Milliseconds that the first rank needs before and after its first message."""
     strategy = Strategy.parse(text)
     ranks = [codecs.build_codec(strategy, rank, 2) for rank in range(2)]
     shapes = [(WIDTH, WIDTH)] * (num_elements // WIDTH**2) + [(num_elements % WIDTH**2 // WIDTH, WIDTH), (WIDTH,)]

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Two ranks that send to each other over a link: gloo's collectives, ours, and an all-reduce of as many bytes.
+"""Two ranks that communicate over a link: gloo's collectives, ours, and an all-reduce of the same size.
 
     benchmarks/crossing.py [--rate 1gbit] [--rounds 20]
 
 The ranks are in network namespaces of this machine, joined by a link of that rate (`limited_link.py`; needs root, `ip`
-and `tc`). All variants alternate. In each round one of the ranks is a millisecond late, as in a training step. Times
+and `tc`). All variants alternate. In each round, one of the ranks is a millisecond late, as in a training step. Times
 are medians of the slower rank.
 """
 
@@ -35,7 +35,7 @@ def start_own(kind: str, rows: torch.Tensor, given: torch.Tensor, group: Any) ->
 
 
 def measure(rounds: int) -> str:
-    """Print a line for each size. Collective: call on every rank."""
+    """Print one line per size. Collective: call on every rank."""
     with paceline.init("gloo", "cpu", announce=None) as world:
         group, lines = dist.group.WORLD, []
         for size in SIZES:

@@ -5,7 +5,7 @@
 
 The two hosts are network namespaces of this machine, as in `limited_link.py`; needs root, `ip` and `tc`. `--rate none`
 runs both ranks here, on loopback. `--model hf` is a transformers GPT-2 with the sizes of gpt2-mini. Each variant runs
-with its default plan and with the best of several caps, measured right before. `alone` is the same step without
+with its default plan and with the best of several caps, measured beforehand. `alone` is the same step without
 communication: exposed = step - alone. Times are medians; ratios are medians over the pairs of a round.
 """
 
@@ -32,7 +32,7 @@ WARMUP = 4
 
 
 def build(name: str, tokens: int) -> tuple[torch.nn.Module, int, int]:
-    """The model, its vocabulary and the length of a sequence."""
+    """The model, its vocabulary size and its sequence length."""
     torch.manual_seed(0)
     if name == "hf":
         from transformers import GPT2Config, GPT2LMHeadModel

@@ -54,14 +54,14 @@ class AllReduce(Timed):
 
 
 def time_engine(vector: torch.Tensor, iters: int, world: paceline.World) -> list[float]:
-    """As many repetitions by the engine, with its barrier, fresh data and check."""
+    """The same number of repetitions by the engine, with its barrier, fresh data and check."""
     timed = AllReduce(vector, world)
     time_interleaved([timed], world.control, iters, 0)
     return timed.timing.seconds
 
 
 def compare(sizes: tuple[int, ...], rounds: int, iters: int, threads: int = 1) -> list[dict[str, Any]]:
-    """Medians over all rounds of the slowest rank of each repetition. Collective: call on every rank."""
+    """Medians over all rounds of the slowest rank in each repetition. Collective: call on every rank."""
     rows = []
     with paceline.init("gloo", "cpu", threads=threads, announce=None) as world:
         for size in sizes:

@@ -5,16 +5,16 @@ python benchmarks/goodput.py [--on-fault restart] [--mtbf 20,40,80] [--seconds 2
 Every round has a run without faults and one for each mean time between faults, in reverse order in the next round.
 Kills at fixed times measure a recovery first; the prediction uses no other number of these runs.
 
-Useful time is the time of the steps that count, plus the gaps between steps as in a run without faults and saves,
-divided by the time from the first step to the last. So it does not matter whether the machine is slower in one run than
-in another. The result also states how much slower steps are after a recovery than before the fault. With
+Useful time is the time of the steps that count plus the gaps between steps, as long as in a run without faults and
+saves, divided by the time from the first step to the last. This removes differences in the machine's speed between
+runs. The result also states how much slower steps are after a recovery than before the fault. With
 `--on-fault resume`, `paceline train --resume` restarts the command; with a policy, only if the command has ended
 because one fault followed another too soon.
 
 Times between faults are exponential, drawn from equal shares of the distribution in random order, so a few of them
-already have the requested mean. The rounds of a rate continue one sequence of faults. A fault is a kill of one rank;
-with `spare` and `shrink`, a rank of the current world, and between two worlds the fault waits. It leaves a replica, so
-the prediction assumes that nearly all faults do. FILE is written after each run.
+already have the requested mean. The rounds of a rate continue one sequence of faults. A fault kills one rank; with
+`spare` and `shrink`, it kills a rank of the current world and waits while no world exists. A replica survives, so
+the prediction assumes that nearly all faults spare one. FILE is written after each run.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from paceline.runtime.faults import pulse
 
 _PACELINE = (sys.executable, "-m", "paceline")
 _LOOK_S = 0.02
-_BLIND_S = 0.1  # after a kill, in which a step that was nearly done may still be written
+_BLIND_S = 0.1  # window after a kill in which a nearly completed step may still be written
 _MOST_S = 1800.0
-_AFTER = 300  # steps after a recovery, and before a fault, that are compared
+_AFTER = 300  # number of steps compared after a recovery and before a fault
 
 
 @dataclass
 class Outcome:
-    """`first_s` and `last_s` are when the first and the last step ended (`time.monotonic`); `num_resumed` counts
+    """`first_s` and `last_s` are the end times of the first and the last step (`time.monotonic`); `num_resumed` counts
     restarts of the command."""
 
     folder: Path = Path()
@@ -62,7 +62,7 @@ class Outcome:
     kills_s: list[float] = field(default_factory=list)
     recoveries_s: list[float] = field(default_factory=list)
     num_resumed: int = 0
-    left_s: float = math.inf  # until the next fault would have come
+    left_s: float = math.inf  # until the next fault would have occurred
     busy_s: float = 0.0  # in the steps that count, after the first
     slower_s: list[float] = field(default_factory=list)  # the steps after each recovery, all together
 
@@ -75,7 +75,7 @@ class Outcome:
         return self.last_step - self.first_step
 
     def read_steps(self) -> None:
-        """Seconds of the steps that count."""
+        """Total seconds of the steps that count."""
         rows = load_metrics(self.folder / METRICS_FILE)
         faults = load_config(self.folder).get("faults", ())
         steps_s = [row["step_s"] for row in rows]
@@ -113,7 +113,7 @@ def read_pages(pid: int) -> set[int]:
 
 
 def check_faults(outcome: Outcome, policy: str) -> str:
-    """A warning if the run has recorded a different number of faults than kills."""
+    """A warning if the number of faults recorded by the run differs from the number of kills."""
     faults = json.loads((outcome.folder / "config.json").read_text()).get("faults", ())
     if policy == "resume" or len(faults) == len(outcome.kills_s):
         return ""
@@ -142,8 +142,8 @@ def build_command(asked: argparse.Namespace, steps: int, save_every: str, out: P
 def run_job(
     asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iterator[float], out: Path, calm: bool
 ) -> Outcome:
-    """Train this number of steps, and kill a rank after each gap of seconds since the first step or the previous kill
-    (`calm`: since the previous recovery)."""
+    """Train this number of steps, and kill a rank after each of these intervals in seconds, counted from the first
+    step or the previous kill (`calm`: from the previous recovery)."""
     outcome, source, begin_s = Outcome(), random.Random(asked.seed), time.monotonic()
     has_spares = asked.on_fault in ("spare", "shrink")
     command = build_command(asked, steps, save_every, out)
@@ -196,7 +196,7 @@ def run_job(
 
 
 def draw_gaps(mean_s: float, num: int, source: random.Random) -> Iterator[float]:
-    """Exponential times whose mean over each `num` of them is nearly exact."""
+    """Exponential intervals; the mean over each `num` of them is nearly exact."""
     while True:
         shares = [(place + source.random()) / num for place in range(num)]
         source.shuffle(shares)
@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="a JSON file with all numbers")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the job
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the cleanup that ends the job
     rates = [float(one) for one in asked.mtbf.split(",")]
     source, measured = random.Random(asked.seed), {rate: list[Outcome]() for rate in rates}
     with tempfile.TemporaryDirectory(prefix="paceline-goodput-") as name:

@@ -25,7 +25,7 @@ from paceline.workloads.registry import WORKLOADS, Workload
 
 WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-tuned")
 BATCHES = {"mlp": 64, "resnet18": 64, "gpt2-mini": 16, "transformer": 8, "gpt2": 4, "gpt2-large": 2}
-ROUNDS = {"gpt2": 24, "gpt2-large": 12}  # of others: 60
+ROUNDS = {"gpt2": 24, "gpt2-large": 12}  # for other models: 60
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 384, 6, 8192, 128
 
 

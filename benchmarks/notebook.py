@@ -1,6 +1,6 @@
 """Speed of the magics in a real Jupyter kernel: start, round trip, interrupt, and processes left by a killed kernel.
 
-Needs `pip install ipykernel jupyter_client`. Prints one line for each; the machine should be idle.
+Needs `pip install ipykernel jupyter_client`. Prints one line per result; the machine should be idle.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""Are the minima of large batches sharper, and is that why they generalise worse? An MLP on MNIST, minutes on a CPU.
+"""Are the minima of large batches sharper, and does that explain worse generalisation? An MLP on MNIST, minutes on a
+CPU.
 
     benchmarks/sharpness.py MNIST_FOLDER > results/MACHINE/sharpness.md
 
 Trains with a small batch, and with a large one: without a recipe, and with a linearly scaled rate and warm-up. For each
-solution, over three seeds (mean, and least to most):
+solution, over three seeds (mean and range):
 
 - sharpness: the largest eigenvalue of the Hessian of the training loss, by power iteration;
-- rise: by how much the training loss rises on average along random directions, each as long in every layer as a tenth
-  of its weights.
+- rise: the average increase of the training loss along random directions whose length in every layer is a tenth
+  of the norm of its weights.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Train with two snippets that do not work, and with all gradients averaged, for comparison.
+"""Train with two snippets that do not work and, for comparison, with all gradients averaged.
 
     benchmarks/strategy_controls.py --data cifar10:FOLDER --model resnet18 --device cuda --precision bf16 \
         --epochs 30 --batch-size 512 --lr 0.4 --weight-decay 0.0005 --lr-warmup 490 --seeds 5
 
 - dense: every gradient is averaged, as usual.
 - places: each rank keeps its largest gradients, and an all-reduce adds up values at different indices.
-- gradients: the gradients of every 8th step are averaged, and the replicas never.
+- gradients: only the gradients of every 8th step are averaged, and never the parameters.
 
 Prints the test accuracy of each seed and their mean. Four workers run in one process.
 """
@@ -45,7 +45,7 @@ class OtherPlaces(Codec):
 
 
 class SomeGradients(Codec):
-    """Averages the gradients of every few steps, and never the parameters."""
+    """Averages the gradients of every few steps, but never the parameters."""
 
     def average(self, names: Sequence[str], grads: Sequence[torch.Tensor], step: int) -> Exchange:
         if step % EVERY == 0:

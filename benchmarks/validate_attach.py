@@ -7,13 +7,13 @@
 `overhead`: alternating runs of tests/scripts/plain_loop.py, plain and attached. Step times come from two lines that the
 script prints, and exclude recorded steps. Runs differ by more than the goal, so one more run of `--seconds` alternates
 between a few steps with and without the calls of attaching: thousands of pairs. Finally, the calls themselves are
-timed, which has the least noise but excludes their effect on other code.
+timed, which has the least noise but excludes the effect on other code.
 
 `link`: the same program on two network namespaces with one rank each. It is tuned, and then runs twice with alternating
-bucket sizes that the prediction has not seen. The error of the predicted steps is relative to its own buckets in the
-same run, and to the step of the first run, which includes the drift of the machine. The regret is how much longer the
-chosen bucket size takes than the best one, each relative to its own buckets in the same round. A case that mostly waits
-for data should be flat. Needs root, `ip` and `tc`.
+bucket sizes that the prediction has not seen. The predicted steps are scored relative to the program's own buckets in
+the same run, and relative to the first run's step, which includes the drift of the machine. The regret is how much
+longer the chosen bucket size takes than the best one, each relative to its own buckets in the same round. A case that
+mostly waits for data should be flat. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ CASES = {
     "deep": "--width 384 --depth 24 --batch-size 32",
     "flat": "--width 256 --depth 4 --batch-size 32 --decode-ms 15",
 }
-TURN = 4  # steps: noise lasts longer, so what matters is how soon the other follows
-JUDGED = 16  # steps of a run that judges, before its race
+TURN = 4  # in steps; noise lasts longer, so the turns should follow each other quickly
+JUDGED = 16  # steps before the comparison of a run that validates predictions
 HOOKS = hooked._global_optimizer_pre_hooks, hooked._global_optimizer_post_hooks
 CAPS = "256KiB,1MiB,4MiB,10MiB,25MiB"
 
@@ -113,8 +113,8 @@ class Cycled(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def take_turns(seconds: float) -> None:
-    """One rank: pairs of turns as in plain_loop.py, with and without the calls of attaching, in an order that is drawn
-    alike on all ranks; then steps in which those calls are timed."""
+    """One rank: pairs of turns as in plain_loop.py, with and without the calls of attaching, in a random order that is
+    the same on all ranks; then steps in which those calls are timed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
@@ -165,7 +165,8 @@ class Attached:
 
 
 def time_calls(folder: str, train: Callable[[int], float]) -> list[float]:
-    """Seconds of each of 300 steps inside the calls of attaching: hooks, and the loader without the calls it wraps."""
+    """Seconds per step, for 300 steps, inside the calls of attaching: hooks, and the loader minus the calls it
+    wraps."""
     clock, spent = time.perf_counter, [0.0]
 
     def timed(function: Callable[..., Any], sign: int) -> Callable[..., Any]:
@@ -208,11 +209,11 @@ def run_on_hosts(names: list[str], arguments: list[str]) -> int:
 def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str]) -> None:
     check_rights()
     tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
-    chosen: dict[str, list[tuple[int, ...]]] = {name: [] for name in only}  # their buckets
+    chosen: dict[str, list[tuple[int, ...]]] = {name: [] for name in only}  # as bucket bytes
     # By bucket size: its turns, and those of the program's own buckets in the same rounds.
     turns: dict[str, dict[tuple[int, ...], tuple[list[float], list[float]]]] = {name: {} for name in only}
     errors: dict[str, list[float]] = {name: [] for name in only}
-    late: dict[str, list[float]] = {name: [] for name in only}  # from the step of the first run
+    late: dict[str, list[float]] = {name: [] for name in only}  # relative to the step of the first run
     with link_hosts(rate) as names:
         for number, name in itertools.product(range(rounds), only):
             command = [sys.executable, __file__, "ranks", *names, "--", "--steps", "400", *CASES[name].split()]
@@ -221,7 +222,7 @@ def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str])
             for warning in found.warnings:
                 print(f"  warning: {warning}")
             tuned[name].append(found)
-            # Compare the chosen cap again, with caps that the prediction has not seen.
+            # Compare the chosen cap again, together with caps that the prediction has not seen.
             own = round((found.cap_mib or 0) * MIB)  # 0: the program's own buckets
             caps = list(dict.fromkeys([*parse_sizes(CAPS), *filter(None, [own])]))
             for _ in range(judges):
@@ -237,7 +238,7 @@ def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str])
                         model, now = found.buckets.model, found.buckets.now
                         gain = model.compare(model.predict(found.buckets.job.cut(cap)), now).saved[0]
                     error, with_change = ((1 - gain) * base_s / measured_s - 1 for base_s in (own_s, found.step_s))
-                    if cap:  # its own buckets were seen
+                    if cap:  # the prediction has seen its own buckets
                         errors[name].append(error)
                         late[name].append(with_change)
                     said = f"measured {format_ms(measured_s)} ms, predicted {format_ms((1 - gain) * own_s)} ms"
@@ -271,13 +272,13 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--judges", type=int, default=2, help="runs that judge each tuning")
-    if "ranks" in sys.argv[1:2]:  # what `link` starts
+    if "ranks" in sys.argv[1:2]:  # started by `link`
         place = sys.argv.index("--")
         sys.exit(run_on_hosts(sys.argv[2:place], sys.argv[place + 1 :]))
     asked = parser.parse_args()
     if asked.part == "overhead":
         measure_overhead(6 if asked.rounds is None else asked.rounds, asked.seconds)
-    elif asked.part == "turns":  # what `overhead` starts
+    elif asked.part == "turns":  # started by `overhead`
         take_turns(asked.seconds)
     else:
         judge_link(asked.rate, asked.steps, asked.rounds or 3, asked.judges, asked.only.split(","))

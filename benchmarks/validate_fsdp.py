@@ -5,7 +5,7 @@
 
 For each number of ranks: an all-reduce sweep, a profile of one rank, and steps of three wrappers, alternating: none,
 torch's DistributedDataParallel, and torch's `fully_shard` with one unit per block. The predictions use the sweep and
-the profile alone. For NCCL ranks that share a GPU, set PACELINE_SHARE_GPUS=1 and start CUDA MPS.
+only the profile. For NCCL ranks that share a GPU, set PACELINE_SHARE_GPUS=1 and start CUDA MPS.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def shard(module: nn.Module, mesh: object) -> nn.Module:
 
 
 def measure(asked: tuple[int, int, int], backend: str, device: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step of each wrapper; the slowest rank's."""
+    """Seconds of each step of each wrapper, for the slowest rank."""
     with paceline.init(backend, device, announce=None, threads=1) as world:
         mesh = init_device_mesh(world.device.type, (world.world_size,))
         wraps: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -3,13 +3,13 @@
 
     python benchmarks/validate_networks.py [allreduce_public.csv] [--runs results/*/allreduce*]
 
-The CSV has the columns source, backend, world_size, nodes, hardware, interconnect, bytes, time_s. The interconnect
-alone decides which network stands for a row (`STANDS_FOR`); rows with an unknown interconnect are counted separately. A
-row is dropped as a cold start if a larger message of its sweep took less than half of its time.
+The CSV has the columns source, backend, world_size, nodes, hardware, interconnect, bytes, time_s. Only the
+interconnect decides which network represents a row (`STANDS_FOR`); rows with an unknown interconnect are counted
+separately. A row is dropped as a cold start if a larger message of its sweep took less than half as long.
 
 1. Named networks: each table is predicted without its own source. If no other source has measured that network, its
-   data sheet is used, corrected by what the other sources show. In-sample numbers are printed next to it.
-2. Data sheets alone, in the same way: for networks that nobody published.
+   data sheet is used, with a correction fitted to the other sources. In-sample numbers are printed next to it.
+2. Only data sheets, in the same way: for networks without published measurements.
 3. Other numbers of ranks: each count of a sweep is predicted from the smaller counts.
 4. The first additional nodes: several nodes from the sweep of one, without the number of ranks per node, with it, and
    with the data sheet of the links between the nodes.
@@ -41,7 +41,7 @@ INSIDE_90 = 1.645  # standard deviations to each side
 # By text in the column interconnect: the published network, and the data sheets (between nodes, inside a node).
 STANDS_FOR = {
     "Slingshot": ("mi250x-slingshot", ("100GB/s,2us", "100GB/s,2us")),
-    "multi-node RDMA": ("h100-rdma", None),  # the links are not stated, so that it has no data sheet
+    "multi-node RDMA": ("h100-rdma", None),  # the links are not stated, so there is no data sheet
     "NVLink-like": ("a100-nvlink", ("nvlink", "nvlink")),
     "NVLink": ("h100-nvlink", ("nvlink4", "nvlink4")),
     "PCIe": ("pcie3-host", ("pcie3", "pcie3")),
@@ -64,7 +64,7 @@ SHEETS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One published table: its points, and the names of the networks that stand for it."""
+    """One published table: its points, and the names of the networks that represent it."""
 
     source: str
     ranks: int
@@ -102,7 +102,7 @@ def drop_disturbed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float
 
 
 def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
-    """The sweeps of a CSV, and the numbers of rows without a network and of cold starts."""
+    """The sweeps of a CSV, and the numbers of rows dropped for an unknown network and as cold starts."""
     sweeps: dict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
     with path.open() as file:
         for row in csv.DictReader(file):
@@ -142,7 +142,7 @@ def estimate(case: Case, correction: Correction) -> list[float]:
 
 
 def fit_correction(cases: Sequence[Case]) -> Correction:
-    """The correction with the least mean square of log errors, with equal weight for each table."""
+    """The correction with the least mean square of log errors; each table has equal weight."""
     used = [case for case in cases if case.sheets and case.points]
 
     def loss(correction: Correction) -> float:
@@ -160,7 +160,7 @@ def fit_correction(cases: Sequence[Case]) -> Correction:
         key=loss,
     )
     step = 1.4
-    while step > 1.02:  # go downhill along each number in turn
+    while step > 1.02:  # coordinate descent
         moves = [
             replace(best, **{name: min(1.0, value * factor) if name in ("efficiency", "ramp") else value * factor})
             for name in ("overhead_s", "latency", "efficiency", "ramp")
@@ -185,13 +185,13 @@ def judge_sheets(cases: Sequence[Case], corrections: Callable[[str], Correction]
 
 
 def is_of(source: str, sweep_source: str) -> bool:
-    """Whether a source of the CSV, such as `ROCm/rccl issue #1490`, is that of a bundled table."""
+    """Whether a source in the CSV, such as `ROCm/rccl issue #1490`, is the source of a bundled table."""
     first = source.split()[0]
     return source == sweep_source or ("/" in first and first in sweep_source)
 
 
 def without(network: Network, source: str) -> Network | None:
-    """A published network without one source, or None if nothing is left."""
+    """A published network without one of its sources, or None if nothing is left."""
     mine = (*network.sweeps, *SAME_KIND.get(network.name, ()))
     left = tuple(sweep for sweep in mine if not is_of(source, sweep.source))
     several = {math.ceil(sweep.ranks / sweep.nodes) for sweep in left if sweep.nodes > 1}

@@ -3,10 +3,10 @@
 
     benchmarks/validate_ranks.py RUN... [--out FILE]
 
-For each wrapper, backend, cell and number of ranks of which half was also measured, the step is predicted from up to
-half, with and without steps in which all ranks compute and none sends a message. In studies without such steps, the
-wrappers' steps with communication off replace them. Nothing is measured here, and the held-out steps with messages and
-sweeps are never used.
+For each combination of wrapper, backend, cell and number of ranks with a measured half, the step is predicted from at
+most half of the ranks, with and without steps in which all ranks compute and none sends a message. Studies without such
+steps use the wrappers' steps with communication off instead. Nothing is measured here, and the held-out steps with
+messages and sweeps are never used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE = 0.10
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One cell: its step, predicted without and with steps of as many ranks that send nothing."""
+    """One cell: its step, predicted without and with steps of the same number of ranks that send nothing."""
 
     study: str
     without: Prediction
@@ -39,7 +39,7 @@ class HeldOut:
 
 
 def lend_together(records: list[Record]) -> list[Record]:
-    """Steps that replace missing bare-model steps on several ranks: those of the wrappers without messages."""
+    """Substitutes for missing bare-model steps on several ranks: the wrappers' steps without messages."""
     steps = [r for r in records if isinstance(r, StepRecord) and r.mode and r.world_size > 1]
     if any(record.role == "together" for record in steps):
         return []

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Accuracy of predicted strategies on steps that the predictions have not seen, and of the fastest one.
+"""Accuracy of predicted strategies on steps that the predictions have not seen, and whether the fastest one is found.
 
     benchmarks/validate_strategies.py OUT [--only NAME] [--keep] [--quick]
 
 Each cell is a `paceline tune --strategy ...` in a separate process: two ranks that share memory, or one rank in each of
 two network namespaces joined by a link of 100 Mb/s, 1 or 10 Gb/s (root, `ip` and `tc`). Every strategy that sends in
 each step is compared in alternating steps; its prediction is written before. Schedules and sharded strategies are
-trained in the same place with the buckets that are predicted best for them, and so is the dense strategy; their mean
+trained in the same place with the buckets predicted to be best for them, and so is the dense strategy; their mean
 steps are compared with its mean step. `--keep` measures only what is missing in OUT. A cell takes three to fifteen
 minutes, more for slower links.
 """
@@ -35,7 +35,7 @@ MODELS = {
     "gpt2-mini": "--model gpt2-mini --batch-size 4",
 }
 EVERY_STEP = "bf16,int8,int4,topk:0.01,powersgd:4"
-# Steps of a run: whole periods after the first.
+# Steps of a run: whole periods after the first one.
 TRAINED = {"dense": 40, "localsgd:8": 64, "diloco:50": 150, "diloco:50+int8": 150, "zero1": 40}
 # Required speed-up over bf16 with tuned buckets.
 GAINS = {
@@ -43,12 +43,12 @@ GAINS = {
     ("mlp-100mbit", "topk:0.01"): 7, ("mlp-100mbit", "diloco:50+int8"): 12, ("gpt2-mini-100mbit", "int8"): 1.5,
     ("gpt2-mini-100mbit", "diloco:50"): 2.3, ("mlp-shm", "default"): 0.98, ("gpt2-mini-shm", "default"): 0.98,
 }  # fmt: skip
-WINS = 1.01  # a strategy is right if it takes no longer than this, compared with the fastest
+WINS = 1.01  # a strategy counts as right if it takes at most this multiple of the fastest one's time
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job on one link of this `rate`, or in shared memory if it is empty."""
+    """One job on a link of this `rate`, or in shared memory if it is empty."""
 
     model: str
     rate: str
@@ -101,8 +101,8 @@ def measure(case: Case, out: Path, keep: bool, quick: bool) -> None:
     for name, steps in {} if quick else TRAINED.items():
         if not (keep and (out / case.name / name).exists()):
             train = ["train", *job, "--strategy", name, "--steps", str(steps + 10), "--save-every", "1000steps"]
-            train += ["--lr", "0.0001"]  # steps are timed, and a wide mlp diverges with the default
-            if name == "zero1":  # with the buckets for which it is predicted
+            train += ["--lr", "0.0001"]  # only steps are timed, and a wide mlp diverges with the default
+            if name == "zero1":  # with the buckets assumed by the prediction
                 tuning = load_tuned(out / case.name / "tune").tuning
                 gradients, cuts = tuning.answer.plan.gradients, tuning.predicted[name].cuts
                 file = out / case.name / "zero1-plan.json"
@@ -152,7 +152,7 @@ def judge(case: Case, out: Path) -> list[Row]:
         name = raced.strategy.text
         label = name if raced.label != "default" else "default"
         rows.append(Row(case.name, label, raced.step_s, raced.measured_s, sent[name], raced.is_covered))
-    # A training step does more than a measured one, so it is compared with a dense training step.
+    # A training step does more than a measured step, so it is compared with a dense training step.
     dense_s, base = find_step_s(out / case.name / "dense", "dense"), rows[0]
     for name in TRAINED:
         trained_s = find_step_s(out / case.name / name, name)
@@ -205,7 +205,7 @@ def main() -> None:
     steps = {(row.cell, row.strategy): row.measured_s for row in rows}
     gains = {key: steps[key[0], "bf16"] / steps[key] for key in GAINS if {key, (key[0], "bf16")} <= steps.keys()}
     for (cell, name), gain in gains.items():
-        if name == "default":  # where nothing is to be gained, nothing may be lost
+        if name == "default":  # where nothing can be gained, nothing may be lost
             print(f"{cell}: bf16 is {1 / gain:.2f} times as fast as float32 (bar: {GAINS[cell, name]})")
         else:
             print(f"{cell}: {name} is {gain:.2f} times as fast as bf16 (bar: {GAINS[cell, name]})")

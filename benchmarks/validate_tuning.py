@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Accuracy of the predictions of `paceline tune`, on steps that they have not seen, as tables and goals.
+"""Accuracy of the predictions of `paceline tune` on steps that they have not seen, as tables and goals.
 
     benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu|nccl] [--only NAME] [--keep]
 
-Each case is a `paceline tune` in a separate process, with predictions that were written before the comparison began:
+Each case is a `paceline tune` in a separate process, with predictions written before the comparison begins:
 
 - real: two ranks of this host.
 - link: one rank in each of two network namespaces, joined by a link of 1, 2.5 or 10 Gb/s (root, `ip` and `tc`).
-- emulated: one rank on an emulated network. The emulation waits according to the curve that predicts, so it tests the
+- emulated: one rank on an emulated network. The emulation waits according to the predicting curve, so it tests the
   simulator, not the predictions.
-- gpu: gpt2-large on one GPU, on such a network.
+- gpu: gpt2-large on one GPU, on an emulated network.
 - nccl: two, four and eight NCCL ranks that share a GPU; set PACELINE_SHARE_GPUS=1 and start CUDA MPS before.
 
 Real cases and links are measured twice, at least ten minutes apart, and the predictions of one pass are scored on the
-steps of the other. A few are measured again next to a process that computes on one core. All tables are made from the
+steps of the other. A few are measured again next to a process that keeps one core busy. All tables are built from the
 runs in OUT, by default the folder `tuning` of this host under results/. `--keep` measures only what is missing there.
 Real cases and links take about 35 minutes on two quiet cores, emulated ones another six.
 """
@@ -62,7 +62,7 @@ MODELS = {
     "gpt2-mini": "--model gpt2-mini --batch-size 4",
 }
 NETWORKS = {"1Gb": "1Gb/s,50us", "10Gb": "10Gb/s,20us"}
-ALONE = "--ranks 1 --threads 1"  # the other core is for the thread that is the network
+ALONE = "--ranks 1 --threads 1"  # the other core runs the thread that emulates the network
 GPU = "--model gpt2-large --batch-size 4 --precision bf16 --device cuda --ranks 1 --network 100GB/s,5us"
 APART_S = 600.0
 WIDE = 0.05  # a sweep with this spread has something to predict
@@ -80,7 +80,7 @@ _CLEAR = 0.005
 class Case:
     kind: str
     name: str
-    arguments: str  # of `tune`
+    arguments: str  # for `tune`
     rate: str = ""  # of the link
 
 
@@ -190,7 +190,7 @@ def measure_all(out: Path, cases: Sequence[Case], keep: bool, more: Sequence[str
 
 @dataclass(frozen=True)
 class Measured:
-    """One stored tuning. `predicted_at_s` is when its predictions were written."""
+    """One stored tuning. `predicted_at_s` is the time at which its predictions were written."""
 
     case: Case
     place: str
@@ -222,8 +222,8 @@ def load_measured(case: Case, folder: Path) -> Measured:
 
 
 def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Prediction], list[Prediction]]:
-    """The predictions of one run against the steps of another, or of the same: for bucket sizes of the sweep, from the
-    calibration of the first alone; for plans, as written before the comparison."""
+    """The predictions of one run against the steps of another, or of the same run: for bucket sizes of the sweep, using
+    only the calibration of the first; for plans, as written before the comparison."""
     sizes = {point.cap_bytes: point for point in predicting.tuning.points}
     sweep = [
         replace(known, measured=point.measured)
@@ -314,7 +314,8 @@ def list_scores(points: Sequence[Prediction]) -> list[str]:
     if not points:
         return [""] * len(SCORES)
     scores = score_predictions(points)
-    names = ("mape", "max_error", "coverage", "width") if scores["width"] else ("mape", "max_error")  # no interval
+    # without intervals
+    names = ("mape", "max_error", "coverage", "width") if scores["width"] else ("mape", "max_error")
     return [str(len(points)), *map(percent, map(scores.get, names)), *[""] * (4 - len(names))]
 
 
@@ -393,7 +394,7 @@ def build_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> Tabl
 
 
 def build_bars(runs: Sequence[Measured], gpu: Sequence[Measured]) -> Table:
-    """The goals and the results."""
+    """The goals, and whether they were met."""
     rows: list[list[str]] = []
 
     def add(what: str, held_out: str, goal: str, found: str, is_met: bool) -> None:
@@ -441,7 +442,7 @@ def _even(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
 
 
 def _assume(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
-    """Half a core for a message, as `predict` and `scale` assume between ranks of a host."""
+    """Half a core per message, as `predict` and `scale` assume between ranks of a host."""
     return job, replace(costs, contention=Contention.assume(job.device, is_on_host=True))
 
 

@@ -3,12 +3,12 @@
 
     benchmarks/verdicts.py [--trials N] [--found N] [--tunings N] [--budget S]
 
-Two gloo ranks take steps of a small MLP. In an A/A trial both plans are the same, so every winner is false. In a trial
-with a known effect, each step of the default waits for 5 % of its own time, so the other plan should win. A whole
-tuning (`tune --model mlp --quick --backend gloo`) is correct if a long comparison of the plans of all tunings, in a
-separate process that drops none and does not stop early, agrees by its medians: a plan to use is faster than the
-default and within 1 % of the best of its own comparison; a default is within 1 % of that; flat means all of them are
-within 1 %. Prints one line for each kind.
+Two gloo ranks take steps of a small MLP. In an A/A trial both plans are the same, so every winner is a false positive.
+In a trial with a known effect, each step of the default is delayed by 5 % of its own time, so the other plan should
+win. A whole tuning (`tune --model mlp --quick --backend gloo`) is correct if a long comparison of the plans of all
+tunings, in a separate process that drops none and does not stop early, agrees by its medians: a recommended plan is
+faster than the default and within 1 % of the best of its own comparison; a default is within 1 % of that; flat means
+all of them are within 1 %. Prints one line for each kind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Trial = tuple[float, str, int, float, float, bool]
 
 
 class Trials(_Variants):
-    """Comparisons of the default plan with itself, in which the default takes longer by a known share."""
+    """Comparisons of the default plan with itself, where the default is slowed by a known share."""
 
     effect = 0.0
 
@@ -67,15 +67,15 @@ def build_candidate(name: str, plan: Plan) -> Prediction:
 
 
 def run_trials(effects: list[float], budget_s: float) -> list[Trial]:
-    """For each trial its effect, verdict, rounds, seconds, measured ratio, and whether that was shown to differ from 1;
-    the same on every rank."""
+    """For each trial: its effect, verdict, rounds, seconds, measured ratio, and whether the ratio differs
+    significantly from 1; the same on every rank."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     found = []
     with open_job(settings, is_bare=True) as (world, job):
         trials = Trials(TuneSettings(race_s=budget_s), job, world)
         try:
             plan = plan_like_torch(trials.gradients, range(len(trials.gradients))[::-1])
-            trials._step_s = 1.0  # one step to a turn, to see how long one is
+            trials._step_s = 1.0  # one step per turn, to measure its duration
             trials._settings = TuneSettings(race_s=1.0)
             records = trials.confirm([build_candidate(DEFAULT, plan)])
             trials._step_s = records[0].timing.median_s
@@ -122,12 +122,12 @@ def run_ranks(effects: list[float], budget_s: float) -> list[Trial]:
 
 
 def race_long(plans: dict[str, Plan], budget_s: float) -> dict[tuple[int, ...], float]:
-    """By buckets, the median ratio of each plan to the default, from a comparison that uses all of its time."""
+    """By buckets: the median ratio of each plan to the default, from a comparison that uses its full time budget."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     with open_job(settings, is_bare=True) as (world, job):
         trials = Trials(TuneSettings(race_s=budget_s), job, world)
         try:
-            trials._step_s = 1.0  # one step to a turn
+            trials._step_s = 1.0  # one step per turn
             records = trials.confirm([build_candidate(*one) for one in plans.items()], stops=False)
         finally:
             trials.close()

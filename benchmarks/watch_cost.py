@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""The cost of a page: its size and time to load; for a live page, its delay and its overhead in a step.
+"""The cost of a page: its size and load time; for a live page, its delay and its overhead per step.
 
     benchmarks/watch_cost.py [page] [live] [--seconds 240]
 
 `page`: a synthetic run of 10,000 steps on 8 ranks, with incompressible times, in headless Chromium.
-`live`: `paceline train` on two ranks with `paceline watch`, and Chromium shows the page. The delay of a step is the
+`live`: `paceline train` on two ranks with `paceline watch`, with Chromium showing the page. The delay of a step is the
 time from its row in the run's file, which ranks write every quarter of a second, to its text on the page. For the
 overhead, the watcher is suspended (SIGSTOP) every other two seconds, and steps with it are compared with those in the
-pauses around them; in this part only the event stream is read. Two cores that are not idle make both worse.
+pauses around them; this part reads only the event stream. Two busy cores make both worse.
 """
 
 from __future__ import annotations
@@ -129,11 +129,12 @@ def measure_cost(file: Path, watcher: subprocess.Popen[str], seconds: float) -> 
     times = {row["step"]: row["step_s"] for row in load_metrics(file)}
     turns = []
     for (first, is_off), (last, _) in itertools.pairwise(ends):
-        # Rows reach the file a quarter of a second after their step, so those at the ends may be of the other kind.
+        # Rows reach the file a quarter of a second after their step, so those at the ends of a turn may belong to the
+        # other kind.
         width = (last - first) // 5
         steps = sorted(times[step] for step in range(first + width, last - width))
         if len(steps) > LEAST:
-            turns.append((is_off, statistics.fmean(steps[: int(0.9 * len(steps))])))  # without what hit a step hard
+            turns.append((is_off, statistics.fmean(steps[: int(0.9 * len(steps))])))  # without outliers
     pairs = [(b[1], (a[1] + c[1]) / 2) for a, b, c in zip(turns, turns[1:], turns[2:], strict=False)
              if not b[0] and a[0] and c[0]]  # fmt: skip
     if len(pairs) < LEAST:
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["page", "live"], choices=["page", "live"])
     parser.add_argument("--seconds", type=float, default=240.0)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its child processes are ended, too
     with tempfile.TemporaryDirectory() as folder:
         if "page" in args.parts:
             measure_page(Path(folder))

@@ -20,4 +20,4 @@ def main() -> float:
 
 
 if __name__ == "__main__":
-    paceline.run_ranks(main, 2)  # under torchrun, runs in the launched world
+    paceline.run_ranks(main, 2)  # under torchrun, this runs in the launched world

@@ -40,7 +40,7 @@ def gather_on_nccl() -> list[str]:
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # raise on timeout instead of aborting the process
     dist.init_process_group("nccl", timeout=15 * LIMIT)
     rank, gpus = dist.get_rank(), torch.cuda.device_count()
-    if gpus > 1:  # creates a communicator on GPUs 0 and 1, which only rank 0 will reuse
+    if gpus > 1:  # creates a communicator on GPUs 0 and 1; only rank 0 will reuse it
         dist.all_reduce(torch.ones(1, device=f"cuda:{rank}"))
     wrong = gather()  # both ranks use GPU 0
     return [f"{gpus} GPUs, the current one is {torch.cuda.current_device()}", wrong]

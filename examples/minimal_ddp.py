@@ -1,10 +1,10 @@
-"""Data-parallel training in plain torch, to read in one sitting; nothing here uses Paceline.
+"""Data-parallel training in plain torch, short enough to read in one sitting; nothing here uses Paceline.
 
     python examples/minimal_ddp.py                    # two ranks on this machine's CPU
     torchrun --nproc-per-node 2 examples/minimal_ddp.py   # one rank per GPU with NCCL, or CPU ranks with gloo
 
-The same steps as in the wrapper, in their simplest form. `examples/train_by_hand.py` is the next one to read: the same
-loop with `paceline.DDP`, which overlaps its messages with backward.
+The steps are those of the wrapper, in their simplest form. Read `examples/train_by_hand.py` next: the same loop with
+`paceline.DDP`, which overlaps its messages with backward.
 """
 
 import os
@@ -31,7 +31,7 @@ def open_group() -> torch.device:
     return device
 
 
-# 2. Data parallelism: the same model on every rank, other samples, and gradients averaged over the ranks.
+# 2. Data parallelism: the same model on every rank, different samples, and gradients averaged over the ranks.
 class AveragedGradients:
     """Averages each gradient as soon as backward has finished it, with one all-reduce per parameter."""
 
@@ -44,7 +44,7 @@ class AveragedGradients:
             param.register_post_accumulate_grad_hook(self.send)
 
     def send(self, param: torch.Tensor) -> None:
-        # Asynchronous: backward continues with earlier layers while the message is on its way.
+        # Asynchronous: backward continues with earlier layers while the message is in flight.
         self.works.append((dist.all_reduce(param.grad, async_op=True), param.grad))
 
     def wait(self) -> None:
@@ -58,7 +58,7 @@ class AveragedGradients:
 
 
 def make_batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Synthetic data: y = x w. Every rank draws samples of its own."""
+    """Synthetic data: y = x w. Every rank draws its own samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(step * ranks + rank)
     x = torch.randn(BATCH, 10, generator=generator)
@@ -66,7 +66,7 @@ def make_batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def train(device: torch.device) -> float:
-    torch.manual_seed(dist.get_rank())  # on purpose: the broadcast makes the models equal
+    torch.manual_seed(dist.get_rank())  # deliberately different: the broadcast makes the models equal
     model = nn.Sequential(nn.Linear(10, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)).to(device)
     averaged = AveragedGradients(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -79,7 +79,7 @@ def train(device: torch.device) -> float:
         optimizer.step()
         optimizer.zero_grad()
     if device.type == "cuda":
-        torch.cuda.synchronize()  # a GPU works asynchronously: wait for it before you read the clock
+        torch.cuda.synchronize()  # a GPU works asynchronously: wait for it before reading the clock
     times_s = torch.zeros(dist.get_world_size(), device=device)
     times_s[dist.get_rank()] = time.perf_counter() - begin_s
     dist.all_reduce(times_s)  # every rank adds its own time to zeros
@@ -88,7 +88,7 @@ def train(device: torch.device) -> float:
         print(f"loss {loss.item():.4f} after {STEPS} steps of {dist.get_world_size()} x {BATCH} samples")
         for rank, time_s in enumerate(times_s.tolist()):
             print(f"rank {rank}: {time_s:.2f} s in all, {time_s / STEPS:.4f} s per batch")
-        if device.type == "cpu":  # with NCCL the GPU waits, not this process: a profiler shows it
+        if device.type == "cpu":  # with NCCL the GPU waits, not this process; a profiler shows it
             share = averaged.wait_s / times_s[0].item()
             print(f"rank 0 spends {share:.0%} of it waiting for messages after backward")
     return loss.item()
@@ -103,7 +103,7 @@ def check_equal(model: nn.Module) -> None:
     assert torch.equal(least, most), "the replicas differ"
 
 
-# 3. What a message costs: the time of an all-reduce by its size.
+# 3. The cost of a message: all-reduce time by size.
 def sweep(device: torch.device) -> None:
     ranks = dist.get_world_size()
     if dist.get_rank() == 0:
@@ -113,22 +113,22 @@ def sweep(device: torch.device) -> None:
         times_s = []
         for _ in range(WARMUP + REPETITIONS):
             vector.fill_(1.0)
-            dist.barrier()  # all ranks start together, or one would time its wait for the others
+            dist.barrier()  # all ranks start together; otherwise, one would include its wait for the others
             begin_s = time.perf_counter()
             dist.all_reduce(vector)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times_s.append(time.perf_counter() - begin_s)
         assert torch.all(vector == ranks), "a wrong sum"
-        time_s = sorted(times_s[WARMUP:])[REPETITIONS // 2]  # the median: a mean follows its outliers
+        time_s = sorted(times_s[WARMUP:])[REPETITIONS // 2]  # the median, because outliers distort the mean
         if dist.get_rank() == 0:
             algbw = num_bytes / time_s / 1e9
-            busbw = algbw * 2 * (ranks - 1) / ranks  # what each link of a ring carries
+            busbw = algbw * 2 * (ranks - 1) / ranks  # the bandwidth of each link in a ring
             print(f"{num_bytes >> 10:>6} KiB {time_s * 1e3:>9.3f} ms {algbw:>6.2f} GB/s {busbw:>6.2f} GB/s")
 
 
 def main(local_rank: int = -1, ranks: int = 0, port: int = 0) -> None:
-    if local_rank >= 0:  # started below instead of by torchrun
+    if local_rank >= 0:  # started by mp.spawn below, not by torchrun
         os.environ |= {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(ranks)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     device = open_group()

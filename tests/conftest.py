@@ -57,8 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_server() -> Iterator[None]:
     """All pools of this process fork their ranks from one server, which has already imported the usual modules: torch's
-    optimizers import its compiler. A test with other environment variables gets its own server, and the
-    next test gets the first server again."""
+    optimizers import its compiler. A test with other environment variables gets its own server, and the next test gets
+    the first server again."""
     find, environment, first = launch._find_server, launch._describe_imports(), list[Any]()
 
     def find_server(modules: Sequence[str] = ()) -> Any:

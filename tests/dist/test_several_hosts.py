@@ -294,8 +294,8 @@ def test_twenty_of_twenty_runs_leave_nothing(hosts):
     assert not left
 
 
-# Problems of host b only: options, the ssh configuration, its mounts, the code of the error, and its
-# message. {0} is the folder visible to both hosts.
+# Problems of host b only: options, the ssh configuration, its mounts, the code of the error, and its message. {0} is
+# the folder visible to both hosts.
 OTHER_SSHD = "Host b\n  Port 2222\n"  # the host with these mounts
 BAD = {
     "wrong interface": ("--interface only-a", OTHER_SSHD, "", "network", "b: network: no interface only-a: give"),

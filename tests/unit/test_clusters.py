@@ -45,8 +45,7 @@ def test_the_script_has_exactly_the_given_options():
 @pytest.fixture
 def run_script(tmp_path):
     """`run_script(code, saved, state, restarts)`: run the script with an `srun` that starts one rank, which can report
-    that
-    it has saved and then exits with `code`; returns the commands called and the rank's variables."""
+    that it has saved and then exits with `code`; returns the commands called and the rank's variables."""
 
     def run(
         code: int, saved: bool = False, state: str = "RUNNING", restarts: int = 0, **job

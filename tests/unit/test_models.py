@@ -111,12 +111,12 @@ def test_the_mask_reaches_the_model():
             LOGITS[:, :3],
             CLASSES,
             IMAGES,
-            "the shape (6, 3) for targets of shape (6,) and 4 classes: (6, 4) is required",
+            "shape (6, 3) for targets of shape (6,) and 4 classes: (6, 4) is required",
         ),
         (LOGITS[:5], CLASSES, IMAGES, "(5, 4)"),
-        (torch.zeros(()), CLASSES, IMAGES, "the shape ()"),
+        (torch.zeros(()), CLASSES, IMAGES, "shape ()"),
         (LOGITS, IDS, TOKENS, "(6, 5, 4) is required"),
-        (LOGITS, WANTED, NUMBERS, "the shape (6, 4) for 6 numbers: (6, 1) is required"),
+        (LOGITS, WANTED, NUMBERS, "shape (6, 4) for 6 numbers: (6, 1) is required"),
     ],
 )
 def test_an_answer_of_another_shape_is_refused(value, targets, form, words):
