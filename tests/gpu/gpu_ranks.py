@@ -49,8 +49,9 @@ def run_on_device(backend: str, device: str, fn: Callable[..., Any], *args: Any)
 class KeptGroups(contextlib.AbstractContextManager["KeptGroups"]):
     """Models reuse the process groups of earlier models. Creating an NCCL communicator takes longer than training
     one of these models.
- After `restart`, groups are handed out in the order of their creation, so all ranks agree, whenever they collect models
-that are gone.
+
+    After `restart`, groups are handed out in the order of their creation, so all ranks agree, whenever they collect
+    models that are gone.
     """
 
     def __init__(self) -> None:
