@@ -39,7 +39,7 @@ NAVIGATION = {
     ),
     "How it works": (
         "docs/ddp", "docs/performance-model", "docs/transport", "docs/trust", "docs/architecture", "docs/decisions",
-        "Source documents <docs/sources>",
+        "docs/scoreboard", "Source documents <docs/sources>",
     ),
     "Reference": ("docs/api", "docs/glossary", "docs/results-format", "CHANGELOG", "CONTRIBUTING"),
 }  # fmt: skip

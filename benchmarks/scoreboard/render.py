@@ -1,0 +1,137 @@
+#!/usr/bin/env python
+"""Make docs/scoreboard.md from raw runs: `render.py [FOLDER]`; the default is results/scoreboard."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+
+from score import PACELINE, TOOLS, Score, count, find_gain, find_reason, is_healthy, score_answer  # noqa: E402
+
+PAGE = ROOT / "docs" / "scoreboard.md"
+INTRODUCTION = """# The scoreboard
+
+Small programs with one planted ailment each, and healthy ones, all under the same tools.
+Each program is a file in `benchmarks/scoreboard/programs/`: it declares the cause and the rank that a tool should
+name, and runs without its ailment with `--cured`.
+Two ranks train in each, on the CPU with gloo or on a GPU with NCCL.
+
+- **Cause**: the first finding names the planted cause.
+- **Rank**: the rank is right too, where one is the culprit.
+- **Gain**: the predicted gain is within 5 points of what the cure saves, measured by applying it.
+- **Overhead**: the mean step with the tool relative to the one without it, over 200 steps, recording included.
+
+Paceline runs as `paceline profile -- torchrun ...`, TraceML as `traceml run` with its two lines in the program.
+torch.profiler and HTA leave tables, which `benchmarks/scoreboard/peers.py` reads by rules without knowledge of what is
+planted.
+A verdict of a peer counts as right if its documentation lists the cause among those that it stands for.
+
+```sh
+python benchmarks/scoreboard/run.py --out runs/scoreboard         # about 35 minutes on a quiet machine, resumes
+python benchmarks/scoreboard/run.py --busy --out runs/scoreboard  # about 8 minutes more, with one busy core beside it
+python benchmarks/scoreboard/render.py runs/scoreboard            # writes this page
+```
+"""
+NO_RUNS = "No run is published yet: the commands above make the table.\n"
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def format_share(share: float | None) -> str:
+    return "" if share is None else f"{share:+.1%}".replace("%", " %")
+
+
+def format_count(values: Sequence[bool | None]) -> str:
+    right, total = count(values)
+    return f"{right} of {total}" if total else ""
+
+
+def format_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(map(format_row, [header, ["---"] * len(header), *rows])) + "\n"
+
+
+def summarise(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, float | None]) -> str:
+    """One row per tool."""
+    rows = []
+    for tool in TOOLS:
+        found = [(one, score_answer(one, tool, gains.get(one["name"]))) for one in documents]
+        scored = [(one, score) for one, score in found if score is not None]
+        if not scored:
+            continue
+        ailing: list[Score] = [score for one, score in scored if not is_healthy(one)]
+        overheads = [score.overhead for _, score in scored if score.overhead is not None]
+        rows.append([
+            tool,
+            format_count([score.is_cause for score in ailing]),
+            format_count([score.is_rank for score in ailing]),
+            format_count([not score.is_cause for one, score in scored if is_healthy(one)]),
+            format_count([score.is_gain for score in ailing]),
+            format_share(statistics.median(overheads)) if overheads else "",
+        ])  # fmt: skip
+    return format_table(["tool", "cause", "rank", "false findings", "gain", "overhead (median)"], rows)
+
+
+def list_programs(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, float | None]) -> str:
+    """One row per program, with Paceline's errors in bold."""
+    rows = []
+    for one in documents:
+        answer, score = one["answers"].get(PACELINE), score_answer(one, PACELINE, gains.get(one["name"]))
+        if answer is None or score is None:
+            rows.append([one["title"], "**failed**", "", "", "", "", ""])
+            continue
+        said = ", ".join(answer["causes"]) + ("" if answer["rank"] is None else f", rank {answer['rank']}")
+        is_right = score.is_cause and score.is_rank is not False
+        peers = [tool for tool in TOOLS[1:] if (their := score_answer(one, tool)) is not None and their.is_cause]
+        expected = one["causes"][0] + ("" if one["culprit"] is None else f", rank {one['culprit']}")
+        predicted = format_share(answer["gain"])
+        rows.append([
+            one["title"],
+            expected,
+            said if is_right else f"**{said}**",
+            format_share(gains.get(one["name"])),
+            predicted if score.is_gain is not False else f"**{predicted or 'none'}**",
+            format_share(score.overhead),
+            ", ".join(peers),
+        ])  # fmt: skip
+    header = ["program", "planted", "Paceline", "cure saves", "predicted", "overhead", "peers that are right"]
+    return format_table(header, rows)
+
+
+def render(folder: Path) -> str:
+    quiet, busy = load(folder / "quiet"), load(folder / "busy")
+    if not quiet:
+        return f"{INTRODUCTION}\n{NO_RUNS}"
+    gains = {one["name"]: find_gain(one) for one in quiet}
+    left_out = {one["name"]: reason for one in quiet if (reason := find_reason(one))}
+    kept = [one for one in quiet if one["name"] not in left_out]
+    where = quiet[0]["environment"]
+    machine = f"{where['cores']} cores ({where['machine']}){', ' + where['gpu'] if where['gpu'] else ''}"
+    parts = [INTRODUCTION, f"## On a quiet machine\n\n{machine}, torch {where['torch']}.\n", summarise(kept, gains)]
+    parts += ["Errors of Paceline are bold.\n", list_programs(kept, gains)]
+    if left_out:
+        titles = {one["name"]: one["title"] for one in quiet}
+        lines = [f"- {titles[name]}: {reason}." for name, reason in left_out.items()]
+        parts.append("Not scored:\n\n" + "\n".join(lines) + "\n")
+    if busy:
+        kept = [one for one in busy if one["name"] not in left_out]
+        parts += ["## With one busy core beside it\n", summarise(kept, gains), list_programs(kept, gains)]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "results" / "scoreboard"))
+    print(PAGE.relative_to(ROOT))

@@ -1,0 +1,259 @@
+#!/usr/bin/env python
+"""Run the programs of the scoreboard under Paceline and its peers, and compare their answers with what is planted.
+
+    python benchmarks/scoreboard/run.py [--only NAME,...] [--quick] [--busy] [--rounds N] --out runs/scoreboard
+
+Each program runs on its own, with its ailment cured, under `paceline profile -- torchrun ...`, under TraceML, and with
+torch.profiler, whose traces HTA reads. Raw results are written to FOLDER/quiet or FOLDER/busy, one file per program;
+programs that have one are not run again. With `--busy`, another process keeps one core busy, and only Paceline runs.
+`render.py FOLDER` makes the table. Peers need an environment of their own:
+
+    python -m venv build/peers && build/peers/bin/pip install torch traceml-ai==0.5.* HolisticTraceAnalysis==0.5.*
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PROGRAMS = HERE / "programs"
+sys.path[:0] = [str(HERE), str(PROGRAMS)]
+
+from peers import read_hta, read_profiler, read_traceml  # noqa: E402
+from score import PACELINE, Answer, find_gain, find_mean, read_answer, score_answer  # noqa: E402
+
+RANKS = 2
+STEPS, QUICK_STEPS = 220, 80  # of which 20 warm up
+MOST_S = 300.0  # time limit of one run
+PEERS = ROOT / "build" / "peers" / "bin" / "python"
+SPIN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+
+
+def list_programs() -> list[str]:
+    return sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "loop")
+
+
+def load_program(name: str) -> Any:
+    """The class that a program defines."""
+    spec = importlib.util.spec_from_file_location(f"scoreboard_{name}", PROGRAMS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    return next(kind for kind in kinds if issubclass(kind, module.Program))
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What is planted in a program."""
+    kind = load_program(name)
+    declared = {key: getattr(kind, key) for key in ("title", "causes", "culprit", "needs_cuda")}
+    return {"name": name, "about": sys.modules[kind.__module__].__doc__, **declared}
+
+
+class Run:
+    """One run of a program, in a folder of its own."""
+
+    def __init__(self, program: str, folder: Path, steps: int) -> None:
+        self.folder = folder
+        self.times = folder / "times.json"
+        self.program = [str(PROGRAMS / f"{program}.py"), "--steps", str(steps), "--times", str(self.times)]
+
+    def launch(self, *options: str) -> list[str]:
+        module = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        return [*module, *self.program, *options]
+
+    def start(self, command: Sequence[str]) -> str:
+        """Run a command to its end, and return what it prints. Its processes end with it."""
+        paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "KINETO_LOG_LEVEL": "6"}
+        log = self.folder / "stderr.txt"
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            )
+            try:
+                printed, _ = process.communicate(timeout=MOST_S)
+            except subprocess.TimeoutExpired as error:
+                raise RunError(f"did not end within {MOST_S:.0f} s") from error
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode:
+            last = log.read_text(errors="replace").strip().splitlines()[-1:] or [""]
+            raise RunError(f"exit code {process.returncode}: {last[0][:200]}")
+        return printed
+
+    def read_times(self) -> dict[str, Any]:
+        found = json.loads(self.times.read_text())
+        return found | {"steps_s": [round(seconds, 7) for seconds in found["steps_s"]]}
+
+
+class RunError(Exception):
+    pass
+
+
+def run_plain(run: Run) -> None:
+    run.start(run.launch())
+
+
+def run_cured(run: Run) -> None:
+    run.start(run.launch("--cured"))
+
+
+def run_paceline(run: Run) -> Answer:
+    command = [sys.executable, "-m", "paceline", "profile", "--json", "--out", str(run.folder), "--", *run.launch()]
+    return read_answer(json.loads(run.start(command)))
+
+
+def run_profiler(run: Run) -> Answer:
+    run.start(run.launch("--peer", "profiler", "--folder", str(run.folder)))
+    return read_profiler([json.loads((run.folder / f"operators-{rank}.json").read_text()) for rank in range(RANKS)])
+
+
+def run_hta(run: Run, peers: Path) -> Answer:
+    """HTA on the traces that torch.profiler has left in the folder."""
+    printed = run.start([str(peers), str(HERE / "peers.py"), "hta", str(run.folder)])
+    return read_hta(json.loads(printed.strip().splitlines()[-1]))
+
+
+def run_traceml(run: Run, peers: Path) -> Answer:
+    script, *options = run.program
+    asked = ["--nproc-per-node", str(RANKS), "--logs-dir", str(run.folder), "--run-name", "traced"]
+    run.start([str(peers.with_name("traceml")), "run", script, *asked, "--args", *options, "--peer", "traceml"])
+    return read_traceml(json.loads(next(run.folder.glob("**/final_summary.json")).read_text()))
+
+
+def has_peer(peers: Path, module: str) -> bool:
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return peers.exists() and subprocess.run([str(peers), "-c", find], check=False).returncode == 0
+
+
+def list_tools(peers: Path, busy: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """The runs of a round in their order, and why others are left out."""
+    tools: dict[str, Any] = {PACELINE: run_paceline}
+    if busy:
+        return tools, {}
+    tools = {"plain": run_plain, **tools, "cured": run_cured, "torch.profiler": run_profiler}
+    left_out = {}
+    for name, module, call in (("HTA", "hta", run_hta), ("TraceML", "traceml_ai", run_traceml)):
+        if has_peer(peers, module):
+            tools[name] = functools.partial(call, peers=peers)
+        else:
+            left_out[name] = f"{name} is not installed in {os.path.relpath(peers.parents[1], ROOT)}"
+    return tools, left_out
+
+
+def run_program(facts: dict[str, Any], tools: dict[str, Any], steps: int, rounds: int) -> dict[str, Any]:
+    """The raw document of one program."""
+    document = {**facts, "runs": {}, "answers": {}, "errors": {}, "steps": steps}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as place:
+            for name, call in tools.items():
+                if name == "cured" and facts["causes"] == ("healthy",):
+                    continue
+                # HTA reads the traces of torch.profiler.
+                folder = Path(place) / ("torch.profiler" if name == "HTA" else name)
+                folder.mkdir(exist_ok=True)
+                run = Run(facts["name"], folder, steps)
+                try:
+                    answer = call(run)
+                    if name != "HTA":
+                        document["runs"].setdefault(name, []).append(run.read_times())
+                    if answer is not None:
+                        document["answers"].setdefault(name, answer.to_json())
+                except (RunError, OSError, ValueError, KeyError, StopIteration) as error:
+                    document["errors"][name] = f"{type(error).__name__}: {error}"
+    return document
+
+
+def describe_machine() -> dict[str, Any]:
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    where = {"cores": os.cpu_count(), "machine": platform.machine(), "gpu": gpu}
+    return where | {"torch": torch.__version__, "python": platform.python_version()}
+
+
+@contextlib.contextmanager
+def keep_core_busy(busy: bool) -> Iterator[None]:
+    if not busy:
+        yield
+        return
+    spinning = subprocess.Popen([sys.executable, "-c", SPIN])
+    try:
+        yield
+    finally:
+        spinning.kill()
+        spinning.wait()
+
+
+def summarise(document: dict[str, Any]) -> str:
+    """What happened, for the terminal."""
+    parts = []
+    if (plain := document["runs"].get("plain")) and plain[0]["steps_s"]:
+        parts.append(f"{1e3 * find_mean(plain[0]) * plain[0]['samples']:.1f} ms per step")
+    if (gain := find_gain(document)) is not None:
+        parts.append(f"the cure saves {gain:.1%}")
+    if (score := score_answer(document, PACELINE)) is not None:
+        answer = document["answers"][PACELINE]
+        parts.append(f"{'right' if score.is_cause else 'WRONG'}: {', '.join(answer['causes'])}, rank {answer['rank']}")
+    return "; ".join([*parts, *(f"{name} failed ({why})" for name, why in document["errors"].items())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names of programs, separated by commas")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, to try it")
+    parser.add_argument("--busy", action="store_true", help="keep one core busy meanwhile")
+    parser.add_argument("--rounds", type=int, default=1, help="of all runs of a program; medians count")
+    parser.add_argument("--peers", type=Path, default=PEERS, help="the interpreter that has TraceML and HTA")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "scoreboard")
+    asked = parser.parse_args()
+    known = list_programs()
+    names = [name for name in asked.only.split(",") if name] or known
+    if unknown := sorted(set(names) - set(known)):
+        parser.error(f"no such program: {', '.join(unknown)}; there are {', '.join(known)}")
+    steps = QUICK_STEPS if asked.quick else STEPS
+    tools, left_out = list_tools(asked.peers, asked.busy)
+    for why in left_out.values():
+        print(f"skipped: {why}", file=sys.stderr)
+    machine, begin_s = describe_machine(), time.monotonic()
+    folder = asked.out / ("busy" if asked.busy else "quiet")
+    folder.mkdir(parents=True, exist_ok=True)
+    with keep_core_busy(asked.busy):
+        for number, name in enumerate(names, 1):
+            path, facts = folder / f"{name}.json", describe(name)
+            if path.exists() and json.loads(path.read_text()).get("steps") == steps:
+                print(f"[{number}/{len(names)}] {name}: kept from an earlier run", file=sys.stderr)
+                continue
+            if facts["needs_cuda"] and not machine["gpu"]:
+                print(f"[{number}/{len(names)}] {name}: skipped: it needs a GPU", file=sys.stderr)
+                continue
+            document = run_program(facts, tools, steps, asked.rounds) | {"environment": machine}
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(document) + "\n")
+            partial.replace(path)
+            spent = f"{(time.monotonic() - begin_s) / 60:.1f} min"
+            print(f"[{number}/{len(names)}, {spent}] {name}: {summarise(document)}", file=sys.stderr, flush=True)
+    print(f"raw results: {folder}; table: python benchmarks/scoreboard/render.py {asked.out}")
+
+
+if __name__ == "__main__":
+    main()

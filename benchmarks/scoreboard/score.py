@@ -1,0 +1,112 @@
+"""What is right: an answer of a tool, compared with what is planted in a program and with what its cure saves.
+
+Pure functions of the raw documents that `run.py` writes, one per program. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+HEALTHY = ("healthy", "computing", "bound")  # kinds without a cure
+LEAST_GAIN = 0.03  # a planted ailment that costs less on this machine is not scored
+MOST_ERROR = 0.05  # of a predicted gain, in shares of a step
+PACELINE = "Paceline"
+TOOLS = (PACELINE, "TraceML", "torch.profiler", "HTA")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The first answer of a tool. Peers have verdicts of their own, which stand for several `causes`; none means that
+    it gave no answer. `gain` is a share of the step."""
+
+    causes: tuple[str, ...] = ()
+    rank: int | None = None
+    gain: float | None = None
+    text: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Answer:
+        return cls(**{**found, "causes": tuple(found["causes"])})
+
+
+@dataclass(frozen=True)
+class Score:
+    """None stands for what does not apply: no culprit, no cure, or no run to compare with."""
+
+    is_cause: bool | None
+    is_rank: bool | None = None
+    is_gain: bool | None = None
+    gain_error: float | None = None
+    overhead: float | None = None
+
+
+def read_answer(document: Mapping[str, Any]) -> Answer:
+    """Paceline's first finding, from the JSON document of `paceline profile`."""
+    first = document["bottlenecks"][0]
+    gain = first["gain_s"] / first["step_s"] if first.get("step_s") and first["gain_s"] else None
+    text = " ".join(f"{name}: {line}." for name, line in document["card"].items() if line)
+    return Answer((first["kind"],), first.get("rank"), gain, text)
+
+
+def is_healthy(facts: Mapping[str, Any]) -> bool:
+    return set(facts["causes"]) <= set(HEALTHY)
+
+
+def find_mean(run: Mapping[str, Any]) -> float:
+    """Mean seconds per sample."""
+    return statistics.fmean(run["steps_s"]) / run["samples"]
+
+
+def compare_runs(runs: Mapping[str, Sequence[Any]], name: str) -> float | None:
+    """The mean step of these runs relative to the plain ones, in the median round; None without both."""
+    both = list(zip(runs.get(name, ()), runs.get("plain", ()), strict=False))
+    return statistics.median(find_mean(one) / find_mean(plain) for one, plain in both) if both else None
+
+
+def find_gain(document: Mapping[str, Any]) -> float | None:
+    """The share of a step that the cure saved when it was applied."""
+    ratio = compare_runs(document["runs"], "cured")
+    return None if ratio is None or is_healthy(document) else 1 - ratio
+
+
+def find_reason(document: Mapping[str, Any]) -> str:
+    """Why a program is not scored, or nothing."""
+    gain = find_gain(document)
+    if document.get("skipped"):
+        return str(document["skipped"])
+    return f"its cure saves only {gain:.1%} on this machine" if gain is not None and gain < LEAST_GAIN else ""
+
+
+def score_answer(document: Mapping[str, Any], tool: str, gain: float | None = None) -> Score | None:
+    """The score of a tool for one program; None if it did not run. `gain` is what the cure saves, if another document
+    of the same program measured it."""
+    given = document["answers"].get(tool)
+    if given is None:
+        return None
+    answer, culprit = Answer.from_json(given), document["culprit"]
+    expected = HEALTHY if is_healthy(document) else tuple(document["causes"])
+    is_cause = bool(set(expected) & set(answer.causes))
+    ratio = compare_runs(document["runs"], tool)
+    overhead = None if ratio is None else ratio - 1
+    if is_healthy(document):
+        return Score(is_cause, overhead=overhead)
+    is_rank = None if culprit is None else is_cause and answer.rank == culprit
+    real = find_gain(document) if gain is None else gain
+    if real is None:
+        return Score(is_cause, is_rank, overhead=overhead)
+    error = None if answer.gain is None else answer.gain - real
+    # The gain of another cause is not a prediction of this cure.
+    is_gain = is_cause and error is not None and abs(error) <= MOST_ERROR
+    return Score(is_cause, is_rank, is_gain, error if is_cause else None, overhead)
+
+
+def count(values: Sequence[bool | None]) -> tuple[int, int]:
+    """How many are right, of how many that apply."""
+    known = [value for value in values if value is not None]
+    return sum(known), len(known)
