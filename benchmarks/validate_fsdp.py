@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline.predict.curves import DRAWS
-from paceline.predict.fully_sharded import Blocks, simulate_fully_sharded
+from paceline.predict.fully_sharded import Blocks, FullySharded
 from paceline.predict.job import draw_jobs
 from paceline.predict.whatif import simulate_what_if
 from paceline.report.table import Column, Table
@@ -114,7 +114,7 @@ def predict(profile: paceline.Result, sweep: paceline.Result, ranks: int) -> dic
     draws = draw_jobs(found.profile, found.job, DRAWS)
     (rows["fsdp"],) = simulate_what_if(
         found.job, draws, found.fabrics[0], [ranks], **found.scenario,
-        own=lambda job, costs, count: simulate_fully_sharded(job, blocks, costs, count),
+        send=lambda count, *_: FullySharded(blocks, count),
     )  # fmt: skip
     return {name: (row.step_s, row.low_s, row.high_s) for name, row in rows.items()}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,9 +14,11 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient, plan_like_torch
+from paceline.predict import simulate as simulator
 from paceline.predict.curves import MeasuredCurve
 from paceline.predict.job import Job
-from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
+from paceline.predict.search import estimate_caps
+from paceline.predict.simulate import Contention, Layout, Load, MachineCosts, Schedule, simulate
 from tests.unit.made_jobs import line, make_job
 
 positive = st.floats(1e-6, 1.0)
@@ -224,3 +228,34 @@ def test_a_measured_curve_passes_through_its_points_and_stays_between_them(point
 )
 def test_contention_is_interpolated_on_a_log_axis_and_constant_beyond(size, rates):
     assert Contention((10, 100), (0.2, 0.5), (0.1, 0.3)).rates(size) == pytest.approx(rates)
+
+
+class Halves(Schedule):
+    """Sends each bucket as two messages, and computes for a second between them."""
+
+    def list_messages(self, gradients):
+        return tuple(Load(sum(gradient.num_bytes for gradient in gradients) // 2) for _ in range(2))
+
+    def list_works(self, num_bytes, count):
+        return [0.0, 1.0, 0.0]
+
+
+class Sixth(Schedule):
+    """Its own step, of any buckets."""
+
+    has_buckets = False
+
+    def simulate(self, job, buckets, costs):
+        return replace(super().simulate(job, [len(job.sizes)], replace(costs, sending=None)), before_s=6.0)
+
+
+def test_a_strategy_is_added_without_changing_the_simulator():
+    job, costs = make_job([20, 20], [1.0, 3.0], 3.0), MachineCosts(line(0.5, 10.0))
+    step = simulate(job, [2], replace(costs, sending=Halves()))
+    assert step.over_s == pytest.approx(3.0 + 2 * (0.5 + 20 / 10) + 1.0)
+    plain_s = simulate(job, [1, 2], costs).over_s
+    assert simulate(job, [1, 2], replace(costs, sending=Schedule())).over_s == pytest.approx(plain_s)
+    own = replace(costs, sending=Sixth())
+    assert simulate(job, [1, 2], own).step_s == pytest.approx(6.0 + 3.0 + 0.5 + 40 / 10)
+    assert len(estimate_caps(job, own).points) == 1 < len(estimate_caps(job, costs).points)
+    assert "paceline.strategy" not in inspect.getsource(simulator)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.predict.job import Job
-from paceline.predict.simulate import BucketSpan, Load, MachineCosts, SimulatedStep, Timeline
+from paceline.predict.simulate import Buckets, BucketSpan, Load, MachineCosts, Schedule, SimulatedStep, Timeline
 from paceline.records import LayerProfileRecord
 from paceline.strategy import Message, Strategy
 
@@ -109,7 +109,21 @@ def simulate_fully_sharded(job: Job, blocks: Blocks, costs: MachineCosts, world_
     send("reduce-scatter", root)
     line.drain()
     over_s = line.now_s - before_s
-    return SimulatedStep(tuple(spans), backward_s, over_s, before_s, job.after_s / world_size, job.backward_s)
+    local_s = job.computing_s - before_s  # so waits in forward count as exposed, too
+    return SimulatedStep(tuple(spans), backward_s, over_s, before_s, job.after_s / world_size, local_s)
+
+
+@dataclass(frozen=True)
+class FullySharded(Schedule):
+    blocks: Blocks
+    world_size: int
+
+    @property
+    def has_buckets(self) -> bool:
+        return False
+
+    def simulate(self, job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
+        return simulate_fully_sharded(job, self.blocks, costs, self.world_size)
 
 
 def count_states(optimizer: str, momentum: float) -> int:

@@ -135,8 +135,8 @@ def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
     """Simulate every partition that one cap can produce. If there are more than `most` (0 means no limit), simulate
     that many, evenly spaced. Caps below the smallest gradient produce the same partition as that gradient's size."""
     caps, least = list(enumerate_caps(job.sizes).items()), min(job.sizes)
-    if costs.sending is not None and costs.sending.strategy.outer:
-        caps = caps[-1:]  # outer strategies have no buckets
+    if costs.sending is not None and not costs.sending.has_buckets:
+        caps = caps[-1:]
     if 1 < most < len(caps):
         caps = [caps[round(place * (len(caps) - 1) / (most - 1))] for place in range(most)]
     times_s = simulate_cuts(job, [cuts for cuts, _ in caps], costs)

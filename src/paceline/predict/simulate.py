@@ -7,8 +7,8 @@ of the message; of two concurrent messages each is slowed by another factor p. A
 for all messages. The rest of the step (data, forward, optimizer, buffers) takes as long as measured.
 
 `Queue` evaluates this in closed form for one message at a time, and `Timeline` event by event for everything else:
-several servers, and strategies (`Sending`), whose buckets become several messages with the work of a codec between
-them.
+several servers, and strategies, whose buckets become several messages with the work of a codec between them. A
+strategy is a `Schedule` in another module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from paceline.errors import ConfigError
 from paceline.plan import Gradient, Plan, find_late
 from paceline.predict.curves import CostCurve, interpolate_sizes
 from paceline.predict.job import Job
-from paceline.strategy import Strategy
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -47,8 +46,6 @@ _SHARE_ERROR = 0.15
 _SIZES = tuple(4096 << 2 * power for power in range(11))  # up to 4 GiB
 # Codec work that follows a message shares the rank's core with backward.
 _CALLBACK_RATE = 0.5
-# If a bucket is not a single all-reduce, the wrapper's control words need a separate message.
-_WORDS_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -134,10 +131,6 @@ class Contention:
         return compute, message
 
 
-# glibc returns larger blocks to the system when they are freed.
-LARGE_BYTES = 32 << 20
-
-
 class Load(NamedTuple):
     """A message, as the size of an all-reduce that moves the same number of bytes, over all ranks or only one
     host's."""
@@ -146,75 +139,39 @@ class Load(NamedTuple):
     is_inside: bool = False
 
 
-@dataclass(frozen=True)
-class Sending:
-    """How ranks send with a strategy. `parts` is the codec's work for a bucket: pairs of fixed seconds and seconds per
-    byte of gradients, one before the first message and one after each; empty if it is free. `is_in_place`: the ranks
-    share memory. `large_factor` multiplies the codec's cost for a bucket above `LARGE_BYTES`, whose vectors are
-    allocated anew in each step. `ranks_per_host` ranks share the link of their host. `round_s_per_byte` is the time
-    of the remaining work in a schedule's round or a sharded update, in seconds per byte of parameters."""
+class Schedule:
+    """How a strategy arranges a step; the strategies are subclasses in other modules (`schedules`, `fully_sharded`).
+    This one sends each bucket as one all-reduce."""
 
-    strategy: Strategy
-    world_size: int
-    parts: tuple[tuple[float, float], ...] = ()
-    is_in_place: bool = False
-    large_factor: float = 1.0
-    ranks_per_host: int = 1
-    round_s_per_byte: float = 0.0
+    @property
+    def has_buckets(self) -> bool:
+        """Whether the buckets matter; otherwise the strategy defines its own messages."""
+        return True
 
     @property
     def is_plain(self) -> bool:
         """Whether each bucket is one plain all-reduce, with the control words in the last."""
-        return self.is_in_place and self.strategy.is_plain_in_memory
+        return False
 
     @property
     def has_levels(self) -> bool:
         """Whether messages inside hosts and between hosts are separate."""
-        return self.strategy.between_hosts and 1 < self.ranks_per_host < self.world_size
+        return False
 
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[Load, ...]:
-        """The messages that a bucket becomes. A sharded update gathers later. The bytes of an all-reduce or all-gather
-        cross each link between hosts once; in an all-to-all, or in each rank's own exchange between hosts in a
-        two-level scheme, all bytes cross the link."""
-        found = self.strategy.traffic(gradients, self.world_size, self.ranks_per_host, self.is_in_place)
-        found = found[:1] if self.strategy.is_sharded else found
-        loads = []
-        for message in found:
-            shares = not message.is_inside and (self.has_levels or message.kind == "all-to-all")
-            times = self.ranks_per_host if shares and self.ranks_per_host < self.world_size else 1
-            loads.append(Load(times * message.as_all_reduce(self.world_size), message.is_inside))
-        return tuple(loads)
+        """The messages that a bucket becomes, one after the other."""
+        return (Load(sum(gradient.num_bytes for gradient in gradients)),)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
-        """Codec seconds before the first of `count` messages of a bucket, and after each."""
-        if self.has_levels:  # the codec runs between the messages inside a host, on a part of the bucket
-            between = replace(self, ranks_per_host=1)
-            return [0.0, *between.list_works(num_bytes // self.ranks_per_host, count - 2), 0.0]
-        if not self.parts:
-            return [0.0] * (count + 1)
-        chosen = [*self.parts[:count], self.parts[-1]]
-        chosen += [(0.0, 0.0)] * (count + 1 - len(chosen))
-        factor = self.large_factor if num_bytes > LARGE_BYTES else 1.0
-        return [factor * (fixed_s + s_per_byte * num_bytes) for fixed_s, s_per_byte in chosen]
+        """Seconds of compute before the first of `count` messages of a bucket, and after each."""
+        return [0.0] * (count + 1)
 
-    def scale(self, factor: float) -> Sending:
-        """The same strategy with a codec that takes `factor` times as long."""
-        return replace(self, parts=tuple((factor * fixed_s, factor * s_per_byte) for fixed_s, s_per_byte in self.parts))
+    def simulate(self, job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
+        return simulate_buckets(job, buckets, costs)
 
     def count_sent(self, job: Job, cuts: Sequence[int]) -> float:
-        """Mean bytes that a rank sends per step with these buckets, over a period."""
-        groups = [job.gradients[start:end] for start, end in itertools.pairwise([0, *cuts])]
-        messages = (
-            message
-            for group in (self.list_fragments(job) if self.strategy.outer else groups)
-            for message in self.strategy.traffic(group, self.world_size, self.ranks_per_host, self.is_in_place)
-        )
-        return sum(message.sent_bytes(self.world_size) for message in messages) / self.strategy.period
-
-    def list_fragments(self, job: Job) -> list[tuple[Gradient, ...]]:
-        """The gradients of each exchange in a period: every F-th parameter, for F fragments."""
-        count = self.strategy.fragments
-        return [group for number in range(count) if (group := job.gradients[number::count])]
+        """Mean bytes that a rank sends per step with these buckets; 0 if unknown."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -233,7 +190,7 @@ class MachineCosts:
     contention: Contention = Contention()
     pair_rate: float = 1.0
     finish_s: float = 0.0
-    sending: Sending | None = None
+    sending: Schedule | None = None
     inside: CostCurve | None = None
 
     @classmethod
@@ -292,13 +249,18 @@ class SimulatedStep:
         return self.over_s - self.local_s
 
 
-def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCosts) -> SimulatedStep:
+Buckets = Plan | Layout | Sequence[int]
+
+
+def simulate(job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
     """One step of the job with these buckets, given as a plan, a layout, or end positions in the ready order. For a
     strategy with a period it is the mean step; its buckets are its fragments, in seconds since their exchange began."""
-    sending = costs.sending
-    if sending is not None and sending.strategy.outer:
-        return _simulate_period(job, costs, sending)
-    layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets, sending)
+    return (costs.sending or Schedule()).simulate(job, buckets, costs)
+
+
+def simulate_buckets(job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
+    """The step with one queue of buckets, each sent as the messages of its strategy."""
+    layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets, costs.sending)
     run = Timeline(costs)
     if has_closed_form(costs):
         done, backward_s = Queue.read(job, layout, costs).list_spans()
@@ -313,13 +275,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     run.drain()
     over_s = max([backward_s, *(span.done_s for span in (*done, *tail))])
     over_s = max(job.backward_s, over_s + costs.finish_s)
-    after_s = job.after_s
-    if sending is not None:
-        over_s += 0.0 if sending.is_plain else costs.curve.estimate_s(_WORDS_BYTES)
-        if sending.strategy.is_sharded:
-            after_s /= sending.world_size
-            over_s += _estimate_gathering(job, layout, costs, sending)
-    return SimulatedStep(tuple(done), backward_s, over_s, job.before_s, after_s, job.backward_s, tuple(tail))
+    return SimulatedStep(tuple(done), backward_s, over_s, job.before_s, job.after_s, job.backward_s, tuple(tail))
 
 
 def simulate_cuts(job: Job, partitions: Sequence[Sequence[int]], costs: MachineCosts) -> list[float]:
@@ -447,35 +403,7 @@ class Queue:
         return [BucketSpan(*row) for row in zip(*(column.tolist() for column in columns), strict=True)], backward_s
 
 
-def _simulate_period(job: Job, costs: MachineCosts, sending: Sending) -> SimulatedStep:
-    """Local steps, and one exchange of every fragment per period. An exchange blocks unless it has a delay."""
-    strategy, spans, exposed_s = sending.strategy, list[BucketSpan](), 0.0
-    for group in sending.list_fragments(job):
-        run, span = Timeline(costs), BucketSpan(sum(gradient.num_bytes for gradient in group))
-        run.hand_over(span, sending.list_messages(group), costs.launch_s)
-        run.drain()
-        spans.append(span)
-        # Ranks agree through control words before an exchange begins and before its result is used.
-        exposed_s += 2 * costs.curve.estimate_s(_WORDS_BYTES) + span.launch_s
-        exposed_s += max(0.0, span.done_s - span.launch_s - strategy.delay * job.local_s)
-        exposed_s += sending.round_s_per_byte * span.num_bytes
-    over_s = job.backward_s + exposed_s / strategy.period
-    return SimulatedStep(tuple(spans), job.backward_s, over_s, job.before_s, job.after_s, job.backward_s)
-
-
-def _estimate_gathering(job: Job, layout: Layout, costs: MachineCosts, sending: Sending) -> float:
-    """How much longer the next forward takes because it waits for updated parameters. They arrive in forward order, the
-    reverse of the buckets; a bucket is needed once forward has processed the bytes before it."""
-    arrived_s, passed_s = 0.0, 0.0
-    for num_bytes in reversed(layout.num_bytes):
-        (*_, message) = sending.strategy.traffic([Gradient("", num_bytes, 1)], sending.world_size)
-        arrived_s += costs.curve.estimate_s(message.as_all_reduce(sending.world_size))
-        passed_s = max(passed_s, arrived_s) + job.before_s * num_bytes / max(1, sum(layout.num_bytes))
-        passed_s += sending.round_s_per_byte * num_bytes
-    return passed_s - job.before_s
-
-
-def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Sending | None) -> Layout:
+def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Schedule | None) -> Layout:
     if isinstance(buckets, Plan):
         place_of = {gradient.name: place for place, gradient in enumerate(job.gradients)}
         names = [gradient.name for gradient in buckets.gradients]

@@ -11,8 +11,9 @@ from paceline.errors import ConfigError
 from paceline.predict.curves import Resample
 from paceline.predict.job import Job
 from paceline.predict.predictor import Prediction, calibrate
+from paceline.predict.schedules import LARGE_BYTES, Sending
 from paceline.predict.search import PLATEAU
-from paceline.predict.simulate import LARGE_BYTES, MachineCosts, Sending
+from paceline.predict.simulate import MachineCosts
 from paceline.records import CodecRecord
 from paceline.strategy import DENSE, Strategy, parse_strategies
 
@@ -147,7 +148,7 @@ def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float
     """The slowdown of a codec in a step, from a step with these cuts that took `step_s`: other threads share the core
     and the memory, and ranks wait for each other at every message."""
     sending = costs.sending
-    if sending is None or not any(map(sum, sending.parts)):
+    if not isinstance(sending, Sending) or not any(map(sum, sending.parts)):
         return 1.0
     factor, _ = calibrate(job, cuts, lambda factor: replace(costs, sending=sending.scale(factor)), step_s, _FACTORS)
     return factor

@@ -24,6 +24,7 @@ from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, find_network
 from paceline.predict.predictor import Choice, Evidence, Prediction, Predictor
 from paceline.predict.race import Interval, Race, judge_race
+from paceline.predict.schedules import Sending
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
 from paceline.predict.simulate import MachineCosts
 from paceline.predict.strategy_costs import (
@@ -395,7 +396,7 @@ def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) ->
             return replace(costs, sending=sending)
 
         found = send(strategy)
-        if taken is None or found.sending is None:
+        if taken is None or not isinstance(found.sending, Sending):
             return found
         step_s, cuts = resample.median(taken.timing), cut_like(job.totals, taken.bucket_bytes)
         factor = fit_factor(job, cuts, send(Strategy.parse(taken.label)), step_s)

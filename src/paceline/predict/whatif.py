@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.plan import plan_like_torch
-from paceline.predict.curves import DRAWS, Resample, draw, find_interval
+from paceline.predict.curves import DRAWS, Resample, draw
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
@@ -19,8 +19,9 @@ from paceline.predict.networks import (
 )
 from paceline.predict.predictor import Draw, Evidence, Prediction, Predictor, RankCosts, describe_rank, fit_rank
 from paceline.predict.scaling import estimate_slowdown, estimate_wait
+from paceline.predict.schedules import Sending
 from paceline.predict.search import estimate_caps
-from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Sending, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Schedule, SimulatedStep, simulate
 from paceline.records import LayerProfileRecord
 from paceline.records.samples import group_by
 from paceline.strategy import DENSE
@@ -28,9 +29,7 @@ from paceline.units import format_bytes
 
 # How ranks send: a function of their number, their compute time relative to one rank alone, and a resample of the
 # measurements.
-Send = Callable[[int, float, Resample], Sending | None]
-# The step of something other than the wrapper, on a number of ranks.
-Own = Callable[[Job, MachineCosts, int], SimulatedStep]
+Send = Callable[[int, float, Resample], Schedule | None]
 # Below this share of a time, differences between plans and waits are negligible.
 _NOTHING = 1e-3
 
@@ -59,7 +58,7 @@ def is_shared(fabric: Fabric) -> bool:
 
 
 def _build_costs(
-    job: Job, fabric: Fabric, world_size: int, rank: RankCosts, sending: Sending | None = None
+    job: Job, fabric: Fabric, world_size: int, rank: RankCosts, sending: Schedule | None = None
 ) -> MachineCosts:
     inside, contention = None, rank.contention or Contention()
     if sending is not None and sending.has_levels:
@@ -88,13 +87,12 @@ def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: 
 def simulate_what_if(
     job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
     evidence: Evidence | None = None, known: RankCosts | None = None, send: Send = lambda *_: None, most_caps: int = 0,
-    own: Own | None = None,
 ) -> list[Prediction]:  # fmt: skip
     """One row per number of ranks, with the best bucket size. `draws` are draws of the measured job. A step has
     `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`.
     `evidence` holds the profile's measurements of copies, contention and neighbors; without it they are `known`, or
-    assumed. At most `most_caps` bucket sizes are tried (0 means all). `own` simulates a step without buckets instead.
-    Calls that differ only in `send` or `own` use the same draws."""
+    assumed. At most `most_caps` bucket sizes are tried (0 means all). Calls that differ only in `send` use
+    the same draws."""
     jobs = enumerate([job, *draws])
 
     def build(resample: Resample) -> Callable[[int], Draw]:
@@ -110,7 +108,7 @@ def simulate_what_if(
             codecs = Resample(random.Random(number) if number else None)
             sending = send(world_size, mine.backward_s / alone.backward_s, codecs)
             # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
-            is_ours = rank.wrapper == "paceline" and mine.device != "cuda" and own is None
+            is_ours = rank.wrapper == "paceline" and mine.device != "cuda"
             if is_ours and not is_shared(there) and (sending is None or sending.is_plain):
                 mine = mine.split(world_size)
             costs = _build_costs(mine, there, world_size, rank, sending)
@@ -123,42 +121,9 @@ def simulate_what_if(
     alone = job.accumulate(accumulate)
     rows = []
     for world_size in ranks:
-        there = best(world_size), [one(world_size) for one in drawn]
-        if own is None:
-            rows.append(_choose_caps(Predictor(*there), fabric, world_size, alone, most_caps))
-        else:
-            rows.append(_predict_own(own, *there, fabric, world_size))
+        model = Predictor(best(world_size), [one(world_size) for one in drawn])
+        rows.append(_choose_caps(model, fabric, world_size, alone, most_caps))
     return rows
-
-
-def _predict_own(own: Own, best: Draw, drawn: Sequence[Draw], fabric: Fabric, world_size: int) -> Prediction:
-    """The row of a step without buckets."""
-
-    def find_exposed_s(one: Draw, step: SimulatedStep) -> float:
-        return step.step_s - one.job.computing_s - step.after_s
-
-    def estimate_s(one: Draw) -> float:
-        step = own(one.job, one.costs, world_size)
-        return step.step_s + one.error * max(0.0, find_exposed_s(one, step)) + one.wait_s
-
-    step = own(best.job, best.costs, world_size)
-    step_s, drawn_s = step.step_s + best.wait_s, tuple(map(estimate_s, drawn))
-    low_s, high_s = find_interval(step_s, drawn_s)
-    largest = max(bucket.num_bytes for bucket in step.buckets)
-    return Prediction(
-        step_s=step_s,
-        low_s=low_s,
-        high_s=high_s,
-        exposed_s=find_exposed_s(best, step),
-        local_s=best.local_s,
-        step=step,
-        drawn_s=drawn_s,
-        drawn_local_s=tuple(one.local_s for one in drawn),
-        network=fabric.name,
-        world_size=world_size,
-        doubt=best.costs.curve.explain(largest)[1],
-        straggler_s=best.wait_s,
-    )
 
 
 def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, most_caps: int) -> Prediction:
@@ -185,7 +150,7 @@ def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, 
         bound=_find_bound(best.step, row.straggler_s, neighbours_s),
         doubt="" if world_size == 1 else costs.curve.explain(moved[0])[1],
         neighbours_s=neighbours_s,
-        strategy=DENSE if sending is None else sending.strategy,
+        strategy=sending.strategy if isinstance(sending, Sending) else DENSE,
         message_s=costs.curve.estimate_s(alone.num_bytes),
         sent_bytes=(sending or Sending(DENSE, world_size)).count_sent(job, best.cuts),
     )

@@ -9,9 +9,9 @@ from typing import Any
 from paceline.predict.fully_sharded import (
     FULLY_SHARDED,
     Blocks,
+    FullySharded,
     count_states,
     estimate_memory,
-    simulate_fully_sharded,
 )
 from paceline.predict.goodput import Faults, build_policies
 from paceline.predict.job import Job
@@ -95,14 +95,14 @@ class OutlookResult(StrategyStepsResult):
                 found = self._simulate_on(fabric, draws, ranks, **sends)
                 self.outlooks += [self._judge(strategy.text, strategy, row) for row in found]
             if FULLY_SHARDED in config["strategies"]:
-                found = self._simulate_on(fabric, draws, ranks, own=self._simulate_sharded)
+                found = self._simulate_on(fabric, draws, ranks, send=self._send_sharded)
                 self.outlooks += [self._judge(FULLY_SHARDED, None, row) for row in found]
         self.rows = [one.row for one in self.outlooks]
         places = group_by(self.outlooks, lambda one: (one.row.network, one.row.world_size))
         self.chosen = [one for found in places.values() for one in _choose(found)]
 
-    def _simulate_sharded(self, job: Job, costs: Any, world_size: int) -> Any:
-        return simulate_fully_sharded(job, self.blocks, costs, world_size)
+    def _send_sharded(self, world_size: int, *_: Any) -> FullySharded:
+        return FullySharded(self.blocks, world_size)
 
     def _judge(self, name: str, strategy: Strategy | None, row: Prediction) -> Outlook:
         config, count = self.config, row.world_size
