@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import math
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from paceline import autoload
 from paceline.measure import observer
 from paceline.measure.observer import Observer, Settings
+from paceline.verbs import attach
 
 VARIABLES = ("PACELINE_ATTACH", "PACELINE_WRAPPER")
 
@@ -399,3 +402,19 @@ def test_padding_is_found_in_sequences_and_masks_only():
         assert observer._find_padding(other) == 0.0
     found = observer._list_tensors({"a": [tokens, (mask, "text")], "b": None})
     assert [one is other for one, other in zip(found, (tokens, mask), strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+def test_a_request_to_stop_keeps_what_was_observed_and_reaches_the_program(error):
+    def show():
+        if isinstance(error, KeyboardInterrupt):  # a terminal sends it to the program, too
+            program.send_signal(signal.SIGTERM)
+        raise error
+
+    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        assert attach._wait(None, program, SimpleNamespace(show=show), False, None)
+        assert program.poll() == -signal.SIGTERM
+    finally:
+        program.kill()
+        program.wait()

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from paceline.cli.commands import Command
 from paceline.errors import ConfigError
 from paceline.measure.bench_settings import ChunkSettings, CollectiveSettings, WrapperSettings
 from paceline.options import Option, check_counts, find_flag
@@ -113,3 +114,25 @@ def test_every_declared_limit_is_checked(settings, field):
         with pytest.raises(ConfigError, match=find_flag(field.name)):
             changed = dataclasses.replace(settings, **{field.name: (value,) if several else value})
             changed.check(2) if isinstance(changed, TuneSettings) else changed.check()
+
+
+@pytest.mark.parametrize(
+    ("typed", "passed"),
+    [
+        ([], {}),
+        (["--quick"], {"steps": 1, "warmup": 1}),
+        (["--quick", "--steps", "7"], {"steps": 7, "warmup": 1}),
+    ],
+)
+def test_quick_sets_the_options_that_are_not_given(monkeypatch, typed, passed):
+    seen = {}
+
+    def record(**given):
+        seen.update(given)
+        raise ConfigError("stop")
+
+    command = Command("verbs.profile:trace", record, quick={"steps": 1, "warmup": 1}, without="model step")
+    with pytest.raises(ConfigError, match="stop"):
+        command.build().main(args=typed, standalone_mode=False)
+    assert {name: seen[name] for name in ("steps", "warmup") if name in seen} == passed
+    assert "quick" not in seen

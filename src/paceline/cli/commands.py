@@ -189,6 +189,10 @@ def read_help(function: Callable[..., Any]) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in zip(found[::2], found[1::2], strict=True)}
 
 
+def _show(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _load(place: str) -> Callable[..., Any]:
     """A function of the package: "verbs.bench:chunks"."""
     module, _, name = place.partition(":")
@@ -202,8 +206,9 @@ class Command:
 
     Its options are the arguments of `adapter` and of the verb, except `without`. A verb with `**job` also takes
     `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. `help`, `flags` and `panels` override those of
-    individual options. The help of all other options comes from the first of these that has one: the docstring of
-    `adapter`, the settings, the docstring of the verb, or that of a function in `like`.
+    individual options, and `quick` has what `--quick` sets unless it is given. The help of all other options comes from
+    the first of these that has one: the docstring of `adapter`, the settings, the docstring of the verb, or that of a
+    function in `like`.
     """
 
     verb: str
@@ -216,6 +221,7 @@ class Command:
     panels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_strict: bool = False
     always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    quick: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, _Parameter]:
@@ -237,6 +243,10 @@ class Command:
             fields = {field.name: field for field in dataclasses.fields(TrainSettings)}
             names += fields if "settings" in arguments else [*JOB_OPTIONS.split(), *self.job.split()]
         names += ["strict", "json", "details"] if self.is_strict else ["json", "details"]
+        if self.quick:
+            names.append("quick")
+            shown = " ".join(f"{find_flag(name)} {_show(value)}" for name, value in self.quick.items())
+            typed["quick"] = f"Measure less, for a rough answer: {shown}, unless given."
         removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
         found: dict[str, _Parameter] = {}
         default: Any
@@ -297,6 +307,8 @@ class Command:
         if "resume" in given and self.verb.startswith("studies."):
             ignored = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
             refuse_given(ignored, RESUMED, code="resume")
+        if self.quick and given.pop("quick", False):
+            given = {**self.quick, **given}
         if "out" in self.parameters and "resume" not in given:
             given.setdefault("out", values["out"])
         verb = _load(self.verb)

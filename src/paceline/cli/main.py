@@ -162,6 +162,7 @@ Command(
     },
     is_strict=True,
     always={"model": "cnn", "kind": "phases"},
+    quick={"iters": 10, "warmup": 1},
 ).add(profile, "phases", "Time data loading, forward, backward, optimizer and communication (exposed and total).")
 Command(
     "verbs.profile:profile",
@@ -169,6 +170,7 @@ Command(
     help={"ranks": "Must be 1: layers are timed on one rank."},
     is_strict=True,
     always={"model": "cnn", "kind": "layers"},
+    quick={"iters": 10, "warmup": 1},
 ).add(profile, "layers", "Time the forward and backward of each block, and when each gradient is ready, on one rank.")
 Command(
     "verbs.profile:trace",
@@ -177,8 +179,9 @@ Command(
     flags={"memory": "--memory-use"},
     is_strict=True,
     always={"model": "cnn", "plot": False},
+    quick={"steps": 1, "warmup": 1},
 ).add(profile, "trace", "Record steps on all ranks as one Perfetto trace, and estimate what would make them faster.")
-Command("verbs.profile:comm_table", help={"ranks": "Numbers of ranks."}).add(
+Command("verbs.profile:comm_table", help={"ranks": "Numbers of ranks."}, quick={"iters": 5, "warmup": 1}).add(
     profile,
     "comm-table",
     "Compare the cost of sending gradients on other networks with the measured computation of a step.",
@@ -188,6 +191,7 @@ Command(
     without="every race caps budget port browser",
     help={"command": _COMMAND},
     always={"command": ()},
+    quick={"steps": 24},
 ).add(
     profile,
     "attach",
@@ -288,6 +292,8 @@ def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **g
     from paceline.verbs.tune import tune
 
     given |= {} if steps is None else {"steps": steps}
+    if command and given.pop("quick", False):
+        given = {"steps": 24, "budget": 30.0} | given
     if not command:
         refuse((steps is not None, "--steps applies only to a command after --: leave it out"))
         return tune(**{"model": "cnn", **given})
@@ -357,7 +363,7 @@ Command("verbs.attach:attach", _watch, without="steps stop race caps budget", pa
     "Or watch your own program, with a line every few steps and a summary of where its time went: "
     "paceline watch -- torchrun --nproc-per-node 2 train.py",
 )
-Command("studies.fault_trials:faults").add(
+Command("studies.fault_trials:faults", quick={"faults": "kill,exception", "backend": "shm", "systems": "train"}).add(
     app,
     "faults",
     "Which faults are identified, and how soon? Repeatedly kills, stops or hangs a small job.\n\n"
@@ -390,6 +396,7 @@ Command(
     job="-ranks -accumulate -wrapper -backend -sync_batchnorm -plan",
     help={"batch_size": "Batch sizes to compare.", "epochs": "Number of passes over the data at each batch size."},
     is_strict=True,
+    quick={"batch_size": (32, 512), "epochs": 2},
 ).add(
     scale,
     "batch",
@@ -411,6 +418,7 @@ Command(
     },
     panels={"network": MEASUREMENT},
     is_strict=True,
+    quick={"batch_size": (8,), "iters": 10},
 ).add(
     scale,
     "ranks",
@@ -432,6 +440,7 @@ Command(
         "batch_size": "Largest micro-batch per rank; larger batches are accumulated.",
         "ranks": "Number of ranks. Default: the launched world's, else 1.",
     },
+    quick={"seeds": 1, "epochs": 2},
 ).add(
     scale,
     "large-batch",
@@ -450,6 +459,7 @@ Command(
         "epochs": "Number of passes over the data. Default: 6.",
         "seeds": "Number of runs of each strategy.",
     },
+    quick={"seeds": 1, "epochs": 2},
 ).add(
     scale,
     "strategies",

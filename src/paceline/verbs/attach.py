@@ -34,7 +34,7 @@ from paceline.report.result import Result, build_result
 from paceline.runtime.ranks.place import read_place
 from paceline.runtime.ranks.session import Session, open_session
 from paceline.units import MIB, format_bytes, format_ms
-from paceline.verbs.jobs import Place, Sizes, finish, list_sizes
+from paceline.verbs.jobs import Place, Sizes, finish, list_sizes, say_long
 from paceline.verbs.watch import Follower, serve, show_address
 
 if TYPE_CHECKING:
@@ -106,7 +106,10 @@ def attach(
 
             write_new(session.folder / "trace.json.gz", render_trace(merge_traces(traces)))
         if race:
-            records += _compare_plans(session, Path(folder) / "race", records, list_sizes(caps), budget)
+            try:
+                records += _compare_plans(session, Path(folder) / "race", records, list_sizes(caps), budget)
+            except KeyboardInterrupt:
+                session.warnings.append("interrupted: plans were not compared")
         result = cast("AttachedResult", finish(session, records))
         if every and result.folder is not None:
             result.page = save_page([result], result.folder)
@@ -193,7 +196,7 @@ def _run(session: Session, folder: Path, asked: dict[str, Any], viewer: _Viewer 
     if viewer is not None:
         viewer.close(files, "interrupted" if is_interrupted else f"exit code {code}" if code else "")
     least = min((len(rank.steps) for rank in ranks), default=0)
-    if is_interrupted and (stop or least < _WARMUP):
+    if is_interrupted and (session.verb == "tune attach" or least < _WARMUP):
         raise KeyboardInterrupt
     if least < _WARMUP:
         raise LaunchError(_describe_failure(shlex.join(command), code, folder, least), code="not-attached")
@@ -208,7 +211,7 @@ def _wait(
     session: Session, process: subprocess.Popen[bytes], files: _Files, stop: bool, viewer: _Viewer | None
 ) -> bool:
     """Wait until the program ends; returns whether it was interrupted. Ctrl-C also reaches the program, which may save
-    first."""
+    first; SIGTERM reaches only us, so it is passed on."""
     asked_s = 0.0
     while process.poll() is None:
         try:
@@ -222,7 +225,9 @@ def _wait(
             if asked_s and time.monotonic() - asked_s > _END_S:
                 session.warnings.append(f"its ranks stopped, but it did not end within {_END_S:.0f} s")
                 return False
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, SystemExit):
+                process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
             return True
@@ -455,6 +460,8 @@ def _compare_plans(
     # Alternate the direction, so that each plan comes first as often as last.
     turns = [turn for number in range(rounds) for turn in range(len(plans))[:: 1 if number % 2 == 0 else -1]]
     steps = _WARMUP + length * len(turns)
+    if session.progress:
+        say_long("tune", seen.step_s * steps)
     race = {"plans": list(plans.values()), "turns": turns, "first": _WARMUP, "length": length}
     ranks = _run(session, folder, {"steps": steps, "stop": True, "race": race})
     if not all(rank.about.get("num_steps") == steps for rank in ranks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,8 +14,8 @@ from paceline.records.kinds import ITEM_BYTES, CollectiveRecord
 from paceline.records.store import Run, is_run_path, load_run
 from paceline.runtime.ranks.place import read_place
 from paceline.runtime.ranks.session import joins_world, open_session
-from paceline.units import format_duration, parse_size
-from paceline.verbs.jobs import Counts, Names, Place, Sizes, choose_up_to, finish, list_names, list_sizes
+from paceline.units import parse_size
+from paceline.verbs.jobs import Counts, Names, Place, Sizes, choose_up_to, finish, list_names, list_sizes, say_long
 
 if TYPE_CHECKING:
     from paceline.report.step_tables import WrappersResult
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 # Values that `quick` uses for settings that are not given.
 _QUICK = {"iters": 10, "warmup": 1}
 _QUICK_MODELS = ("mlp", "cnn")
-_LONG_S = 60.0
 
 
 def allreduce(
@@ -140,8 +138,7 @@ def _measure(
     config = dataclasses.asdict(settings)
     with open_session(verb, config, ranks=most, out=given["out"], progress=given["progress"]) as session:
         session.warnings += notes
-        if given["progress"] and session.is_leader and (settings.limit_s or 0.0) > _LONG_S:
-            text = f"this may take {format_duration(settings.limit_s or 0.0)}; Ctrl-C saves what is finished"
-            print(f"paceline: {verb}: {text}; --quick takes less", file=sys.stderr, flush=True)
+        if given["progress"] and session.is_leader:
+            say_long(verb, settings.limit_s or 0.0)
         measured = session.ask(f"paceline.measure.{load}", (settings,))
         return finish(session, measured.records, measured.details, build)
