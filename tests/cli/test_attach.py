@@ -14,7 +14,7 @@ from paceline.cli.main import _join_lists
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def test_what_is_behind_the_dashes_belongs_to_the_program():
+def test_arguments_after_the_dashes_belong_to_the_program():
     typed = ["profile", "--steps", "9", "--", "python", "train.py", "--trace", "a", "b", "--channels", "1", "2"]
     assert _join_lists(typed) == ["profile", "attach", *typed[1:]]
     for words in (["profile", "attach", "--", "x"], ["tune", "--", "x"], ["profile", "phases"], ["--version"]):
@@ -35,7 +35,7 @@ def test_what_is_behind_the_dashes_belongs_to_the_program():
         (["profile", "--", sys.executable, "-c", "raise SystemExit(3)"], "exit code 3"),
     ],
 )
-def test_what_cannot_be_observed_is_refused_in_one_line(command, tmp_path, words, found):
+def test_programs_that_cannot_be_observed_are_refused_in_one_line(command, tmp_path, words, found):
     place = words.index("--") if "--" in words else len(words)
     answer = command(*words[:place], "--out", str(tmp_path / "runs"), *words[place:])
     assert (answer.code, answer.out) == (2, "") and found in answer.err and answer.err.count("\n") == 1, answer.err

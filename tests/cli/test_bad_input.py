@@ -74,7 +74,7 @@ def test_bad_input_is_one_line_and_exit_2(command, tmp_path, monkeypatch, argume
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
     ],
 )
-def test_half_a_world_is_one_line_and_exit_2(command, tmp_path, monkeypatch, variables, words):
+def test_an_incomplete_world_is_one_line_and_exit_2(command, tmp_path, monkeypatch, variables, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     for name, value in variables.items():

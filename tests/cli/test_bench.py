@@ -103,7 +103,7 @@ def memories(rendered, tmp_path_factory):
     return json.loads(answer.out)
 
 
-def test_memories_and_the_limit_are_told_everywhere(memories):
+def test_both_kinds_of_memory_and_the_limit_are_reported_everywhere(memories):
     rows = check_document(memories)
     turns = [("gloo", "ordinary"), ("shm", "ordinary"), ("shm", "shared")]
     assert [(row["num_bytes"], (row["backend"], row["memory"])) for row in rows] == [
@@ -128,7 +128,7 @@ def test_memories_and_the_limit_are_told_everywhere(memories):
     assert [(r.backend, r.memory) for r in load_table(folder / "allreduce-times.csv")] == turns * 2
 
 
-def test_only_like_memory_is_compared_and_the_other_run_is_named(command, memories, tmp_path):
+def test_only_the_same_kind_of_memory_is_compared_and_the_other_run_is_named(command, memories, tmp_path):
     asked = ("--backend", "paceline", "--memory", "shared", "--compare", memories["run"])
     document = json.loads(command(*SMALL, *asked, "--json", "--out", str(tmp_path)).out)
     assert {row["fraction_of_memory"] for row in document["rows"]} == {None}  # without --limit
@@ -140,7 +140,7 @@ def test_only_like_memory_is_compared_and_the_other_run_is_named(command, memori
     assert broadcast.code == 2 and "no broadcast: nothing to compare" in broadcast.err
 
 
-def test_a_person_is_told_the_fraction_of_memory_and_details_show_everything(command, tmp_path, monkeypatch):
+def test_the_text_shows_the_fraction_of_memory_and_details_show_everything(command, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     asked = ("--backend", "paceline", "--memory", "shared", "--limit", "--details")
     answer = command(*SMALL, *asked, "--out", str(tmp_path))
@@ -152,7 +152,7 @@ def test_a_person_is_told_the_fraction_of_memory_and_details_show_everything(com
     )
 
 
-def test_a_range_of_sizes_as_nccl_tests_has_it(command, tmp_path):
+def test_a_range_of_sizes_as_in_nccl_tests(command, tmp_path):
     answer = command(
         "bench", "allreduce", "-b", "1KiB", "-e", "16KiB", "-f", "4", "-n", "2", "-w", "0",
         "--collective", "reduce_scatter", "--op", "max", "--dtype", "int32", "--json", "--out", str(tmp_path),
@@ -187,7 +187,7 @@ def test_in_a_batch_shell_of_one_task_ranks_start_and_an_imported_table_is_compa
 
 
 @pytest.mark.slow
-def test_strict_fails_a_result_that_says_little(command, tmp_path):
+def test_strict_fails_an_inconclusive_result(command, tmp_path):
     answer = command("bench", "allreduce", "--sizes", "4KiB", "--iters", "2", "--strict", "--out", str(tmp_path))
     assert answer.code == 1 and "paceline: failed (--strict): gloo, 2 ranks: fewer than 5 repetitions" in answer.err
 
@@ -300,7 +300,7 @@ LONG = ("-m", "paceline", "bench", "allreduce", "--sizes", "4KiB,64MiB", "--iter
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_an_interrupted_run_keeps_what_was_finished_and_leaves_no_process(start, tmp_path, ending):
+def test_an_interrupted_run_keeps_finished_records_and_leaves_no_process(start, tmp_path, ending):
     job = start(*LONG)
     try:
         wait_until(lambda: "1 of 2 cells" in job.stderr.readline())

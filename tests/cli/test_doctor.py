@@ -39,7 +39,7 @@ def without_ranks(monkeypatch):
         ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "network", "no interface nowhere0"),
     ],
 )
-def test_what_is_broken_is_named_with_its_cure_and_exits_1(command, monkeypatch, variables, name, words):
+def test_a_failed_check_is_reported_with_its_fix_and_exits_1(command, monkeypatch, variables, name, words):
     without_ranks(monkeypatch)
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
@@ -131,7 +131,7 @@ def test_doctor_pip_and_make_agree_on_the_versions():
     assert pythons == [("3", str(minor)) for minor in tested] and project["requires-python"] == f">=3.{tested[0]}"
 
 
-def test_a_torch_that_lacks_what_is_needed_fails(monkeypatch):
+def test_a_torch_without_required_features_fails(monkeypatch):
     monkeypatch.setattr(torch_internals, "MEMBERS", {"torch.Tensor._no_such_name": "nothing works"})
     check = next(check for check in health._check_torch() if check.name == "torch")
     assert check.status == "fail" and "torch.Tensor._no_such_name (nothing works)" in check.advice

@@ -119,14 +119,14 @@ def test_every_kind_of_synthetic_data(arguments, has_accuracy):
 
 
 @pytest.mark.parametrize(("data", "inputs"), [("mnist:mnist", 28 * 28), ("synthetic:images", 3 * 32 * 32)])
-def test_a_model_of_ones_own(tmp_path, data, inputs):
+def test_a_users_own_model(tmp_path, data, inputs):
     (tmp_path / "own.py").write_text(OWN)
     save_mnist(tmp_path / "mnist")
     document = train(type_alone, "--model", "own.py:build", "--data", data, "--samples", "8")
     assert document["num_parameters"] == 10 * (inputs + 1)
 
 
-def test_a_model_of_ones_own_with_no_data_named_says_what_to_name(tmp_path):
+def test_a_users_own_model_without_data_says_what_to_give(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     answer = type_alone("train", "--model", "own.py:build")
     assert answer.code == 2 and "such as --data synthetic:images" in answer.err

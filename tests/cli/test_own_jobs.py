@@ -266,7 +266,7 @@ def test_a_resume_with_another_number_of_steps_in_an_epoch_is_refused(here):
     assert answer.code == 2 and "was trained with --tail keep, but now it is drop" in answer.err
 
 
-def test_a_test_set_is_evaluated_and_where_there_is_none_nothing_is(here):
+def test_nothing_is_evaluated_without_a_test_set(here):
     tested = list_numbers(find_run(type_alone("train", *JOBS["set"], "--out", str(here))))
     assert [row[4] is None for row in tested] == [False]
     answer = type_alone("train", *JOBS["step"], "--out", str(here))
@@ -324,7 +324,7 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_name(here, arguments, words):
+def test_incompatible_options_are_refused_by_name(here, arguments, words):
     answer = type_alone("train", *arguments, "--out", str(here))
     assert answer.code == 2 and re.search(words, answer.err), answer.err
     assert len(answer.err.strip().splitlines()[-1].split("paceline: error: ")) == 2
@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_refused_by_its_name(here, arguments, words):
         ),
     ],
 )
-def test_an_error_of_the_users_is_one_line_with_the_users_line(here, arguments, words):
+def test_an_error_in_user_code_is_one_line_that_cites_the_users_line(here, arguments, words):
     answer = type_alone("train", *arguments, "--out", str(here))
     assert answer.code == 2 and re.search(words, answer.err), answer.err
 
@@ -371,7 +371,7 @@ FEW = ("--iters", "2", "--warmup", "1", "--json")
         pytest.param("my_job.py:build", (), 32, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_of_ones_own_is_profiled(here, model, asked, size):
+def test_a_users_own_step_is_profiled(here, model, asked, size):
     answer = type_alone("profile", "phases", "--model", model, *asked, *FEW, "--out", str(here))
     assert answer.code == 0, answer.err
     (record,) = json.loads(answer.out)["records"]

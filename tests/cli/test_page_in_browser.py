@@ -44,7 +44,7 @@ NAMES = ("allreduce", "wrappers-2-ranks", "scale-ranks", "tune", "large", "hosti
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_is_drawn_without_complaints_requests_or_overflow(browser: Browser, pages: dict[str, Path], name: str):
+def test_a_page_renders_without_errors_requests_or_overflow(browser: Browser, pages: dict[str, Path], name: str):
     for width in (390, 1440):
         browser.open(f"file://{pages[name]}", width, dark=width == 390)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -58,14 +58,14 @@ def test_a_page_is_drawn_without_complaints_requests_or_overflow(browser: Browse
         assert not browser.evaluate("document.querySelector('main').innerHTML.includes('NaN')")
 
 
-def test_names_that_are_markup_do_nothing(browser: Browser, pages: dict[str, Path]):
+def test_names_that_contain_markup_are_escaped(browser: Browser, pages: dict[str, Path]):
     browser.open(f"file://{pages['hostile']}")
     assert browser.evaluate("window.hacked === undefined && !document.querySelector('img')")
     assert browser.evaluate("document.querySelector('figcaption').textContent").startswith(HOSTILE)
 
 
 @pytest.mark.slow
-def test_a_drawn_line_keeps_its_peaks_and_its_data(browser: Browser, pages: dict[str, Path], tmp_path: Path):
+def test_a_simplified_line_keeps_its_peaks_and_its_data(browser: Browser, pages: dict[str, Path], tmp_path: Path):
     rows = make_rows(steps=10_000)
     rows[7_777]["ranks"]["step_s"][0] = 3.0
     page = save_page([load_result(make_folder(tmp_path / "run", rows))], tmp_path)

@@ -95,7 +95,7 @@ def test_a_tied_tensor_in_two_parts(tables):
 
 
 @pytest.mark.parametrize(("row_s", "expected_s"), [(0.01, 0.06), (1.6e-6, 0.05)])
-def test_the_row_backward_is_what_is_in_no_layer_or_only_the_call(tables, row_s, expected_s):
+def test_the_row_backward_covers_time_outside_layers_or_only_the_call(tables, row_s, expected_s):
     rows = f"backward,{row_s},{row_s},{row_s},0,{row_s}\n"
     (tables / "layer-times-model.csv").write_text(TIMES + rows)
     result = predict_csv(tables)
@@ -207,7 +207,7 @@ def test_a_cpu_has_one_curve(tables):
     assert "expected_s" not in build_row(result.table("caps").columns, result.caps.best)
 
 
-def test_the_table_of_changes_is_of_the_sizes_that_it_names(tables, tmp_path):
+def test_the_table_of_changes_is_for_the_sizes_it_names(tables, tmp_path):
     write_hidden(tables)
     result = predict_csv(tables)
     changes = result.table("sensitivity")
@@ -320,7 +320,7 @@ def test_other_ranges_are_those_that_are_not_the_answer(tables):
     assert "1 more range of sizes within 1 % of the best, from the tables: 3.81 MiB to 4.77 MiB" in result.findings
 
 
-def test_what_is_beyond_the_table_is_said_in_the_answer_and_in_the_legend(tables):
+def test_extrapolation_is_reported_in_the_answer_and_in_the_legend(tables):
     write_small(tables, most=1_000_000)
     result = predict_csv(tables)
     assert result.answer.endswith("Simulated; some messages are larger than any in the table.")

@@ -177,7 +177,7 @@ def test_invalid_requests_are_refused_in_one_line(command, tmp_path, arguments, 
     assert len(answer.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_did_not_measure_it_says_which_option_to_give(command, trained, harmed, tmp_path):
+def test_a_cost_that_no_run_measured_names_the_option_to_give(command, trained, harmed, tmp_path):
     (trained / "saves.jsonl").unlink()
     asked = ("--mtbf", "3h", "--out", str(tmp_path / "runs"))
     answer = command(*GOODPUT, str(trained), *asked)

@@ -236,7 +236,7 @@ BUSY = "the machine was busy before the run (load 16.0 on 2 cores): the times ma
         (("busy profile", "busy gloo"), ["profile", "all-reduce"], ["10gbe", "gloo"]),
     ],
 )
-def test_the_load_under_which_its_inputs_were_measured_travels_into_a_prediction(
+def test_a_prediction_inherits_the_load_under_which_its_inputs_were_measured(
     command, files, tmp_path, monkeypatch, inputs, busy, marked
 ):
     monkeypatch.setattr("paceline.machine.find_load", lambda: 1e6)  # a prediction times nothing
@@ -262,7 +262,7 @@ def test_the_load_under_which_its_inputs_were_measured_travels_into_a_prediction
     assert len(shown) == sum(map(bool, doubts.values()))
 
 
-def test_the_load_travels_through_a_comm_table(command, files, tmp_path):
+def test_a_comm_table_passes_the_load_on(command, files, tmp_path):
     asked = ("--network", "10gbe", "--ranks", "2", "--out", str(tmp_path))
     for name, is_busy in (("profile", False), ("busy profile", True)):
         table = command("profile", "comm-table", "--model-profile", files[name], *asked, "--json")
@@ -320,7 +320,7 @@ def test_a_sweep_inside_nodes_and_a_network_between_them(predict, nccl):
     assert any("all-reduce measured on 4 ranks, 4 per node" in line for line in document["assumptions"])
 
 
-def test_a_network_that_others_measured_is_found_by_its_name(predict):
+def test_a_published_network_is_found_by_its_name(predict):
     document = json.loads(predict("--network", "a100-hdr", "--ranks", "8,16,128", "--json").out)
     assert [row["algorithm"] for row in document["rows"]] == ["measured"] * 3
     assert any("abci2.0benchmark" in line for line in document["assumptions"])

@@ -66,7 +66,7 @@ def test_two_levels_on_nodes(predict):  # noqa: F811
         (("--network", "1gbe", "--strategy", "hosts", "--ranks-per-node", "4", "--ranks", "6"), "do not fill hosts"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(predict, words, found):  # noqa: F811
+def test_incomparable_strategies_are_refused(predict, words, found):  # noqa: F811
     answer = predict(*words)
     assert answer.code == 2 and found in answer.err and len(answer.err.splitlines()) == 1
 

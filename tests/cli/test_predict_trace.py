@@ -91,7 +91,7 @@ def test_a_step_measured_without_the_profiler_sets_the_level(command, one_bucket
     ("latency_s", "bytes_per_s", "cuts", "verdict"),
     [(1e-3, 2e9, tuple(range(1, 9)), "keep"), (1e-4, 2e10, (8,), "flat"), (1e-3, 1e9, (2, 4, 6, 8), "use")],
 )
-def test_intervals_decide_and_not_the_value_alone(tmp_path, latency_s, bytes_per_s, cuts, verdict):
+def test_intervals_decide_rather_than_single_values(tmp_path, latency_s, bytes_per_s, cuts, verdict):
     costs = MachineCosts(FamilyCurve("line", 2, latency_s, bytes_per_s), contention=Contention())
     result = paceline.predict_trace(write(tmp_path, made_on_gpu(JOB, costs, cuts)))
     highest, lowest = max(get_saved(row)[2] for row in result.rows), min(get_saved(row)[1] for row in result.rows)
@@ -111,7 +111,7 @@ def test_the_plan_is_that_of_the_verdict(one_bucket):
     assert kept.plan.bucket_bytes == kept.traced.layout == (sum(SIZES),)
 
 
-def test_steps_that_vary_much_are_doubtful(one_bucket):
+def test_highly_variable_steps_are_doubtful(one_bucket):
     steps = load_traced_steps([one_bucket])
     runs = [
         Run("predict trace", paceline.predict_trace(one_bucket).config, capture_environment(), tuple(
@@ -132,7 +132,7 @@ def test_a_saved_run_gives_the_same_result_again(one_bucket, tmp_path):
     assert {path.name for path in result.folder.iterdir()} >= {"run.json", "caps.csv", "caps.png", "messages.md"}
 
 
-def test_all_ranks_in_one_file_as_our_own_trace_has_them(tmp_path):
+def test_all_ranks_in_one_file_as_in_our_own_traces(tmp_path):
     made = made_on_cpu(made_job(SIZES, READY, 31), MachineCosts(COSTS.curve, 2, pair_rate=0.5), (3, 8))
     ranks: list[RankTrace] = [read_ranks(build_document(made, rank=rank))[0] for rank in (0, 1)]
     file = tmp_path / "ranks.json.gz"

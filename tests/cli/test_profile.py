@@ -268,7 +268,7 @@ def test_other_verbs_warn_of_a_busy_machine_as_bench_does(asked, monkeypatch, tm
     assert ("failed (--strict): 1 rank: fewer than 5 repetitions" in answer.err) is ("--strict" in asked)
 
 
-def test_torchs_dataparallel_on_one_gpu_is_said_to_replicate_nothing(monkeypatch, tmp_path):
+def test_torchs_dataparallel_on_one_gpu_warns_that_it_replicates_nothing(monkeypatch, tmp_path):
     for name, value in (("count_gpus", 1), ("gpu_name", "")):  # the CPU computes in its place
         monkeypatch.setattr(f"paceline.machine.{name}", lambda value=value: value)
     asked = ("--wrapper", "dp", "--device", "cpu", "--json", "--out", str(tmp_path))

@@ -109,7 +109,7 @@ def test_a_closed_port_is_named(command):
     assert answer.code == 2 and "host 127.0.0.1: its ssh port is closed" in line and "--ssh" in line
 
 
-def test_a_port_that_is_taken_is_named(command, ssh, monkeypatch):
+def test_a_taken_port_is_named(command, ssh, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -257,7 +257,7 @@ def test_a_person_reads_tables_findings_and_where_the_page_is(studies, tmp_path)
     assert (folder / "weak.png").is_file() and (folder / "run.json").read_bytes() == before
 
 
-def test_a_page_of_several_runs_shows_pictures_that_are_there(studies, tmp_path):
+def test_a_page_of_several_runs_shows_existing_figures(studies, tmp_path):
     runs = [document["run"] for document in studies.values()]
     answer = type_command("scale", "report", *runs, "--json", "--out", "pages")
     assert answer.code == 0, answer.err
@@ -355,7 +355,7 @@ def test_times_of_another_machine_are_not_mixed_in(command, studies, tmp_path, v
         assert_refused(command("scale", "report", "--resume", "page"), "it was started on a faster box")
 
 
-def test_a_page_is_of_studies_alone(command, studies, tmp_path):
+def test_a_page_accepts_only_studies(command, studies, tmp_path):
     def pass_by(record: dict) -> None:
         pass
 
@@ -365,7 +365,7 @@ def test_a_page_is_of_studies_alone(command, studies, tmp_path):
     assert_refused(command("scale", "report", str(folder)), "is a run of `tune`: use runs of scale batch")
 
 
-def test_a_study_that_cannot_be_leaves_nothing_behind():
+def test_an_impossible_study_leaves_nothing_behind():
     """Ranks detect this after the folder has been created."""
     assert_refused(
         type_alone(*LARGE, "--global-batch-size", "64"), "48 samples are fewer than a batch of 64: leave it out"

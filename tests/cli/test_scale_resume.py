@@ -91,13 +91,13 @@ def test_a_resumed_study_is_the_one_that_never_stopped(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_runs_at_once_find_the_same(whole, tmp_path):
+def test_concurrent_runs_give_the_same_results(whole, tmp_path):
     answer = type_command(*LARGE, "--at-once", "2", "--json", "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     assert list_records(read_run(answer.out)) == list_records(whole)
 
 
-def test_a_study_whose_cells_are_all_there_needs_no_run(whole, tmp_path):
+def test_a_study_with_all_cells_finished_runs_nothing(whole, tmp_path):
     folder = break_off(whole, tmp_path / "broken", set())
     before = look_at(folder)
     for _ in range(2):  # the second time it is complete, and needs no rank
@@ -245,7 +245,7 @@ def test_a_resumed_study_has_as_many_runs_at_once_as_before(play, monkeypatch, t
         pytest.param("ranks", {"strong-8", "allreduce"}, type_command, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_lost_is_measured_and_the_rest_is_not(studies, tmp_path, name, lost, type_it):
+def test_only_lost_cells_are_measured_again(studies, tmp_path, name, lost, type_it):
     """On real ranks."""
     whole = Path(studies[name]["run"])
     folder = break_off(whole, tmp_path / "broken", lost)
@@ -260,7 +260,7 @@ def test_what_is_lost_is_measured_and_the_rest_is_not(studies, tmp_path, name, l
     assert 0 < sum(a != b for a, b in zip(here, there, strict=True)) < len(there)
 
 
-def test_a_study_resumed_elsewhere_says_so(whole, monkeypatch, tmp_path):
+def test_a_study_resumed_on_another_machine_reports_it(whole, monkeypatch, tmp_path):
     """Accuracy does not depend on the machine, but the reader should know that the machine changed."""
     folder = break_off(whole, tmp_path / "broken", {"epochs-16-none-seed-2"})
     monkeypatch.setattr(Environment, "machine_and_torch", property(lambda environment: "a faster box"))
@@ -308,7 +308,7 @@ def assert_whole(folder: Path, studies: dict[str, dict], command_line: str) -> N
     assert_links(folder / "report.md", set(names))
 
 
-def test_a_report_makes_everything_from_nothing(play, small, studies, tmp_path):
+def test_a_report_measures_all_three_studies(play, small, studies, tmp_path):
     made = play()
     command = ("scale", "report", "--json", "--out", str(tmp_path))
     answer = type_command(*command)

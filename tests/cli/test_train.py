@@ -125,7 +125,7 @@ def compared(mnist, out) -> Answer:
     return answer
 
 
-def test_ranks_do_not_change_what_is_learned(compared, trained):
+def test_the_number_of_ranks_does_not_change_the_training(compared, trained):
     document = json.loads(compared.out)
     folder = Path(document["run"])
     assert (document["verb"], document["learned_the_same"]) == ("train --compare", True)
@@ -178,7 +178,7 @@ def test_torchs_dataparallel_on_one_gpu_is_the_bare_model_and_says_so(mnist, mon
 
 
 @pytest.mark.slow
-def test_what_torchs_wrapper_does_not_tell_is_not_shown(mnist, tmp_path):
+def test_values_that_torchs_wrapper_does_not_report_are_not_shown(mnist, tmp_path):
     asked = ("--data", mnist, "--wrapper", "torch", "--profile", "--details", "--out", str(tmp_path))
     answer = type_alone("train", *TINY, *asked)
     assert answer.code == 0, answer.err
@@ -218,7 +218,7 @@ def test_options_for_large_batches(mnist, asked, rates, tmp_path):
     assert again.code == 0 and "the run was already finished" in again.out
 
 
-def test_a_run_goes_on_with_fewer_ranks_and_moved_data(trained, tmp_path, monkeypatch):
+def test_a_run_continues_with_fewer_ranks_and_moved_data(trained, tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.machine.find_load", lambda: 0.0)
     run = trained[1]
     moved = save_mnist(tmp_path / "elsewhere")
@@ -234,7 +234,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_moved_data(trained, tmp_path, monkey
     assert json.loads(answer.out)["warnings"] == []
 
 
-def test_a_run_of_steps_ends_inside_an_epoch_and_goes_on_for_more(mnist, tmp_path):
+def test_a_run_of_steps_ends_inside_an_epoch_and_can_be_extended(mnist, tmp_path):
     asked = ("--data", mnist, "--batch-size", "8", "--seed", "3", "--json")
     answer = type_alone("train", *TINY, *asked, "--steps", "11", "--out", str(tmp_path))
     assert answer.code == 0 and "11 steps in 2 epochs" in answer.err, answer.err
@@ -272,7 +272,7 @@ def test_a_batch_grows_as_it_was_typed(mnist, tmp_path):
         (("--batch-size", "3"), "--global-batch-size 16 is not a multiple of 3"),
     ],
 )
-def test_what_would_make_it_another_run_is_refused(trained, asked, words):
+def test_options_that_would_change_the_run_are_refused(trained, asked, words):
     run = trained[1]
     before = sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir())
     answer = type_alone("train", "--resume", str(run), *asked)

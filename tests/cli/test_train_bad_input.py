@@ -71,7 +71,7 @@ def test_a_damaged_file_is_named(command, tmp_path, verb, spoil, words):
         ((*TRAIN, "--plan", "half.json"), "--plan half.json: not a plan"),
     ],
 )
-def test_what_the_ranks_find_out_is_refused_in_one_line(command, monkeypatch, tmp_path, arguments, words):
+def test_problems_found_by_the_ranks_are_refused_in_one_line(command, monkeypatch, tmp_path, arguments, words):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     save_mnist(tmp_path / "mnist")
     other = Gradient("weight", 40, 4, "float32", "cpu")

@@ -123,7 +123,7 @@ def wait_for_a_save(job: subprocess.Popen[str], checkpoints: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200 * KILLS)
-def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(start, tmp_path, whole):
+def test_a_run_killed_repeatedly_equals_an_undisturbed_one(start, tmp_path, whole):
     moments = random.Random(os.environ.get("PACELINE_KILL_SEED"))
     out, shm = tmp_path / "out", set(os.listdir("/dev/shm"))
     job = start(*COMMAND, *TRAIN, "--ranks", "2", "--out", "out")
@@ -218,7 +218,7 @@ def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_signal_saves_and_the_run_goes_on(start, tmp_path, whole):
+def test_under_torchrun_a_signal_saves_and_the_run_continues(start, tmp_path, whole):
     job = start(*TORCHRUN, *TRAIN, "--out", "out")
     wait_for_steps(job, tmp_path / "out", 12)
     ranks = descendants(job.pid)
@@ -249,7 +249,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(command, whole
 
 
 @pytest.mark.slow
-def test_a_run_whose_metrics_are_a_part_of_a_line_goes_on(command, broken):
+def test_a_run_with_an_incomplete_metrics_line_continues(command, broken):
     (broken / "metrics.jsonl").write_text('{"st')
     with one_launched_rank():
         answer = command("train", "--resume", str(broken))
@@ -306,7 +306,7 @@ def train_with_a_slow_disk(folder: Path) -> bool:
     return (folder / "written").exists()
 
 
-def test_a_loss_that_is_no_number_exits_with_1(command, tmp_path):
+def test_a_nan_loss_exits_with_1(command, tmp_path):
     with one_launched_rank():
         answer = command(*TRAIN, "--out", str(tmp_path), "--lr", "1e20")
     assert answer.code == 1
@@ -324,7 +324,7 @@ def test_a_loss_that_is_no_number_exits_with_1(command, tmp_path):
         ('{"format": "paceline-train", "version": 1, "settings": {"warmth": 3}}', "no field warmth"),
     ],
 )
-def test_a_folder_that_is_no_run_is_refused(command, tmp_path, content, words):
+def test_a_folder_without_a_run_is_refused(command, tmp_path, content, words):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     answer = command("train", "--resume", str(tmp_path))

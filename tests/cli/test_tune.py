@@ -153,7 +153,7 @@ def test_a_prediction_alone_never_runs_the_job_under_a_plan(type_on_ranks, out):
 
 
 @pytest.mark.slow
-def test_a_network_that_does_not_exist(emulated):
+def test_an_emulated_network(emulated):
     assert_complete(emulated, "paceline", emulated["backend"], 16)
     assert {point["source"] for point in emulated["grid"]} == {"emulated"}
     sources = {record.role: record.source for record in steps_of(emulated)}
@@ -164,7 +164,7 @@ def test_a_network_that_does_not_exist(emulated):
 
 
 @pytest.mark.slow
-def test_torchs_wrapper_on_a_network_that_does_not_exist(emulated_torch):
+def test_torchs_wrapper_on_an_emulated_network(emulated_torch):
     assert_complete(emulated_torch, "torch", emulated_torch["backend"], 8)
     assert {point["source"] for point in emulated_torch["grid"]} == {"emulated"}
 
@@ -189,7 +189,7 @@ def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
         (("--caps", ","), "no size in"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_at_once(command, monkeypatch, tmp_path, arguments, words):
+def test_jobs_that_cannot_be_tuned_are_refused_at_once(command, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -197,7 +197,7 @@ def test_what_cannot_be_tuned_is_refused_at_once(command, monkeypatch, tmp_path,
 
 
 @pytest.mark.parametrize("option", ["--plan", "--accumulate"])
-def test_options_that_a_tuning_does_not_have(command, option):
+def test_unsupported_options_of_a_tuning(command, option):
     """The answer is a plan, and gradients are sent only with the last micro-batch: the plan is the same without
     accumulation."""
     answer = command("tune", option, "2")
@@ -205,7 +205,7 @@ def test_options_that_a_tuning_does_not_have(command, option):
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("undecided", 1), ("flat", 0), ("use", 0)])
-def test_strict_fails_a_tuning_that_says_little(emulated, capsys, monkeypatch, verdict, code):
+def test_strict_fails_an_inconclusive_tuning(emulated, capsys, monkeypatch, verdict, code):
     monkeypatch.setattr(TuneResult, "verdict", verdict)
     result = load_result(emulated["run"])
     assert print_result(result, json=False) == 0

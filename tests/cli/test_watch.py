@@ -21,7 +21,7 @@ from tests.unit.test_watch import ask, read_event
 
 
 @pytest.mark.slow  # and in the foreground: where SIGINT is ignored, a watcher ignores it, too
-def test_a_live_run_is_followed_and_its_death_is_said(start: Callable[..., subprocess.Popen[str]], tmp_path: Path):
+def test_a_live_run_is_followed_and_reported_as_killed(start: Callable[..., subprocess.Popen[str]], tmp_path: Path):
     out, said = tmp_path / "runs", tmp_path / "said"
     command = (*TRAIN, "--epochs", "2000", "--ranks", "2", "--out", str(out), "--watch")
     said.touch()

@@ -53,7 +53,7 @@ def flatten(values: dict) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_there_are_twelve_and_none_mentions_us():
+def test_there_are_twelve_programs_and_none_mentions_us():
     assert {path.stem for path in SCRIPTS.glob("*.py")} == set(PROGRAMS) and len(PROGRAMS) == 12
     assert not [path.name for path in SCRIPTS.glob("*.py") if "paceline" in path.read_text().lower()]
 
@@ -67,7 +67,7 @@ def run_plainly(name: str, *more: str, **variables: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_attached_program_has_the_same_weights_to_the_bit_and_an_answer(name, tmp_path):
+def test_an_attached_program_has_bit_identical_weights_and_an_answer(name, tmp_path):
     files = [tmp_path / "plain.pt", tmp_path / "attached.pt"]
     run_plainly(name, "--steps", "40", "--save", str(files[0]))
     result = paceline.attach(build_command(name, "--steps", "40", "--save", str(files[1])), steps=32, progress=False)
@@ -126,7 +126,7 @@ def test_a_planted_bottleneck_is_named(kind, arguments):
     ("kind", "name"),
     [("data", "cnn"), ("late rank", "char_gpt"), ("late rank", "accumulate"), ("buckets", "accumulate")],
 )
-def test_a_bottleneck_that_is_planted_from_outside_is_named_and_not_without_it(kind, name):
+def test_a_bottleneck_planted_from_outside_is_named_only_when_present(kind, name):
     found = []
     for planted in (kind, "nothing"):
         plant = [str(Path(__file__).with_name("planted.py")), planted, str(SCRIPTS / f"{name}.py")]
@@ -138,7 +138,7 @@ def test_a_bottleneck_that_is_planted_from_outside_is_named_and_not_without_it(k
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["torch", "paceline"])
-def test_plans_race_inside_of_one_run(wrapper, monkeypatch):
+def test_plans_are_compared_within_one_run(wrapper, monkeypatch):
     monkeypatch.setenv("PACELINE_WRAPPER", str(int(wrapper == "paceline")))
     command = build_command("plain_loop", "--steps", "300", "--width", "512", "--bucket-cap-mb", "0.001")
     result = paceline.attach(command, race=True, steps=24, caps="1MiB", progress=False)
@@ -218,7 +218,7 @@ def train_rebucketed(kind: str, view: bool, static_graph: bool) -> tuple[list[in
 
 
 @pytest.mark.parametrize("options", [("torch", False, False), ("torch", True, True), ("paceline", False, False)])
-def test_a_wrapper_with_another_reducer_is_as_if_it_had_been_made_with_that_cap(on_ranks, options):
+def test_a_wrapper_with_a_replaced_reducer_behaves_as_if_built_with_that_cap(on_ranks, options):
     (counts, weights), (others, _) = on_ranks(2, train_rebucketed, *options)
     assert counts == others == [1, 1, 1, 1, 6, 2, 1, 1]
     assert torch.equal(*weights)  # sums over two ranks do not depend on buckets

@@ -85,7 +85,7 @@ def test_output_names_its_rank_whoever_writes_it(notebook):
         assert f"[{rank}] hello {rank}\n" in text and f"[{rank}] bad\n" in text and f"[{rank}] from a child\n" in text
 
 
-def test_output_comes_while_the_cell_runs(notebook, tmp_path):
+def test_output_appears_while_the_cell_runs(notebook, tmp_path):
     def let_go() -> None:
         wait_until(lambda: "[0] before" in notebook.text)
         (tmp_path / "go").touch()
@@ -151,7 +151,7 @@ def test_ipython_shows_clears_and_runs_magics_in_a_rank(notebook):
     assert "from the shell" in notebook.run("there = !echo from the shell\nprint(there)", [0])
 
 
-def test_a_figure_without_pyplot_is_a_picture(notebook):
+def test_a_figure_without_pyplot_is_an_image(notebook):
     notebook.run("from matplotlib.figure import Figure\nfigure = Figure()\nfigure.subplots()\nfigure", [1])
     assert [set(data) for _, data in notebook.shown] == [{"image/png", "text/plain"}]
 
@@ -162,7 +162,7 @@ def test_long_output_arrives_whole_and_before_what_is_shown_later(notebook):
     assert notebook.shown == [(0, {"text/plain": "5"})] and notebook.text_before == text.removesuffix("[0] after\n")
 
 
-def test_an_error_names_its_rank_and_the_line_and_the_ranks_stay(notebook):
+def test_an_error_names_its_rank_and_line_and_keeps_the_ranks(notebook):
     notebook.run("kept = 7")
     with pytest.raises(CellError, match=r"rank 1 of 2 .*ZeroDivisionError") as caught:
         notebook.run("def f(n):\n    return 1 / n\nf(1 - rank)")
@@ -192,7 +192,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_freed_and_a_new_world_opened(n
     assert notebook.show(SUM) == ["[3.0, 3.0]"] * 2
 
 
-def test_collectives_that_some_ranks_started_alone_are_noticed_though_no_rank_waits(notebook):
+def test_collectives_started_by_only_some_ranks_are_detected_even_if_no_rank_waits(notebook):
     with pytest.raises(CellError, match="rank 1 of 2"):
         notebook.run(
             "if rank == 1:\n    raise ValueError('planted')\nwork = dist.all_reduce(torch.ones(1), async_op=True)"
@@ -222,7 +222,7 @@ def interrupt_when(notebook: Notebook, text: str) -> threading.Thread:
         ("dist.recv(torch.ones(1), 1 - rank)", True),
     ],
 )
-def test_an_interrupt_reaches_all_ranks_and_they_stay(notebook, wait, is_broken):
+def test_an_interrupt_reaches_all_ranks_and_keeps_them(notebook, wait, is_broken):
     notebook.run("import time\nkept = 7")
     thread = interrupt_when(notebook, "[1] now")
     with pytest.raises(CellInterrupted) as caught:

@@ -49,7 +49,7 @@ BOTH = {"backends": ("gloo", "paceline"), "memories": ("ordinary", "shared"), "l
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
-def test_memories_and_the_limit_take_turns_in_one_cell(on_ranks, dtype):
+def test_both_kinds_of_memory_and_the_limit_are_interleaved_in_one_cell(on_ranks, dtype):
     wanted = settings(**BOTH, dtype=dtype, ranks=(2, 3), sizes=(4 * KIB, MIB + 24))
     answers = on_ranks(3, measure_collectives, wanted)
     assert answers[0].records == answers[1].records == answers[2].records

@@ -149,7 +149,7 @@ def follow_the_seed() -> None:
                 check(world, model, wanted, (reducer, step))
 
 
-def test_the_seed_documents_loop(job):
+def test_the_loop_of_document_001(job):
     job(2, follow_the_seed)
 
 

@@ -73,7 +73,7 @@ def without_times(record):
     return replace(record, seconds=1.0, curve=tuple(replace(point, seconds=1.0) for point in record.curve))
 
 
-def test_both_ranks_tell_the_same_but_for_their_time(trained):
+def test_both_ranks_report_the_same_except_for_times(trained):
     for one, other in trained.values():
         assert without_times(one[0][0]) == without_times(other[0][0])
         assert one[0][1:] == other[0][1:]
@@ -88,7 +88,7 @@ def test_both_ranks_tell_the_same_but_for_their_time(trained):
         ("updates 4 none seed 3", 5, 0.5, [2, 4, 5], [2]),
     ],
 )
-def test_updates_and_evaluations_are_those_that_were_asked_for(trained, name, updates, epochs, evaluated, micro):
+def test_updates_and_evaluations_are_as_requested(trained, name, updates, epochs, evaluated, micro):
     (record, *_), _, _, steps = trained[name][0]
     assert record.epochs == pytest.approx(epochs)
     assert (record.num_updates, len(steps), record.failure) == (updates, updates, "")
@@ -99,7 +99,7 @@ def test_updates_and_evaluations_are_those_that_were_asked_for(trained, name, up
     assert (record.recipe, record.global_batch_size, record.largest_batch_size) == ("none", *[sum(micro) * 2] * 2)
 
 
-def test_a_batch_that_grows_ends_at_the_asked_one(trained):
+def test_a_growing_batch_ends_at_the_requested_size(trained):
     (record, *_), _, _, steps = trained["epochs 16 grow seed 3"][0]
     assert (record.global_batch_size, record.largest_batch_size, record.batch_size) == (16, 16, 2)
     assert [sum(step) for step in steps][:8] == [2] * 8 and max(map(sum, steps)) == 8
@@ -115,7 +115,7 @@ def test_noise_is_probed_in_one_run_at_four_times(trained):
     ]  # fmt: skip
 
 
-def test_a_loss_that_is_no_number_ends_the_run_on_all_ranks(on_ranks):
+def test_a_nan_loss_ends_the_run_on_all_ranks(on_ranks):
     name = "epochs 16 none seed 3"
     for (((record,), _, _, steps),) in on_ranks(2, train_all, [name], 1e30):
         assert record.failure == "the loss was not finite after 2 updates"

@@ -89,7 +89,7 @@ def run_steps(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_stay_equal_and_no_gradient_is_lost(job, backend):
+def test_replicas_stay_equal_and_no_gradient_is_lost(job, backend):
     job(4, run_steps, backend)
 
 

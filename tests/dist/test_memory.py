@@ -38,7 +38,7 @@ def find_rows(result: TraceResult) -> dict[str, MemoryRow]:
     return {row.category: row for row in list_memory(memory)}
 
 
-def test_the_bytes_of_a_perceptron_are_those_counted_by_hand(tmp_path: Path) -> None:
+def test_the_bytes_of_a_perceptron_match_a_count_by_hand(tmp_path: Path) -> None:
     model, step = build()
     result = paceline.trace(model, step, steps=1, warmup=1, memory=True, wrapper="none", out=tmp_path)
     rows, data, target = find_rows(result), 4 * BATCH * INPUTS, 4 * BATCH * OUTPUTS

@@ -124,7 +124,7 @@ def test_the_rank_the_step_and_the_phase_are_named(warm_pool, tmp_path, warnings
         pytest.param("slow-compute", "optimizer", "has been computing", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_is_slow_once_is_named_and_goes_on(warm_pool, tmp_path, warnings, fault, place, words):
+def test_a_rank_that_is_slow_once_is_named_and_continues(warm_pool, tmp_path, warnings, fault, place, words):
     assert run(warm_pool, tmp_path, "gloo", fault, place) == [30, 30]
     said = warnings.texts[0]
     assert said.startswith("warning: rank 1 of 2 ") and words in said and "Paceline ended" not in said, said
@@ -173,7 +173,7 @@ def test_replicas_that_differ_are_named(warm_pool, tmp_path, fault, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["slow", "stall"])
-def test_a_pause_is_no_fault(warm_pool, tmp_path, fault):
+def test_a_pause_is_not_a_fault(warm_pool, tmp_path, fault):
     assert run(warm_pool, tmp_path, "gloo", fault, "between", hang_timeout_s=1.0) == [30, 30]
 
 
@@ -191,7 +191,7 @@ def test_the_same_in_shared_memory(warm_pool, tmp_path, warnings, fault, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["train", "script"])
 @pytest.mark.parametrize("fault", [name for name in FAULTS if not name.startswith("exception-")])
-def test_the_laboratory_names_every_fault(fault, system):
+def test_the_study_identifies_every_fault(fault, system):
     if (why := why_not(fault, "cpu", 2)) or system not in FAULTS[fault].systems:
         pytest.skip(why or "not of this system")
     record = measure_fault(Trial(fault, system, "gloo", limit_s=20.0 if fault == "noise" else 60.0))
@@ -308,7 +308,7 @@ def test_a_rank_that_hangs_is_ended_after_the_hang_timeout_and_torchrun_says_who
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 @pytest.mark.parametrize("system", ["train", "script"])
-def test_the_job_of_a_laboratory_ends_with_it(tmp_path, system, number):
+def test_the_job_of_a_fault_study_ends_with_it(tmp_path, system, number):
     command = [sys.executable, "-m", "paceline", "faults", "--faults", "noise", "--backend", "gloo"]
     laboratory = subprocess.Popen(
         [*command, "--systems", system, "--patience", "120", "--out", str(tmp_path)], stderr=subprocess.DEVNULL,
@@ -338,7 +338,7 @@ def test_every_fault_is_known():
         inject("exception")
 
 
-def test_what_cannot_be_done_here_is_refused_or_left_out(monkeypatch):
+def test_faults_that_cannot_be_injected_here_are_refused_or_left_out(monkeypatch):
     with pytest.raises(ConfigError, match="endless-kernel"):
         parse_faults("kill,endless-kernel")
     with pytest.raises(ConfigError, match="flood"):
@@ -399,7 +399,7 @@ def test_a_host_whose_monitor_was_killed_is_lost_at_once(monkeypatch):
     ],
     ids=range(9),
 )  # fmt: skip
-def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
+def test_connections_without_the_monitors_secret_are_not_read(said):
     with open_links("a") as hub:
         with dial(hub) as stranger:
             with contextlib.suppress(OSError):
@@ -414,7 +414,7 @@ def test_who_does_not_know_the_secret_of_the_monitors_is_not_read(said):
             assert wait_until(lambda: hub.look() or hub.find_lost()) == "rank 1 is stopped"
 
 
-def test_strangers_do_not_pile_up(monkeypatch):
+def test_unauthenticated_connections_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(store_server, "MOST_UNKNOWN", 3)
     monkeypatch.setattr(store_server, "HELLO_S", 1000.0)
     listener, said = socket.create_server(("127.0.0.1", 0)), list[str]()
@@ -433,7 +433,7 @@ def test_strangers_do_not_pile_up(monkeypatch):
         assert not gate._unknown
 
 
-def test_a_monitor_gets_in_among_strangers(monkeypatch):
+def test_a_monitor_connects_among_unauthenticated_connections(monkeypatch):
     monkeypatch.setattr(store_server, "MOST_UNKNOWN", 3)
     with contextlib.ExitStack() as stack:
         hub = stack.enter_context(open_links("a"))
@@ -444,7 +444,7 @@ def test_a_monitor_gets_in_among_strangers(monkeypatch):
 
 
 @pytest.mark.parametrize("line", [b'{"x": 1}', b"[1]", b'{"host": 7}', b'{"host": [1]}'])
-def test_a_monitor_that_does_not_say_which_host_it_is_is_not_read(line):
+def test_a_monitor_that_does_not_name_its_host_is_not_read(line):
     with open_links("a") as hub:
         with dial(hub) as link:
             assert store_server.check_server(link, b"1" * 32)

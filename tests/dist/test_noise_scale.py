@@ -103,7 +103,7 @@ def probe_here(settings: TrainSettings, asked: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-def test_squares_are_those_of_gradients_by_hand(on_ranks, build):
+def test_squared_norms_match_gradients_computed_by_hand(on_ranks, build):
     """The gradient of a squared error is 2 * error * (x, 1), for each sample."""
     ((record, seen, (weight, bias)),) = on_ranks(1, probe_here, build("linear"), {**PROBED, "num_small": 3})
     assert (record.data, record.precision, record.seed) == ("synthetic:numbers", "fp32", 1)
@@ -167,7 +167,7 @@ def test_a_parameter_without_a_gradient_adds_nothing(on_ranks, build):
     assert spare.probes == plain.probes
 
 
-def test_samples_are_other_ones_in_every_batch_probe_and_step(on_ranks, build):
+def test_samples_differ_in_every_batch_probe_and_step(on_ranks, build):
     asked = {**PROBED, "num_small": 3}
     runs = [on_ranks(1, probe_here, build("linear"), changed)[0] for changed in (asked, asked, {**asked, "step": 4})]
     digests = [[hashlib.sha256(inputs.numpy().tobytes()).digest() for inputs, _ in seen] for _, seen, _ in runs]
@@ -177,7 +177,7 @@ def test_samples_are_other_ones_in_every_batch_probe_and_step(on_ranks, build):
 
 @pytest.mark.parametrize("name", ["linear", "restless"])
 @pytest.mark.parametrize("wrapper", ["paceline", "torch"])
-def test_two_ranks_find_what_one_finds_with_twice_the_batches(on_ranks, build, name, wrapper):
+def test_two_ranks_match_one_rank_with_twice_the_batches(on_ranks, build, name, wrapper):
     """Dropout and a model's own random numbers follow the batch, not the rank."""
     ((alone, *_),) = on_ranks(1, probe_here, build(name), {**PROBED, "num_small": 6})
     (first, *_), (second, *_) = on_ranks(2, probe_here, build(name, wrapper=wrapper), {**PROBED, "num_small": 3})
@@ -260,7 +260,7 @@ def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
     ("ranks", "wrapper", "precision"),
     [(1, "none", "fp32"), (2, "paceline", "fp32"), (2, "torch", "fp32"), (2, "paceline", "fp16"), (1, "torch", "bf16")],
 )
-def test_training_does_not_know_of_probes(on_ranks, build, ranks, wrapper, precision):
+def test_probes_do_not_affect_training(on_ranks, build, ranks, wrapper, precision):
     settings = build("restless", wrapper=wrapper, precision=precision, optimizer="adamw")
     plain = on_ranks(ranks, train_between_probes, settings, 0)
     probed = on_ranks(ranks, train_between_probes, settings, 2)
@@ -303,6 +303,6 @@ def probe_broken(settings: TrainSettings) -> str:
     return ""
 
 
-def test_a_gradient_that_is_no_number_is_told_on_all_ranks(on_ranks, build):
+def test_a_nan_gradient_is_reported_on_all_ranks(on_ranks, build):
     first, second = on_ranks(2, probe_broken, build("linear"))
     assert first == second and first.startswith("step 3: a gradient of probe 0 is not finite")

@@ -124,7 +124,7 @@ def test_an_interrupt_of_the_kernel_reaches_all_ranks(kernel):
     assert sorted(kernel.run("kept").text.splitlines()) == ["[0] 3", "[1] 3"]
 
 
-def test_magics_say_what_is_wrong_in_one_line(kernel):
+def test_magics_report_errors_in_one_line(kernel):
     for source, words in (
         ("%dist_init -n two", "invalid int value"), ("%%rank 5\n1", "rank 5 does not exist"),
         ("%%rank x\n1", "not a rank"), ("%dist_mode sometimes", "use on or off"), ("%dist_init -g a", "not the number"),
@@ -204,7 +204,7 @@ SEED = [
 
 
 @pytest.mark.slow
-def test_the_notebook_of_the_seed_document_runs(runtime, monkeypatch):
+def test_the_notebook_of_document_001_runs(runtime, monkeypatch):
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("IPYTHONDIR", str(runtime))
     monkeypatch.setenv("PYTHONPATH", SOURCES)

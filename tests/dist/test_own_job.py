@@ -73,7 +73,7 @@ def check(result: ProfileResult, world_size: int) -> None:
         assert "exposed communication" in result.answer
 
 
-def test_a_module_in_a_plain_process_is_profiled_here_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_module_in_a_plain_process_is_profiled_here_and_left_unchanged(tmp_path: Path) -> None:
     model, step = build()
     model.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -93,7 +93,7 @@ def test_a_factory_is_profiled_on_local_ranks() -> None:
     assert result.folder is None and result.config["ranks"] == 2
 
 
-def test_ranks_of_a_host_take_steps_at_once_that_send_nothing(on_ranks) -> None:
+def test_ranks_of_a_host_take_concurrent_steps_that_send_nothing(on_ranks) -> None:
     given = (build, None, "torch", {"backend": "gloo", "device": "cpu", "threads": 1})
     first, second = on_ranks(2, measure_together, given, 1, 3, 1)
     found = [(r.role, r.wrapper, r.world_size, r.timing.num_ranks, r.timing.count, r.threads) for r in first]
@@ -115,7 +115,7 @@ def profile_by_name() -> ProfileResult:
     return result
 
 
-def test_a_model_by_name_is_profiled_on_ranks_and_what_follows_reads_it(on_ranks) -> None:
+def test_a_model_by_name_is_profiled_on_ranks_and_predictions_can_read_it(on_ranks) -> None:
     result, other = on_ranks(2, profile_by_name)
     assert result.to_json() == other.to_json() and result.run.environment == other.run.environment
     assert isinstance(result, ProfileResult) and result.profile is not None
@@ -140,7 +140,7 @@ def test_a_model_by_name_is_profiled_on_ranks_and_what_follows_reads_it(on_ranks
         (("cnn",), {"kind": "layers", "ranks": 2}),
     ],
 )
-def test_what_cannot_be_profiled_is_refused_at_once(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+def test_jobs_that_cannot_be_profiled_are_refused_at_once(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         paceline.profile(*arguments, **options)
 

@@ -222,7 +222,7 @@ def test_ranks_do_not_see_the_same_samples(on_ranks, file, tmp_path, data, steps
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_parts_that_say_unequal_lengths_end_together(on_ranks, file, tmp_path):
+def test_parts_with_unequal_lengths_end_together(on_ranks, file, tmp_path):
     """With 13 and 10 samples in batches of 3, both ranks have 4 batches; the last has one sample."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -250,7 +250,7 @@ def test_ranks_that_would_see_wrong_samples_are_refused(on_ranks, file, tmp_path
         raise errors[0]
 
 
-def test_each_of_several_models_has_a_wrapper_of_its_own(on_ranks, file, tmp_path):
+def test_each_of_several_models_has_its_own_wrapper(on_ranks, file, tmp_path):
     weights = []
     for wrapper in ("paceline", "torch"):
         folder = tmp_path / wrapper
@@ -265,7 +265,7 @@ def test_each_of_several_models_has_a_wrapper_of_its_own(on_ranks, file, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_job_of_ones_own_is_scaled_and_tuned(on_ranks, file):
+def test_a_users_own_job_is_scaled_and_tuned(on_ranks, file):
     job = ask(file, "build_all", ranks=1, wrapper="none", threads=1)
     study = ScaleSettings(job=job, ranks=(1, 2), setups=(Setup("paceline", "gloo"),), batch_sizes=(3,), iters=2)
     for cell in (ScalingCell("weak", 3), ScalingCell("strong", 6)):

@@ -53,7 +53,7 @@ def tuned(tmp_path_factory) -> TuneResult:
     return paceline.tune(build, ranks=2, quick=True, iters=3, caps="1KiB,16KiB", backend="gloo", out=out)
 
 
-def test_a_factory_is_tuned_on_ranks_of_its_own(tuned):
+def test_a_factory_is_tuned_on_its_own_ranks(tuned):
     steps = [record for record in tuned.records if isinstance(record, StepRecord)]
     assert all((r.model, r.data, r.batch_size, r.world_size) == ("TwoTowers", "own", 6, 2) for r in steps)
     assert all(len(record.turns_s) == 3 and record.timing.num_ranks == 2 for record in steps)
@@ -156,7 +156,7 @@ def test_a_wrong_factory_is_an_error_of_the_call_and_not_of_a_rank():
         (("cnn", build()[1]), {}, ""),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_before_a_rank_starts(monkeypatch, arguments, options, code):
+def test_jobs_that_cannot_be_tuned_are_refused_before_a_rank_starts(monkeypatch, arguments, options, code):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("paceline.verbs.jobs.open_session", lambda *_, **__: pytest.fail("a session was opened"))
@@ -166,7 +166,7 @@ def test_what_cannot_be_tuned_is_refused_before_a_rank_starts(monkeypatch, argum
 
 
 @pytest.mark.slow
-def test_strategies_race_with_exact_plans(tmp_path):
+def test_strategies_are_compared_with_exact_plans(tmp_path):
     result = paceline.tune(build, ranks=2, quick=True, iters=3, caps="16KiB", backend="gloo", strategy="int8,diloco:10")
     labels = [candidate.label for candidate in result.tuning.candidates]
     assert labels[0] == "default" and labels[-2:] == ["bf16", "int8"]

@@ -316,7 +316,7 @@ NUM_PARTS = 6
 
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, NUM_PARTS))])
-def test_every_rung_trains_like_one_process(on_ranks, part, turn):
+def test_every_reducer_trains_like_one_process(on_ranks, part, turn):
     world_size, backend = WORLDS[(part + turn) % 2]
     lines = on_ranks(world_size, run_cases, list(CASES)[part::NUM_PARTS], backend)
     found = [line for each in lines for line in each]

@@ -46,14 +46,14 @@ def train_on_rank(kind: str, job: str) -> str:
 
 @pytest.mark.slow  # a busy machine may have another bottleneck; `tests/unit/test_page.py` uses synthetic times
 @pytest.mark.parametrize("kind", ["data", "late rank"])
-def test_what_was_planted_is_the_first_sentence(on_ranks, kind, tmp_path):
+def test_the_first_sentence_names_the_planted_problem(on_ranks, kind, tmp_path):
     job = shutil.copy(JOB, tmp_path)  # a file is imported only once
     assert all(said.startswith(SAYS[kind]) for said in on_ranks(2, train_on_rank, kind, str(job)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_nine_of_ten_runs_and_healthy_ones_are_named_right(tmp_path, monkeypatch):
+def test_nine_of_ten_runs_are_diagnosed_correctly_including_healthy_ones(tmp_path, monkeypatch):
     """Each problem once in a `paceline train` run, and once in an attached program with torch's wrapper."""
     found = {}
     for kind in SAYS:

@@ -213,7 +213,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("spare", "exception", 0, "begin", marks=pytest.mark.slow),
     ],
 )
-def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, policy, fault, rank, place):
+def test_the_weights_equal_those_of_a_run_without_a_fault(undisturbed, tmp_path, policy, fault, rank, place):
     (found,) = run(tmp_path / "run", policy, [(11, rank, fault, place)])
     stays = policy == "spare" and fault != "exception"
     assert (found.rank, found.policy) == (rank, policy if stays else "restart")
@@ -225,7 +225,7 @@ def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, p
 
 
 @pytest.mark.slow
-def test_ranks_whose_messages_never_fail_are_told_and_what_was_aborted_is_no_step(undisturbed, tmp_path):
+def test_ranks_whose_messages_never_fail_are_notified_and_aborted_steps_do_not_count(undisturbed, tmp_path):
     (found,) = run(tmp_path / "run", "spare", [(11, 1, "kill", "optimizer")], job=train_deaf)
     assert (found.rank, found.policy, found.steps_lost, found.ranks_after) == (1, "spare", 0, 2)
     # On the surviving rank; on a busy machine it may be told before it waits for a message.
@@ -235,7 +235,7 @@ def test_ranks_whose_messages_never_fail_are_told_and_what_was_aborted_is_no_ste
 
 
 @pytest.mark.parametrize("backend", [BACKEND, pytest.param("gloo", marks=pytest.mark.slow)])
-def test_fewer_ranks_go_on_and_one_more_joins(tmp_path, backend):
+def test_fewer_ranks_continue_and_one_more_joins(tmp_path, backend):
     faults: list[Done] = [(5, 0, "kill", "optimizer"), (8, 0, "wait", "begin")]
     (found,) = run(tmp_path / "run", "shrink", faults, ranks=3, backend=backend)
     assert (found.rank, found.policy, found.steps_lost, found.ranks_after) == (0, "shrink", 0, 2)
@@ -245,7 +245,7 @@ def test_fewer_ranks_go_on_and_one_more_joins(tmp_path, backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "place", "rank"), [(9, "evaluate", 0), (12, "save", 1), (18, "evaluate", 1)])
-def test_what_follows_a_step_is_done_again(undisturbed, tmp_path, step, place, rank):
+def test_work_after_a_step_is_repeated(undisturbed, tmp_path, step, place, rank):
     (found,) = run(tmp_path / "run", "spare", [(step, rank, "kill", place)])
     assert (found.policy, found.steps_lost) == ("spare", None if step == STEPS else 0)
     check_equal(tmp_path / "run", undisturbed)
@@ -253,7 +253,7 @@ def test_what_follows_a_step_is_done_again(undisturbed, tmp_path, step, place, r
 
 
 @pytest.mark.slow
-def test_what_is_done_again_may_fail_again(undisturbed, tmp_path):
+def test_repeated_work_may_fail_again(undisturbed, tmp_path):
     faults: list[Done] = [(9, 0, "kill", "evaluate"), (9, 1, "kill", "evaluate")]
     found = run(tmp_path / "run", "spare", faults)
     assert [(fault.rank, fault.policy) for fault in found] == [(0, "spare"), (1, "spare")]
@@ -285,7 +285,7 @@ def act(what: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("what", "size"), [("killed", 2), ("lost", 1), pytest.param("lost", 2, marks=pytest.mark.slow)]
 )
-def test_where_no_rank_can_continue_all_start_again(tmp_path, what, size):
+def test_all_ranks_restart_if_none_can_continue(tmp_path, what, size):
     recovery = Recovery("shrink", 2, ("fine", tmp_path), lambda *_: None)
     with RankPool(2, JOB_MODULES) as pool:
         found = pool.run(act, (what, tmp_path), num_ranks=size, timeout_s=110.0, recovery=recovery)
@@ -301,7 +301,7 @@ def test_a_signal_while_all_ranks_start_again_ends_the_run(tmp_path, policy):
     assert caught.value.code == "interrupted"
 
 
-def test_a_spare_that_ends_while_it_stands_by_is_replaced(tmp_path):
+def test_a_spare_that_ends_on_standby_is_replaced(tmp_path):
     heard: list[str] = []
     recovery = Recovery("spare", 1, (), lambda faults, line: heard.append(line))
     with RankPool(1, JOB_MODULES) as pool:
@@ -323,7 +323,7 @@ def test_a_spare_takes_the_settings_of_the_run(on_ranks, changes):
 
 
 @pytest.mark.slow
-def test_a_strategy_that_keeps_nothing_has_spares(tmp_path):
+def test_a_stateless_strategy_can_use_spares(tmp_path):
     run(tmp_path / "a", "restart", [], strategy="bf16")
     (found,) = run(tmp_path / "b", "spare", [(11, 1, "kill", "begin")], strategy="bf16")
     assert found.policy == "spare"
@@ -339,7 +339,7 @@ def test_a_strategy_that_keeps_nothing_has_spares(tmp_path):
         {"on_fault": "hope"}, {"max_faults": 0},
     ],
 )  # fmt: skip
-def test_what_no_other_rank_has_is_refused_before_a_rank_starts(changes):
+def test_state_without_a_replica_is_refused_before_a_rank_starts(changes):
     with pytest.raises(ConfigError):
         check_job(TrainSettings(**SMALL | changes))
 

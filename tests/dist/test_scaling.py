@@ -110,7 +110,7 @@ def measured(request, warm_pool):
     return request.param, seen
 
 
-def test_all_that_takes_turns_has_equal_repetitions(measured):
+def test_interleaved_variants_have_equal_repetitions(measured):
     cell, seen = measured
     records = seen[0][0]
     assert [(r.role, r.wrapper, r.backend, r.world_size) for r in records] == [
@@ -148,7 +148,7 @@ def test_buckets_hold_all_gradients_and_one_rank_sends_nothing(measured):
         assert record.num_messages == len(record.bucket_bytes)
 
 
-def test_ranks_outside_of_a_turn_take_no_step_and_wait(measured):
+def test_ranks_outside_a_turn_wait_without_stepping(measured):
     _, seen = measured
     rounds = ITERS + len(seen[0][0][0].timing.warmup_seconds)
     turns = [(c, n) for n in (1, 2, 3) for c in (Setup("none", ""), *SETUPS)]
@@ -165,7 +165,7 @@ def test_ranks_outside_of_a_turn_take_no_step_and_wait(measured):
         assert one == other or end_s <= begin_s
 
 
-def test_nothing_is_learnt(measured):
+def test_parameters_do_not_change(measured):
     assert [moved for _, _, moved, _ in measured[1]] == [False] * 3
 
 
@@ -180,7 +180,7 @@ def list_steps(seen: Any, world_size: int, kinds: tuple[str, ...]) -> dict[Any, 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world_size):
+def test_gradients_are_averaged_only_over_the_ranks_of_the_turn(measured, world_size):
     cell, seen = measured
     for together in list_steps(seen, world_size, ("plain", "timed")).values():
         assert len(together) == world_size
@@ -209,7 +209,7 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
         ({"job": replace(JOB, accumulate=3)}, 3, ScalingCell("weak", 2), "batch of 18"),
     ],
 )
-def test_what_the_ranks_or_the_data_cannot_be_is_refused_on_all_ranks(on_ranks, changes, num_ranks, cell, words):
+def test_impossible_ranks_or_data_are_refused_on_all_ranks(on_ranks, changes, num_ranks, cell, words):
     received = on_ranks(num_ranks, fail_to_measure, replace(STUDY, **changes), cell)
     assert len(set(received)) == 1 and words in received[0]
 
@@ -280,7 +280,7 @@ def test_a_batch_above_the_data_is_a_row(on_ranks):
     assert (record.failure, record.timing, steps) == ("more than the 12 samples of an epoch", None, [])
 
 
-def test_another_error_is_no_row(on_ranks):
+def test_other_errors_do_not_become_rows(on_ranks):
     (received,) = on_ranks(1, fail_to_sweep, replace(JOB, batch_size=4), "size mismatch", RuntimeError)
     assert "size mismatch" in received
 

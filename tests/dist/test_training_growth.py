@@ -80,7 +80,7 @@ def test_the_samples_are_in_the_order_of_a_batch_that_stays(train, tmp_path, ran
         pytest.param("torch", 1, "keep", "batch-size", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_learn_as_one_process_on_whole_batches(on_ranks, tmp_path, wrapper, accumulate, tail, grow):
+def test_two_ranks_train_like_one_process_on_whole_batches(on_ranks, tmp_path, wrapper, accumulate, tail, grow):
     """Two epochs of 50 samples in batches of 4, of 8 from sample 30 on, and of 24 from sample 70 on.
 
     The single process takes each batch at once, so growth in micro-batches is compared with growth of the batch itself.
@@ -139,7 +139,7 @@ def test_a_resume_before_and_after_growths_is_exact_to_the_bit(train, tmp_path, 
         assert_same_run(tmp_path / "whole", folder)
 
 
-def test_a_stopped_run_goes_on_with_other_ranks_through_a_growth(train, tmp_path):
+def test_a_stopped_run_continues_on_other_ranks_through_a_growth(train, tmp_path):
     plain = {"dropout": None, "lr": 0.02, "ranks": 3, "batch_size": None, "global_batch_size": 12}
     first = train(tmp_path / "run", before_step=stop_the_last_rank, **plain)
     (last,) = train(tmp_path / "run", resume=True, **(plain | {"ranks": 1}))
@@ -170,7 +170,7 @@ def test_another_growth_is_refused_and_nothing_is_touched(train, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [5, 22])
-def test_a_run_of_steps_is_the_begin_of_a_longer_one(train, tmp_path, steps):
+def test_a_run_of_steps_is_the_beginning_of_a_longer_one(train, tmp_path, steps):
     """Epochs of nine steps: inside the first, and inside the third."""
     constant = {"batch_growth": (), "epochs": 1}
     seen = train(tmp_path / "run", steps=steps, **constant)
@@ -187,7 +187,7 @@ def test_a_run_of_steps_is_the_begin_of_a_longer_one(train, tmp_path, steps):
     assert (folder / "weights.safetensors").read_bytes() == (tmp_path / "longer" / "weights.safetensors").read_bytes()
 
 
-def test_the_rate_falls_over_the_steps_that_were_asked_for(train, tmp_path):
+def test_the_learning_rate_decays_over_the_requested_steps(train, tmp_path):
     train(tmp_path / "run", ranks=1, batch_size=12, steps=12, schedule="linear", lr=0.12, batch_growth=(), epochs=1)
     rates = [row["lr"] for row in load_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert rates == pytest.approx([0.12 - 0.01 * step for step in range(12)])

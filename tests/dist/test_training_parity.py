@@ -154,7 +154,7 @@ def assert_parity(seen: list[Seen], wanted: Seen, buffers_too: bool = True) -> N
         )),
     ],
 )  # fmt: skip
-def test_a_cnn_learns_as_in_one_process(train_on, train_alone, tail, ranks, accumulate, wrapper):
+def test_a_cnn_trains_like_one_process(train_on, train_alone, tail, ranks, accumulate, wrapper):
     """25 samples in batches of 12: the last window has one sample, fewer than there are ranks."""
     settings = replace(CNN, samples=25, global_batch_size=12, tail=tail)
     alone = train_alone(settings)
@@ -166,7 +166,7 @@ def test_a_cnn_learns_as_in_one_process(train_on, train_alone, tail, ranks, accu
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrapper", ["paceline", pytest.param("torch", marks=pytest.mark.slow)])
-def test_a_gpt2_learns_as_in_one_process(train_on, train_alone, wrapper, ranks):
+def test_a_gpt2_trains_like_one_process(train_on, train_alone, wrapper, ranks):
     """11 blocks in batches of 6: a tail of 5, which neither 2 nor 3 ranks divide evenly."""
     settings = replace(GPT2, samples=11, global_batch_size=6)
     alone = train_alone(settings)
@@ -243,7 +243,7 @@ def test_the_update_is_that_of_one_process(train_on, train_alone, changes):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_learns_nearly_the_same(train_on, train_alone, precision):
+def test_half_precision_trains_nearly_the_same(train_on, train_alone, precision):
     """Full windows, because with a single sample fp16 overflows and the step is skipped."""
     settings = replace(CNN, samples=24, global_batch_size=12)
     seen = train_on(2, replace(settings, precision=precision))
@@ -262,7 +262,7 @@ def test_gradients_travel_once_in_a_step_however_many_micro_batches(train_on, wr
     assert [other.syncs for other in seen] == [6 if wrapper == "paceline" else None] * 3
 
 
-def test_a_row_tells_of_all_ranks(train_on):
+def test_a_row_covers_all_ranks(train_on):
     (*_, last) = rows = train_on(3, replace(CNN, samples=25, global_batch_size=12, profile=True))[0].rows
     keys = {
         "step", "epoch", "loss", "accuracy", "samples", "lr", "step_s", "exposed_comm_s", "data_wait_s", "forward_s",
@@ -336,7 +336,7 @@ def train_on_a_bad_sample(settings: TrainSettings, folder: Path, rank: int, numb
 
 
 @pytest.mark.parametrize("wrapper", ["paceline", "torch"])
-def test_a_loss_that_is_no_number_ends_all_ranks_with_one_text(on_ranks, tmp_path, wrapper):
+def test_a_nan_loss_ends_all_ranks_with_the_same_error(on_ranks, tmp_path, wrapper):
     from paceline.training.checkpoint_files import CheckpointStore
 
     settings = replace(CNN, samples=60, global_batch_size=12, save_every="2steps", keep=1, wrapper=wrapper)
@@ -367,7 +367,7 @@ class Root(nn.Module):
 """
 
 
-def test_a_model_that_is_no_number_is_not_saved(on_ranks, tmp_path):
+def test_a_model_with_nan_parameters_is_not_saved(on_ranks, tmp_path):
     """The loss is finite, but the updated model is not: the square root has an infinite slope at 0."""
     (tmp_path / "root.py").write_text(ROOT)
     settings = TrainSettings(
@@ -400,7 +400,7 @@ def train_with_a_bad_replica(settings: TrainSettings, folder: Path) -> str:
     return ""
 
 
-def test_between_two_syncs_all_ranks_learn_that_one_model_is_no_number(on_ranks, tmp_path):
+def test_between_two_syncs_all_ranks_learn_that_one_model_is_not_finite(on_ranks, tmp_path):
     settings = replace(CNN, samples=60, global_batch_size=12, save_every="2steps", strategy="localsgd:100")
     first, second = on_ranks(2, train_with_a_bad_replica, settings, tmp_path)
     assert first == second

@@ -173,7 +173,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert not list(other.rglob(".*")), "something temporary is left"
 
 
-def test_a_stopped_run_saves_where_it_is_and_goes_on_to_the_bit(train, reference, tmp_path):
+def test_a_stopped_run_saves_its_position_and_resumes_bit_identically(train, reference, tmp_path):
     # One rank gets the signal, and all stop after the same step.
     first = train(tmp_path / "run", before_step=stop_the_last_rank)
     assert {(seen.signal, seen.step) for seen in first} == {(signal.SIGTERM, first[0].step)}
@@ -269,7 +269,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_made_again(train, reference, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_replaced(train, reference, tmp_path):
     folder = copy_until(12, reference, tmp_path / "run")
     flip_a_bit(checkpoints(folder)[0] / "model.safetensors")
     (seen, _) = train(folder, resume=True)
@@ -279,7 +279,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_made_again(train, reference, tm
         load_checkpoint(path)
 
 
-def test_where_every_checkpoint_is_damaged_nothing_starts_anew(refuse, reference, tmp_path):
+def test_a_run_does_not_restart_if_every_checkpoint_is_damaged(refuse, reference, tmp_path):
     folder = copy_until(6, reference, tmp_path / "run")
     for path in checkpoints(folder):
         flip_a_bit(path / "model.safetensors")
@@ -300,7 +300,9 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(refuse, reference
         ({"epochs": 1}, "--epochs 1"),
     ],
 )
-def test_what_does_not_fit_the_checkpoint_is_refused_and_left_alone(refuse, reference, tmp_path, changes, words):
+def test_settings_that_contradict_the_checkpoint_are_refused_and_nothing_changes(
+    refuse, reference, tmp_path, changes, words
+):
     folder = copy_until(15, reference, tmp_path / "run")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     error = refuse(folder, resume=True, **changes)
@@ -308,13 +310,13 @@ def test_what_does_not_fit_the_checkpoint_is_refused_and_left_alone(refuse, refe
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(train, reference, tmp_path):
+def test_a_run_that_ended_before_its_first_checkpoint_starts_over(train, reference, tmp_path):
     folder = copy_until(0, reference, tmp_path / "run")
     train(folder, resume=True)
     assert_same_run(reference, folder)
 
 
-def test_a_finished_run_is_finished(train, refuse, reference, tmp_path):
+def test_a_finished_run_stays_finished(train, refuse, reference, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(reference, folder)
     (folder / "checkpoints" / ".saving-step-00000018").mkdir()
@@ -326,7 +328,7 @@ def test_a_finished_run_is_finished(train, refuse, reference, tmp_path):
     assert (folder / "weights.safetensors").read_bytes() == (reference / "weights.safetensors").read_bytes()
 
 
-def test_more_epochs_are_the_longer_run(train, reference, tmp_path):
+def test_more_epochs_equal_a_longer_run(train, reference, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(reference, folder)
     train(folder, resume=True, epochs=3)
@@ -363,7 +365,7 @@ def spoil_the_update(step: int) -> None:
         ),
     ],
 )
-def test_what_is_no_number_is_never_saved(refuse, tmp_path, changes, before_step, kept):
+def test_non_finite_values_are_never_saved(refuse, tmp_path, changes, before_step, kept):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     error = refuse(folder, before_step=before_step, **changes)

@@ -42,7 +42,7 @@ def fill_in(notebook: nbformat.NotebookNode) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CASES)
-def test_a_chapter_runs_and_its_answers_are_right(path, tmp_path, monkeypatch):
+def test_a_chapter_runs_and_its_solutions_are_accepted(path, tmp_path, monkeypatch):
     for name, value in (("JUPYTER_RUNTIME_DIR", tmp_path), ("IPYTHONDIR", tmp_path), ("PYTHONPATH", ROOT / "src")):
         monkeypatch.setenv(name, str(value))
     notebook = nbformat.read(path, as_version=4)

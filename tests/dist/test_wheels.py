@@ -89,7 +89,7 @@ def read_core(wheel: Path) -> bytes:
     return zipfile.ZipFile(wheel).read("paceline/transport/_native.so")
 
 
-def test_there_are_two_wheels_and_a_source_archive(dist):
+def test_two_wheels_and_a_source_archive_are_built(dist):
     assert sorted(path.name for path in dist.iterdir()) == sorted([ARCHIVE, *NAMES.values()])
 
 
@@ -195,7 +195,7 @@ def test_a_wheel_whose_tag_would_be_untrue_is_not_made(sources, tmp_path):
     assert "-py3-none-manylinux_2_34_x86_64" in wheel.name
 
 
-def test_where_compiling_fails_the_package_is_built_without_a_core(sources, tmp_path):
+def test_the_package_is_built_without_a_core_if_compiling_fails(sources, tmp_path):
     done = build_with("sys.exit('no headers')", sources, tmp_path / "plain", "linux_x86_64")
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "plain").glob("*.whl")

@@ -122,7 +122,7 @@ def test_the_step_of_a_program_that_never_waits_is_that_of_the_gpu(program, back
         assert all(0 < step.backward_s <= step.over_s < step.step_s for step in traced.steps)
 
 
-def test_the_program_goes_on_while_the_gpu_is_behind_and_the_times_come_later(program):
+def test_the_program_continues_while_the_gpu_is_behind_and_times_arrive_later(program):
     command = build_command(program, "nccl", "--steps", "60")
     result = paceline.attach(command, steps=24, progress=False)
     assert result.failure == "" and not any("error" in text for text in result.warnings)
@@ -130,7 +130,7 @@ def test_the_program_goes_on_while_the_gpu_is_behind_and_the_times_come_later(pr
     expect_no_doubt_about_times(result)
 
 
-def test_plans_race_by_the_times_of_the_gpu(program):
+def test_plans_are_compared_by_gpu_times(program):
     result = paceline.attach(build_command(program, "nccl"), race=True, steps=24, caps="4MiB", progress=False)
     assert result.race is not None and result.race.num_rounds == 14, result.warnings
     now, other = result.table("race").rows_json()

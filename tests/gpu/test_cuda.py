@@ -67,7 +67,7 @@ def test_gloo_ranks_share_one_gpu(on_ranks):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there is a GPU for each rank")
-def test_two_nccl_ranks_on_one_gpu_are_refused_in_words(on_ranks):
+def test_two_nccl_ranks_on_one_gpu_are_refused_with_advice(on_ranks):
     with pytest.raises(ConfigError, match="2 ranks and 1 GPU"):
         on_ranks(2, describe, "nccl", "cuda")
 

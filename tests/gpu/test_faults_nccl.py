@@ -84,7 +84,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("place", ["begin", "optimizer"])
-def test_the_weights_are_those_of_a_run_without_a_fault(undisturbed, tmp_path, place):
+def test_the_weights_equal_those_of_a_run_without_a_fault(undisturbed, tmp_path, place):
     (found,) = run(tmp_path / "run", "spare", [(11, 1, "kill", place)], source=DENSE, **ON_NCCL)
     assert (found.rank, found.policy, found.steps_lost, found.ranks_after) == (1, "spare", 0, 2)
     check_equal(tmp_path / "run", undisturbed)

@@ -85,7 +85,7 @@ def test_a_codec_that_fails_on_one_rank_is_one_error_everywhere(on_nccl, text, s
     assert all(other == first for other in others)
 
 
-def test_what_goes_wrong_in_a_schedule_is_one_error_on_all(on_nccl):
+def test_a_failure_in_a_schedule_is_one_error_on_all_ranks(on_nccl):
     first, second = on_nccl(2, test_outer_ranks.fail_in_every_way, timeout_s=90)
     assert first == second
     assert [kind.removeprefix("CollectiveError ") for kind, _ in first] == [

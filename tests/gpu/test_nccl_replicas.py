@@ -135,7 +135,7 @@ def repeat(strategies: tuple[str, ...], repetitions: int, *, without: str = "", 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replicas_are_equal_after_every_step_whoever_is_late(on_nccl, family, ranks):
+def test_replicas_are_equal_after_every_step_whichever_rank_is_late(on_nccl, family, ranks):
     found = on_nccl(ranks, repeat, FAMILIES[family], REPETITIONS, timeout_s=400)
     assert not found[0], "\n".join(["", *found[0]])
 

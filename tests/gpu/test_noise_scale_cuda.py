@@ -40,7 +40,7 @@ def on_cpu():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_gpu_finds_what_the_cpu_finds_and_leaves_no_trace(on_cpu, precision):
+def test_a_gpu_finds_the_same_as_the_cpu_without_side_effects(on_cpu, precision):
     wanted, samples, _ = on_cpu
     found, _, (before, behind) = probe("cuda", precision, samples)
     assert [name for name in before if not torch.equal(before[name], behind[name])] == []

@@ -51,7 +51,7 @@ def test_a_batch_that_does_not_fit_is_a_row_and_the_next_one_fits(little_memory)
     assert fine.failure == "" and 0 < fine.peak_bytes < LITTLE_BYTES
 
 
-def test_the_command_shows_what_does_not_fit(little_memory, tmp_path):
+def test_the_command_shows_batches_that_do_not_fit(little_memory, tmp_path):
     asked = ("--channels", "256,256", "--samples", "4096", "--batch-size", "16,4096", "--device", "cuda")
     answer = type_alone("scale", "batch", *asked, "--json", "--out", str(tmp_path))
     assert answer.code == 0, answer.err

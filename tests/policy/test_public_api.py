@@ -140,7 +140,7 @@ def test_a_described_argument_that_does_not_exist_is_found():
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| `([\w.]+)`[^|]*\| `(\w+)` \| (.*) \|$", API, re.MULTILINE))
-def test_what_a_call_is_said_to_return_it_returns(row):
+def test_calls_return_the_documented_types(row):
     words, name, besides = row
     module = next(home for home in _CLASSES.values() if home.endswith(f".{name}")).rpartition(".")[0]
     kind = getattr(importlib.import_module(f"paceline.{module}"), name)

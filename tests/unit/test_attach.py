@@ -203,7 +203,7 @@ def test_a_gpu_that_never_gets_to_the_last_steps_does_not_keep_a_program_from_en
     assert found["num_steps"] == 5 and [step[0] for step in found["steps"]] == [2, 3, 4]
 
 
-def test_what_becomes_part_of_a_cuda_graph_is_not_a_step(tmp_path, gpu, monkeypatch):
+def test_a_call_captured_in_a_cuda_graph_is_not_a_step(tmp_path, gpu, monkeypatch):
     observe(tmp_path, steps=4)
     program = GpuProgram(gpu)
     program.train(2, most_ahead_s=0.0)

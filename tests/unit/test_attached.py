@@ -140,7 +140,7 @@ def test_the_caps_of_a_list_make_the_buckets_of_the_plan(one_bucket):
     assert "bucket_cap_mb_list=[" in result.lines["torch 2.13, predicted"]
 
 
-def test_a_race_has_the_last_word(one_bucket):
+def test_a_plan_comparison_overrides_the_prediction(one_bucket):
     steps = made_steps((0.05,) * 9)
     plans = {NOW: None, "small": 4.0}
     for factor, verdict in ((0.8, "use"), (1.0, "flat"), (1.2, "default")):
@@ -473,7 +473,7 @@ def test_a_healthy_program_is_called_healthy():
     assert result.to_json()["bottleneck"] == "healthy" and result.card["gain"] == "none"
 
 
-def test_what_follows_is_about_the_verdict():
+def test_the_next_command_follows_from_the_verdict():
     waits = Samples(((0.03, 0.03),) * 9)
     result = build((made_steps((0.05,) * 9, data_wait=waits),))
     assert result.next_steps == [result.bottleneck.line] and "num_workers" in result.bottleneck.line

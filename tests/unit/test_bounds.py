@@ -37,7 +37,7 @@ def test_all_backends_and_memories_have_the_same_bound(build_collective, build_p
         {"collective": "broadcast"}, {"collective": "reduce_scatter"},
     ],
 )  # fmt: skip
-def test_what_was_not_measured_has_no_bound(build_collective, build_pass, changes):
+def test_unmeasured_cells_have_no_bound(build_collective, build_pass, changes):
     bounds = MemoryBounds([build_pass()])
     assert bounds.fraction_of(build_collective()) is not None
     assert bounds.bound_s(build_collective(**changes)) is None

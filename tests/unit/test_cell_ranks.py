@@ -84,7 +84,7 @@ def test_ranks_as_they_are_typed(text, ranks):
 
 
 @pytest.mark.parametrize("text", ["one", "[0", "-1", "0;1"])
-def test_what_is_no_rank_is_refused(text):
+def test_invalid_ranks_are_refused(text):
     if text == "[0":  # a missing bracket is tolerated
         assert parse_ranks(text) == [0]
         return
@@ -99,7 +99,7 @@ def test_python_runs_on_ranks_also_where_it_has_a_mistake(source):
 
 
 @pytest.mark.parametrize("source", ["", "# words", "%time x", "!ls", "x = !ls", "x?", "a = 1\n%time f()", "%%time\nx"])
-def test_what_ipython_alone_understands_stays_in_the_notebook(source):
+def test_ipython_syntax_stays_in_the_notebook(source):
     assert not runs_on_ranks(source)
 
 

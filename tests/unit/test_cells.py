@@ -29,7 +29,7 @@ def test_a_kept_cell_is_found_as_it_was(study, records):
     assert study.find("weak 64, ranks 1,2") is None
 
 
-def test_a_study_goes_on_where_it_was(study):
+def test_a_study_continues_where_it_stopped(study):
     study.keep(CELL, [make_run()])
     again = Study.load(study.path, "scale ranks")
     assert again == study
@@ -126,7 +126,7 @@ NO_STUDIES = ["{", "[]", "{}", '"x"', OTHER_VERSION, _document(format="paceline-
 
 
 @pytest.mark.parametrize("text", NO_STUDIES)
-def test_a_file_that_is_no_study_is_refused(tmp_path, text):
+def test_a_file_without_a_study_is_refused(tmp_path, text):
     (tmp_path / STUDY_FILE).write_text(text)
     with pytest.raises(ConfigError, match=STUDY_FILE) as caught:
         Study.load(tmp_path, "scale ranks")

@@ -73,7 +73,7 @@ def test_a_checkpoint_comes_back_and_plain_safetensors_reads_its_weights(store):
     assert safetensors.torch.load_file(loaded.path / "model.safetensors").keys() == {"embed", "bias"}
 
 
-def test_nothing_there_is_no_error(tmp_path):
+def test_an_empty_folder_is_not_an_error(tmp_path):
     store = CheckpointStore(tmp_path / "none")
     assert store.find() == [] and store.load_latest() is None and not (tmp_path / "none").exists()
 
@@ -176,7 +176,7 @@ def test_files_of_another_step_are_found(store, harm):
     assert loaded.path == store.path(10) and len(loaded.refused) == 1
 
 
-def test_when_all_are_damaged_a_run_does_not_start_anew(store):
+def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(store):
     for step in store.find():
         flip(store.path(step) / "state.json", 100)
     with pytest.raises(RecordError, match="step-00000020") as caught:
@@ -343,7 +343,7 @@ def test_an_error_of_the_writer_is_raised_by_the_next_save(store):
 
 
 @pytest.mark.parametrize("name", [".saving-step-00000030", ".removing-step-00000010"])
-def test_what_an_interrupted_save_left_goes_and_the_rest_stays(store, name):
+def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(store, name):
     for place in (name, "notes", ".hidden"):
         shutil.copytree(store.path(20), store.folder / place)
     reader = CheckpointStore(store.folder)

@@ -145,7 +145,7 @@ def test_export_never_overwrites_and_leaves_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["w"] and (tmp_path / "w").read_bytes() == before
 
 
-def test_a_state_that_is_no_tensor_is_named(tmp_path):
+def test_a_state_that_is_not_a_tensor_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"'extra'.*dict"):
         export_weights(tmp_path / "w", {"extra": {}})
 

@@ -117,6 +117,6 @@ def test_a_state_that_holds_itself_is_refused():
     [{"$tensor": "gone"}, {"$float": "xy"}, {"$float": "00"}, {"$unknown": 1}, {"$dict": [[1]]}, {"$dict": [[[], 1]]},
      {"$tuple": 3}, {"$tensor": "x", "more": 1}, {"$tensor": []}],
 )  # fmt: skip
-def test_a_structure_of_another_making_is_refused(structure):
+def test_a_foreign_structure_is_refused(structure):
     with pytest.raises(_INVALID):
         unpack({"a": [structure]}, {})

@@ -156,7 +156,7 @@ def test_what_a_function_may_return(found, is_stream, batch_size, in_order):
         (7, "returned a int"),
     ],
 )
-def test_what_is_no_data_is_refused_by_its_type(found, words):
+def test_values_that_are_not_data_are_refused_by_type(found, words):
     with pytest.raises(ConfigError, match=words) as caught:
         open_own(found)
     assert caught.value.code == "own-type"

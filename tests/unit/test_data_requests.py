@@ -69,7 +69,7 @@ def test_contradictions_are_refused(fields, code, option):
 
 
 @pytest.mark.parametrize("name", [name for name in DATA_NAMES if name.startswith("synthetic")])
-def test_what_can_be_made_is_accepted(name):
+def test_possible_requests_are_accepted(name):
     assert parse_data(name) == (name, None)
     check_request(DataRequest(name=name, samples=5))
 

@@ -147,7 +147,7 @@ def test_parts_of_a_range_are_every_number_once(count, world):
 
 
 @pytest.mark.parametrize("number", [-1, 3])
-def test_a_window_that_is_not_there(number):
+def test_a_window_that_does_not_exist(number):
     with pytest.raises(IndexError, match=f"batch {number}"):
         EpochOrder(10, 4, 0, 0).window(number)
 
@@ -164,6 +164,6 @@ def test_a_window_that_is_not_there(number):
         (lambda: EpochOrder(10, (4, 6, 4), 0, 0), "global batches of 14 samples in all"),
     ],
 )
-def test_what_cannot_be_is_refused(call, message):
+def test_impossible_values_are_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call()

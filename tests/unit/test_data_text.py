@@ -55,7 +55,7 @@ def write_pairs(folder, names=("msr_paraphrase_train.txt", "msr_paraphrase_test.
         ("MRPC", ("train.tsv", "dev.tsv"), "\n"),
     ],
 )
-def test_quotes_are_text_in_the_files_as_given_out(tmp_path, folder, names, end):
+def test_quotes_are_plain_text_in_the_published_files(tmp_path, folder, names, end):
     write_pairs(tmp_path / folder, names, end=end)
     for split in ("train", "test"):
         data = load("mrpc", tmp_path, split)

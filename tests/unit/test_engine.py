@@ -49,7 +49,7 @@ def count(monkeypatch):
         ((0.1,), {"iters": 1, "warmup": 0}, (0, 1)),
     ],
 )
-def test_rounds_fit_the_time_unless_somebody_said(count, seconds, asked, expected):
+def test_rounds_fit_the_time_unless_specified(count, seconds, asked, expected):
     assert count(*seconds, **asked) == expected
 
 

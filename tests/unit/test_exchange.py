@@ -245,7 +245,7 @@ def test_a_broken_row_is_refused_with_file_and_line(write, load, row, reason):
         ('HEADER"' + "x" * 200_000, "line 2: field larger than field limit"),
     ],
 )
-def test_a_file_that_is_no_table_is_refused_by_name(write, load, content, reason):
+def test_a_file_without_a_table_is_refused_by_name(write, load, content, reason):
     if isinstance(content, str):
         content = content.replace("HEADER", GOOD[load][0])
     path = write(content)
@@ -339,7 +339,7 @@ def test_shared_memory_survives_both_of_our_tables(write, build_collective, buil
         ]  # fmt: skip
 
 
-def test_a_pass_over_memory_is_no_row_of_a_table(tmp_path, build_collective, build_pass, build_environment):
+def test_a_pass_over_memory_is_not_a_row_of_a_table(tmp_path, build_collective, build_pass, build_environment):
     save_run(Run("bench", {}, build_environment(), (build_collective(), build_pass())), tmp_path / "run.json")
     assert [r.kind for r in load_table(tmp_path)] == ["collective"]
     assert export_allreduce_times([build_pass()]).count("\n") == 1

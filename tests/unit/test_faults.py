@@ -109,7 +109,7 @@ def test_columns_of_one_trial_keep_their_names():
 
 
 @pytest.mark.parametrize("changes", [{"on_fault": " "}, {"systems": ""}, {"backend": ","}, {"ranks": 10**10}])
-def test_what_nobody_can_do_is_refused(changes):
+def test_impossible_requests_are_refused(changes):
     with pytest.raises(ConfigError):
         verb.faults(**changes)
 
@@ -135,7 +135,7 @@ def test_all_trials_together():
     assert left.startswith("1 trial left something")
 
 
-def test_noise_is_made_of_everything_that_is_no_fault(monkeypatch, tmp_path):
+def test_noise_contains_everything_except_faults(monkeypatch, tmp_path):
     made, now = [], itertools.count(0.0, 0.5)
     monkeypatch.setattr(fault_job.time, "monotonic", lambda: next(now))
     for name in ("inject", "_compile", "_load_machine"):

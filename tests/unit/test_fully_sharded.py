@@ -114,7 +114,7 @@ def test_the_fastest_strategy_of_each_place_with_faults_and_memory():
     assert result.files()["strategies.csv"].count("\n") == 1 + len(result.outlooks)
 
 
-def test_what_does_not_fit_is_not_chosen():
+def test_strategies_that_do_not_fit_are_not_chosen():
     size = 16 * MIB
     sharded = build_outlook(memory_bytes=3 * size)  # dense gradients need four times the parameter memory
     assert {one.name for one in sharded.chosen} <= {"fsdp", "zero1"} and sharded.chosen

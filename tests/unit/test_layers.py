@@ -231,7 +231,7 @@ def test_operations_in_place_can_be_profiled():
     assert not record.unused
 
 
-def test_a_changing_order_is_told():
+def test_a_changing_order_is_reported():
     module = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
     turns = iter(range(100))
 

@@ -110,7 +110,7 @@ def test_a_slow_rank_is_named_at_once_and_ended_after_the_hang_timeout(culprit, 
         (dict(state="R", phase=START, cpu=1.0), -100, []),  # inference: there is never a step
     ],
 )
-def test_what_may_be_healthy_for_hours_is_not_ended(rank, num_steps, named):
+def test_possibly_healthy_ranks_are_not_ended_for_hours(rank, num_steps, named):
     scene = Scene(num_steps, has_others=True)
     assert scene.run(2000.0, dict(state="S", phase=WAIT), rank) is None
     assert [one.kind for one in scene.warnings] == named
@@ -152,7 +152,7 @@ def test_a_rank_that_is_suspended_ends_the_job_at_once(named):
         dict(state="t", phase=FORWARD, beats=False),  # a debugger
     ],
 )
-def test_a_pause_is_no_hang(pause):
+def test_a_pause_is_not_a_hang(pause):
     scene = Scene()
     for _ in range(80):
         found = scene.run(0.1, WAITS, pause)
@@ -219,7 +219,7 @@ def test_a_kill_for_memory_is_that_of_the_rank_only_at_that_time(monkeypatch):
         assert "manually" in found.describe_end(0, -signal.SIGKILL)
 
 
-def test_a_suspended_job_is_no_hang():
+def test_a_suspended_job_is_not_a_hang():
     stopped = dict(state="T", phase=FORWARD, beats=False)
     assert Scene().run(100.0, stopped, stopped) is None
     # A rank that has left its world is alive and not suspended, so the job was not suspended as a whole.
@@ -249,7 +249,7 @@ def test_time_counts_only_while_the_monitor_looks():
     assert scene.run(1.0, WAITS, blocked) is None and not scene.warnings
 
 
-def test_what_does_not_match_ends_the_job_at_once():
+def test_a_mismatch_ends_the_job_at_once():
     scene = Scene()
     found = scene.run(100.0, WAITS, dict(state="S", phase=BETWEEN))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 1, False)
@@ -269,7 +269,7 @@ def test_ranks_that_wait_for_the_same_message_may_only_wait_for_a_large_one():
 
 @pytest.mark.parametrize("other", [dict(state="", phase=BETWEEN), dict(state="S", phase=BETWEEN)])
 @pytest.mark.parametrize("slow", [dict(state="R", phase=BETWEEN, cpu=1.0), dict(state="R", phase=FORWARD, cpu=1.0)])
-def test_nothing_is_proven_while_a_rank_computes(slow, other):
+def test_nothing_is_certain_while_a_rank_computes(slow, other):
     """One of three ranks has left or is in a collective of its own, which it may share with the slow rank but not with
     the first."""
     scene = Scene(ranks=3)

@@ -98,7 +98,7 @@ def test_input_that_was_never_reduced_is_found(case):
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_a_number_is_wrong(dtype, op, value):
+def test_nan_counts_as_wrong(dtype, op, value):
     pattern = Pattern(2, dtype, op, "cpu")
     answer = _reduce(_fill(pattern, range(2), dtype, 1000), op)
     answer[[3, 500]] = value

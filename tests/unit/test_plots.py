@@ -30,7 +30,7 @@ def test_a_png_is_a_png(curve):
 
 
 @pytest.mark.parametrize("plot", [sweeps.plot_time, sweeps.plot_bandwidth])
-def test_an_svg_tells_machine_series_and_source(curve, imported, plot):
+def test_an_svg_names_machine_series_and_source(curve, imported, plot):
     svg = render_svg(plot([*curve(), *curve(world_size=4), *imported], "some box, 8 cores")).decode()
     assert svg.startswith("<?xml")
     for text in (

@@ -213,7 +213,7 @@ def test_doubts_are_gathered_per_backend_and_ranks_with_the_gravest_first(
     assert doubts[3].text.startswith("nccl, 2 ranks: fewer than 5 repetitions at 1 MiB:")
 
 
-def test_of_many_doubtful_measurements_the_number_and_the_worst_are_named(
+def test_many_doubtful_measurements_are_summarized_by_count_and_worst(
     build_collective, build_environment, build_samples
 ):
     highs = {2**20: 2.0, 2**21: 9.0, 2**22: 2.0, 2**23: 2.0}
@@ -267,7 +267,7 @@ def test_only_what_can_be_done_is_a_cure(build_wrapper, build_environment):
     assert few.sentences.endswith(": the median is not reliable.")
 
 
-def test_one_unstable_step_is_no_variant(build_wrapper, build_environment):
+def test_one_unstable_step_is_not_called_a_variant(build_wrapper, build_environment):
     doubts = find_doubts([build_wrapper("paceline", _swinging(1.0, 9.0))], build_environment())
     assert "too busy to measure (the step is unstable)" in doubts[0].text
 

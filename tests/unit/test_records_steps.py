@@ -215,7 +215,7 @@ def test_a_step_survives_json(record):
         (PLAN, {"source": "dreamt"}, "dreamt"),
     ],
 )
-def test_what_cannot_be_is_refused(record, changes, words):
+def test_impossible_values_are_refused(record, changes, words):
     with pytest.raises(RecordError, match=words):
         replace(record, **changes)
 
@@ -274,7 +274,7 @@ def test_one_repetition_has_no_noise_to_tell(build_wrapper):
 
 
 @pytest.mark.parametrize("changes", [{"model": "mlp"}, {"world_size": 3}, {"batch_size": 9}, {"times_s": (1.0,)}])
-def test_what_was_not_timed_in_turns_is_not_compared(build_wrapper, changes):
+def test_records_that_were_not_interleaved_are_not_compared(build_wrapper, changes):
     with pytest.raises(RecordError, match="were not interleaved"):
         compare_steps(build_wrapper("paceline", **changes), build_wrapper("torch"))
 
@@ -442,5 +442,5 @@ def test_a_peak_of_another_device_source_backend_or_ranks_does_not_count(changes
     assert find_peak_of(_step(1e-9), changed) is None
 
 
-def test_what_was_not_timed_has_no_peak():
+def test_untimed_records_have_no_peak():
     assert find_peak_of(make_scale(make_rng(), 2, 1e-2), make_collectives(make_rng())) is None

@@ -321,7 +321,7 @@ def test_times_add_up_and_steps_that_were_not_timed_are_taken_as_the_others():
     assert first.data_wait_share == pytest.approx(0.1)
 
 
-def test_what_was_not_measured_is_none():
+def test_unmeasured_values_are_none():
     (epoch,) = summarize_epochs([build_epoch_row(1, accuracy=None, exposed_comm_s=None)])
     assert (epoch.accuracy, epoch.exposed_comm_s, epoch.exposed_share) == (None, None, None)
     assert (epoch.test_loss, epoch.test_accuracy) == (None, None)
@@ -332,6 +332,6 @@ def test_rows_in_any_order_of_epochs_and_none_at_all():
     assert summarize_epochs([]) == []
 
 
-def test_no_time_is_no_rate():
+def test_a_missing_time_gives_no_rate():
     (epoch,) = summarize_epochs([build_epoch_row(1, step_s=0.0)])
     assert (epoch.samples_per_s, epoch.exposed_share, epoch.data_wait_share) == (0.0, None, 0.0)

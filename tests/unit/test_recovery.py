@@ -42,12 +42,12 @@ def test_a_lost_rank_is_replaced_or_left_out(policy, code):
         {"error": CollectiveError("step 3: rank 1 failed", code="rank-failed"), "code": ""},
     ],
 )  # fmt: skip
-def test_where_no_rank_can_be_replaced_all_start_again(changes):
+def test_all_ranks_restart_if_none_can_be_replaced(changes):
     assert decide(make("shrink"), **changes) == "restart"
 
 
 @pytest.mark.parametrize("error", [TrainingError("nan", code="not-finite"), RecordError("full", code="disk")])
-def test_what_people_must_fix_ends_the_run(error: PacelineError):
+def test_errors_that_users_must_fix_end_the_run(error: PacelineError):
     recovery = make()
     assert decide(recovery, error=error) == "stop" and recovery.faults == []
 
@@ -60,7 +60,7 @@ def test_a_run_that_was_asked_to_stop_does_not_recover():
     make().check_over()
 
 
-def test_faults_are_bounded_and_a_step_is_not_tried_for_ever():
+def test_faults_are_bounded_and_a_step_is_not_retried_forever():
     recovery = make(max_faults=3)
     assert [decide(recovery, step) for step in (5, 6)] == ["spare", "spare"]
     assert decide(recovery, 6) == "stop: the previous fault was also in step 6: the run keeps failing there"
@@ -73,7 +73,7 @@ def test_faults_before_the_first_step_of_a_world_are_in_no_step():
     assert decide(recovery, 5).startswith("stop: ")
 
 
-def test_a_run_that_does_not_get_past_its_start_is_not_tried_for_ever():
+def test_a_run_that_keeps_failing_before_its_first_step_is_not_retried_forever():
     heard: list[str] = []
     recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))
     assert [decide(recovery, None) for _ in range(2)] == ["restart", "restart"]
@@ -87,7 +87,7 @@ def test_a_run_that_does_not_get_past_its_start_is_not_tried_for_ever():
     assert heard[-1].endswith("all ranks start again from the last checkpoint")
 
 
-def test_of_faults_before_one_step_the_last_has_the_time_until_it():
+def test_the_last_of_several_faults_before_a_step_has_the_time_until_it():
     heard: list[str] = []
     recovery = Recovery("shrink", 4, (), lambda faults, line: heard.append(line))
     decide(recovery, 9)
@@ -106,7 +106,7 @@ def test_a_step_is_lost_where_the_fault_hit_in_what_follows_it():
     assert recovery.faults[0].steps_lost == 4
 
 
-def test_where_nobody_is_left_the_fault_is_one_of_a_restart():
+def test_a_fault_that_leaves_no_rank_counts_as_a_restart():
     recovery = make("shrink")
     decide(recovery, 3)
     recovery.note_step(3, 0.0, 2)

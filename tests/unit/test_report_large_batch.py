@@ -103,7 +103,7 @@ def test_recipes_of_numbers_are_compared_by_their_test_loss(build_environment):
     assert curves.lines[0].get_ydata()[-1] == pytest.approx(0.21)
 
 
-def test_one_epoch_is_no_plural(build_environment):
+def test_one_epoch_is_singular(build_environment):
     cells = ((128, "none", 0.2), (1024, "none", 0.9))
     runs = tuple(replace(_predict_numbers(size, recipe, 0, loss), epochs=1.0) for size, recipe, loss in cells)
     result = build_result(Run("scale large-batch", {}, build_environment(), runs))

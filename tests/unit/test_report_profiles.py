@@ -305,7 +305,7 @@ def test_operators_and_kernels_of_two_traces_are_compared(traced, build_environm
     assert "-4.00" in result.table("kernels").terminal() and TENSOR_GEMM in result.table("kernels").csv()
 
 
-def test_of_many_kernels_a_terminal_shows_the_largest_differences(build_environment, traced):
+def test_a_terminal_shows_only_the_largest_kernel_differences(build_environment, traced):
     long = "sm80_xmma_gemm_f32f32_f32f32_f32_{}_n_tilesize{}x64x8_stage3_warpsize2x2x1_execute_kernel__5x_cublas"
     names = [long.format(order, size) for order in ("nt", "tn", "nn") for size in (64, 128, 256, 512)]
     traces = []

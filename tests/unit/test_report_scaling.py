@@ -413,7 +413,7 @@ def test_without_steps_without_communication_no_cause_is_named():
     assert line == "2 ranks with 32 samples per rank in dp: efficiency 0.50 ± 0.00."
 
 
-def test_another_source_than_measured_is_told():
+def test_a_source_other_than_measured_is_reported():
     records = [make_steady(n, 0.01, source="emulated") for n in (1, 2)]
     assert "(emulated)" in describe(records)[0]
 
@@ -448,7 +448,7 @@ def test_a_rank_that_something_else_held_up_is_named():
     assert rank_scaling.describe_stragglers([changing]) == []  # a different rank each time
 
 
-def test_contests_count_cells_that_are_better_worse_or_neither():
+def test_comparisons_count_cells_that_are_better_worse_or_neither():
     records = []
     for size, mine_s in ((32, 0.008), (64, 0.020), (128, 0.010)):
         records += [
@@ -463,7 +463,7 @@ def test_contests_count_cells_that_are_better_worse_or_neither():
     ]
 
 
-def test_contests_leave_out_cells_that_a_slow_rank_disturbed():
+def test_comparisons_exclude_cells_disturbed_by_a_slow_rank():
     records = []
     for size, factor in ((32, 1.0), (64, 1.5)):
         mine, theirs = (make_scale(make_rng(), 4, 0.01, wrapper=w, cell_size=size) for w in ("paceline", "torch"))
@@ -596,7 +596,7 @@ def test_the_same_updates_differ_in_epochs():
     )
 
 
-def test_failures_are_told():
+def test_failures_are_reported():
     runs = [make_run(128), make_run(128, seed=1, failure="nan"), make_run(1024, failure="loss is nan", curve=())]
     lines = large_batches.describe_recipes(summarize_seeds(runs))
     assert "(one seed, 1 of 2 seeds failed)" in lines[0]

@@ -65,7 +65,7 @@ def test_a_json_row_has_every_key_in_plain_values(standings):
     assert rows[1]["ratio_to_torch"] == 1.0
 
 
-def test_what_did_not_run_is_null(build_wrapper, standings):
+def test_values_not_measured_are_null(build_wrapper, standings):
     row = build_rows(standings)[2]
     assert (row["ratio_to_torch_tuned"], row["noise_to_torch_tuned"], row["host_us_per_parameter"]) == (None,) * 3
     (alone,) = compare_wrappers([build_wrapper("paceline")])
@@ -74,7 +74,7 @@ def test_what_did_not_run_is_null(build_wrapper, standings):
     assert build_rows(standings)[0]["nwrong"] is None
 
 
-def test_host_time_is_told_in_us(build_wrapper):
+def test_host_time_is_shown_in_us(build_wrapper):
     records = [build_wrapper("bare", world_size=1), build_wrapper("torch", (1.2e-3,) * 10, world_size=1)]
     assert build_rows(compare_wrappers(records))[1]["host_us_per_parameter"] == pytest.approx(2.0)
 

@@ -102,7 +102,7 @@ def test_plans_with_the_same_buckets_are_one():
     ],
     ids=["a clear gain", "the best of the sweep", "within the noise", "all slower", "one as good"],
 )  # fmt: skip
-def test_the_race_decides(times_s, spread, verdict, words):
+def test_the_comparison_decides(times_s, spread, verdict, words):
     confirmed = dict(zip(("default", "recommended", "cap 8 MiB"), times_s, strict=True))
     tuning = tune(SLOW, (0.150, 0.110, 0.100), confirmed, spread)
     answer = describe_answer(tuning)

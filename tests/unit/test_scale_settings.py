@@ -78,7 +78,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
         (LARGE, {"global_batch_sizes": (32, 36)}, "recipe 'grow': 36 is not a multiple of the base 8"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(settings, changes, words):
+def test_impossible_values_are_refused_in_one_line(settings, changes, words):
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(settings, **changes).check()
     assert words in str(caught.value) and "\n" not in str(caught.value)

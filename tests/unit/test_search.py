@@ -103,7 +103,7 @@ def test_the_closed_form_agrees_with_the_events_in_every_bucket_and_for_many_par
 
 
 @given(one_at_a_time(), st.booleans())
-def test_no_partition_is_better_than_the_one_that_is_found(case, is_free):
+def test_no_partition_beats_the_one_found(case, is_free):
     job, costs = case
     costs = replace(costs, launch_s=0.0 if is_free else costs.launch_s)
     best_s = min(simulate(job, cuts, costs).over_s for cuts in list_partitions(job))

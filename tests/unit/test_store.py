@@ -160,7 +160,7 @@ def test_a_damaged_run_is_refused_with_its_name(saved, damage, reason):
         (b"null", 'it lacks "format": "paceline-run"'),
     ],
 )
-def test_a_file_that_is_no_run_is_refused(tmp_path, content, reason):
+def test_a_file_without_a_run_is_refused(tmp_path, content, reason):
     path = tmp_path / "run.json"
     path.write_bytes(content)
     with pytest.raises(RecordError, match=reason) as caught:

@@ -123,12 +123,12 @@ def test_the_first_bad_loss_is_known_to_all(loss):
     assert [found.bad for found in exchange(first, second)] == [(2, 1, "weight")] * 2
 
 
-def test_of_two_bad_ranks_in_one_step_the_first_is_named():
+def test_the_first_of_two_bad_ranks_in_a_step_is_named():
     both = [build_entry(2, math.nan, bad_parameter="weight")]
     assert [found.bad for found in exchange([build_entry(2)], both, both)] == [(2, 1, "weight")] * 3
 
 
-def test_no_bad_loss_is_none():
+def test_without_a_bad_loss_there_is_none():
     assert [found.bad for found in exchange([build_entry()], [build_entry()])] == [None, None]
 
 

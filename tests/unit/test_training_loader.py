@@ -33,7 +33,7 @@ def counted(windows):
 
 @pytest.mark.parametrize("tail", ["keep", "drop", "pad"])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 12), (1, 5), (2, 6), (2, 2), (3, 4), (3, 1), (5, 3)])
-def test_ranks_share_out_every_window(tail, world_size, batch_size):
+def test_ranks_divide_every_window(tail, world_size, batch_size):
     """25 samples in windows of 12: the tail is a single sample."""
     data, order = build_numbers(25), EpochOrder(25, 12, 7, 0, tail)
     by_rank = [load(data, order, rank, world_size, batch_size) for rank in range(world_size)]
@@ -59,7 +59,7 @@ def test_the_samples_of_a_window_are_the_same_on_any_number_of_ranks():
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, 3])
-def test_an_epoch_goes_on_where_it_was(start):
+def test_an_epoch_continues_where_it_stopped(start):
     data, order = build_numbers(25), EpochOrder(25, 12, 7, 0)
     windows = load(data, order, start=start)
     assert [window.number for window in windows] == list(range(start, 3))

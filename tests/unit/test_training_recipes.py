@@ -149,7 +149,7 @@ def test_the_order_of_switches_does_not_matter(names):
         ("linear+linear", "linear and linear exclude each other"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(text, words):
+def test_impossible_values_are_refused_in_one_line(text, words):
     with pytest.raises(ConfigError, match=words) as caught:
         Recipe.parse(text)
     assert "\n" not in str(caught.value)

@@ -36,7 +36,7 @@ def test_a_rate_is_set_in_every_parameter_group():
     assert [group["lr"] for group in optimizer.param_groups] == [schedule.rate(4)] * 2
 
 
-def test_constant_is_constant():
+def test_a_constant_rate_stays_constant():
     assert rates("constant") == [PEAK] * (STEPS + 1)
 
 
@@ -46,7 +46,7 @@ def test_linear_falls_in_equal_steps_to_zero():
     assert [a - b for a, b in itertools.pairwise(found)] == pytest.approx([PEAK / STEPS] * STEPS)
 
 
-def test_cosine_goes_half_round_a_circle():
+def test_cosine_follows_half_a_circle():
     """A point turning by equal angles: its height above the lowest point, as a fraction of the diameter."""
     turn, point = complex(math.cos(math.pi / STEPS), math.sin(math.pi / STEPS)), 1 + 0j
     for rate in rates("cosine"):
@@ -114,7 +114,7 @@ def test_drops_count_from_the_start_of_the_run():
         ({"warmup_steps": 6}, "a drop at 0.5 of 10 steps, inside the warm-up of 6"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, words):
+def test_impossible_values_are_refused(changes, words):
     fields = {"shape": "piecewise", "peak": PEAK, "num_steps": STEPS, "drops": (0.5,)}
     Schedule(**fields)
     with pytest.raises(ConfigError, match=words):
@@ -240,7 +240,7 @@ def test_growths_are_read_and_written(text, wanted):
         ("0.5:4,0.75:4", "factor 4 comes after 4"),
     ],
 )
-def test_what_is_no_growth_is_refused(text, words):
+def test_malformed_growths_are_refused(text, words):
     with pytest.raises(ConfigError) as caught:
         parse_growths(text)
     assert words in str(caught.value)
@@ -261,7 +261,7 @@ def test_a_factor_is_a_whole_number(factor):
         ({"growths": ((0.9, 4),), "tail": "drop"}, "the growth at 0.9 never"),
     ],
 )
-def test_a_growth_that_would_never_be_is_refused(values, words):
+def test_a_growth_that_never_takes_effect_is_refused(values, words):
     schedule = BatchSchedule(global_batch_size=6, num_samples=100, epochs=1, **values)
     with pytest.raises(ConfigError) as caught:
         schedule.check()
@@ -269,6 +269,6 @@ def test_a_growth_that_would_never_be_is_refused(values, words):
 
 
 @pytest.mark.parametrize("name", ["global_batch_size", "num_samples", "epochs"])
-def test_a_run_of_nothing_is_refused(name):
+def test_an_empty_run_is_refused(name):
     with pytest.raises(ConfigError, match="at least 1"):
         BatchSchedule(**{"global_batch_size": 1, "num_samples": 1, "epochs": 1, name: 0})

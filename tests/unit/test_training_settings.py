@@ -106,7 +106,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_is_refused(changes, words):
+def test_impossible_values_are_refused(changes, words):
     with pytest.raises(ConfigError) as caught:
         TrainSettings(**changes).check()
     assert words in str(caught.value)
@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused(changes, words):
         {"batch_growth": ((0.5, 4), (0.75, 16)), "grow": "batch-size", "epochs": 3},
     ],
 )
-def test_what_can_be_is_not(changes):
+def test_possible_settings_are_accepted(changes):
     TrainSettings(**changes).check()
 
 

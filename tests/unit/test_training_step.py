@@ -252,7 +252,7 @@ def test_a_phase_that_comes_again_is_added_up(monkeypatch):
     assert clock.end().read() == pytest.approx({"forward": 1.5, "backward": 6.0, "optimizer": 0.5})
 
 
-def test_every_step_begins_anew(monkeypatch):
+def test_every_step_starts_from_zero(monkeypatch):
     moments = iter([0.0, 1.0, 10.0, 12.0])
     monkeypatch.setattr(step, "mark", lambda _: next(moments))
     clock = PhaseClock(torch.device("cpu"))
@@ -274,7 +274,7 @@ def test_moments_of_a_gpu_are_asked_in_milliseconds():
     assert times.read() == pytest.approx({"forward": 3e-3, "backward": 5e-4})
 
 
-def test_nothing_is_timed_where_nobody_asked():
+def test_nothing_is_timed_unless_requested():
     quiet = NoPhases()
     quiet.enter("forward")
     assert quiet.end().read() == {}

@@ -116,7 +116,7 @@ def test_the_interval_is_of_the_profile_and_of_the_network():
 
 
 @pytest.mark.parametrize("options", [{"ranks": [8], "accumulate": 0}, {"ranks": [8], "spread": 1.5}])
-def test_what_cannot_be_is_refused(options):
+def test_impossible_values_are_refused(options):
     with pytest.raises(ConfigError):
         simulate(join(), **options)
 
