@@ -6,6 +6,7 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -509,3 +510,19 @@ def test_the_bars_of_a_rank_add_up_to_its_step():
             ends[number] += bar.get_width()
     assert ends == pytest.approx([1e3 * row.step_s for row in result.rows], rel=0.01)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize("kind", ["add_scalar", "log"])
+def test_a_logger_gets_the_parts_of_each_rank_and_the_findings(kind):
+    result = build((made_steps((0.1, 0.14)), *(made_step(rank, 1, (0.1,) * 4) for rank in (0, 1))))
+    got = {}
+    if kind == "log":
+        logger = SimpleNamespace(log=lambda values, step: got.update(values, step=step))
+    else:
+        record = lambda name, value, step: got.update({name: value, "step": step})  # noqa: E731
+        logger = SimpleNamespace(add_scalar=record, add_text=record)
+    result.log_to(logger, step=7)
+    assert got["step"] == 7 and got["paceline/answer"] == result.headline
+    for row in result.rows:
+        assert got[f"paceline/rank_{row.rank}/exposed_s"] == pytest.approx(row.exposed_s)
+    assert {f"paceline/gain_s/{one.kind}" for one in result.bottlenecks} <= set(got)

@@ -309,6 +309,16 @@ def test_pods_meet_at_the_first_and_end_by_signals():
     assert train["spec"]["trainer"]["command"] == ["torchrun", "--no-python", "python", "train.py"]
 
 
+def test_a_jobset_restarts_all_pods_and_they_meet_at_the_first():
+    (jobset,) = load_manifest(kind="jobset", volume="claim:/data", folder="/data")
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": replicated["template"]["spec"]}
+    assert find_mistakes(job, "Job", "Job") == []
+    first = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
+    assert f"--master-addr {first} " in job["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    assert job["spec"]["backoffLimit"] == 0 and jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
@@ -320,6 +330,7 @@ def test_pods_meet_at_the_first_and_end_by_signals():
         ({"variables": {"PET_NNODES": "1"}}, "--env PET_"),
         ({"kind": "trainjob", "grace_s": 90.0}, "--grace with --kind trainjob"),
         ({"kind": "trainjob", "volume": "data:/data"}, "--volume"),
+        ({"kind": "jobset", "name": "t" * 45}, "--name"),
     ],
 )
 def test_values_that_kubernetes_would_refuse_are_refused(changes, option):
@@ -332,6 +343,8 @@ def test_arguments_and_values_are_passed_unchanged(kind):
     """Kubernetes expands $(NAME) and turns $$ into $; YAML does not accept surrogate pairs."""
     words = ["sh", "-c", "echo $(A) 😀 # \"c\": 'b'\n- d"]
     *_, job = load_manifest(command=words, variables={"A": "$(B)", "EMPTY": ""}, kind=kind)
+    if kind == "jobset":
+        job = job["spec"]["replicatedJobs"][0]["template"]
     place = job["spec"]["trainer"] if kind == "trainjob" else job["spec"]["template"]["spec"]["containers"][0]
     assert place["command"][-3:] == [word.replace("$", "$$") for word in words]
     assert {"name": "A", "value": "$$(B)"} in place["env"] and {"name": "EMPTY", "value": ""} in place["env"]

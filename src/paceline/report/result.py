@@ -184,6 +184,27 @@ class Result:
             **build_row(self.json_columns, self),
         }
 
+    def log_to(self, logger: Any, step: int = 0) -> None:
+        """Send the answer, the numbers of the main table and the gain of each finding to a logger: a `SummaryWriter` of
+        TensorBoard, a run of Weights & Biases, or any object with `add_scalar` or `log`."""
+        table = next((table for table in self.tables() if table.rows), None)
+        numbers: dict[str, float] = {}
+        if table is not None:
+            name = next(column.key for column in table.columns if column.key)
+            rows = table.rows_json()
+            for place, row in enumerate(rows):
+                label = f"{name}_{row[name]}" if len({other[name] for other in rows}) == len(rows) else f"row_{place}"
+                is_number = {key: isinstance(value, int | float) for key, value in row.items() if key != name}
+                numbers |= {f"paceline/{label}/{key}": row[key] for key, is_one in is_number.items() if is_one}
+        for finding in getattr(self, "bottlenecks", ()):
+            numbers[f"paceline/gain_s/{finding.kind}"] = finding.gain_s
+        if hasattr(logger, "add_scalar"):
+            for key, value in numbers.items():
+                logger.add_scalar(key, value, step)
+            logger.add_text("paceline/answer", self.headline, step)
+        else:
+            logger.log({**numbers, "paceline/answer": self.headline}, step=step)
+
     def save(self, folder: str | Path) -> Path:
         """Write the run, its tables and its figures into a folder, and return the folder. Never overwrites the records
         of another run; tables and figures follow from the records and are replaced."""

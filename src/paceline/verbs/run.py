@@ -91,7 +91,7 @@ def run(
         wait: Slurm: show the job's output until it ends, and return its exit code.
         dry_run: Slurm: only print the script.
         image: Kubernetes: container image.
-        kind: Kubernetes: job (plain, with its Service) or trainjob (Kubeflow)
+        kind: Kubernetes: job (plain, with its Service), jobset (restarts all pods together) or trainjob (Kubeflow)
         volume: Kubernetes: CLAIM:/PATH, a PersistentVolumeClaim and its mount path.
     """
     given = dict(locals())

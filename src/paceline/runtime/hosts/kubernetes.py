@@ -1,4 +1,4 @@
-"""Kubernetes manifests: an indexed Job with its Service, or a Kubeflow TrainJob. Nothing is submitted."""
+"""Kubernetes manifests: an indexed Job with its Service, a JobSet, or a Kubeflow TrainJob. Nothing is submitted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 from paceline.errors import refuse
 
-KINDS = ("job", "trainjob")
+_INDENTS = {"job": 8, "jobset": 14, "trainjob": 4}  # of the variables, by kind
+KINDS = tuple(_INDENTS)
+_MOST_LETTERS = {"jobset": 44}  # a JobSet appends more to the names of its pods
 GRACE_S = 60.0  # for the ranks to save
 _LEAVE_S = 5  # for torchrun to exit after them
 
@@ -35,15 +37,16 @@ def render_manifest(
     unused = kind == "trainjob" and (volume or folder or grace_s != GRACE_S)
     variables = variables or {}
     refuse(
-        (kind not in KINDS, f"--kind {kind} is unknown: use {' or '.join(KINDS)}"),
+        (kind not in KINDS, f"--kind {kind} is unknown: use {', '.join(KINDS)}"),
         (not image, "--kubernetes needs --image: a container image with torch, Paceline and your program"),
         (not is_name, f"--name {name}: use up to 53 lower-case letters, digits and -, starting with a letter"),
+        (len(name) > _MOST_LETTERS.get(kind, 53), f"--name {name}: use at most 44 letters with --kind jobset"),
         (any(key.startswith("PET_") for key in variables), "--env PET_...: torchrun reads these; leave them out"),
         (not is_volume, f"--volume {volume}: write CLAIM:/PATH, a PersistentVolumeClaim and its mount point"),
         (unused, "--volume, --folder and --grace with --kind trainjob: set them in its training runtime instead"),
     )
     own = {"PACELINE_RUN": name, "PYTHONUNBUFFERED": "1"}
-    if kind == "job":
+    if kind != "trainjob":
         own["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(grace_s))
     env: list[Any] = [{"name": key, "value": value} for key, value in (own | dict(variables)).items()]
     if "PACELINE_SECRET" not in variables:
@@ -57,7 +60,7 @@ def render_manifest(
         mounts.append({"name": "data", "mountPath": path})
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": claim}})
     gpus = {"nvidia.com/gpu": gpus_per_node}
-    indent = "\n        " if kind == "job" else "\n    "
+    indent = "\n" + " " * _INDENTS[kind]
     # Kubernetes expands $(NAME) in commands and variables, unless the $ is doubled.
     text = Template(Path(__file__).with_name(f"kubernetes-{kind}.yaml").read_text()).substitute(
         name=name,
