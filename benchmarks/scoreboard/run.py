@@ -5,8 +5,8 @@
 
 Each program runs on its own, with its ailment cured, under `paceline profile -- torchrun ...`, under TraceML, and with
 torch.profiler, whose traces HTA reads. Raw results are written to FOLDER/quiet or FOLDER/busy, one file per program;
-programs that have one are not run again. With `--busy`, another process keeps one core busy, and only Paceline runs.
-`render.py FOLDER` makes the table. Peers need an environment of their own:
+programs that have one without failures are not run again. With `--busy`, another process keeps one core busy, and only
+Paceline runs. `render.py FOLDER` makes the table. Peers need an environment of their own:
 
     python -m venv build/peers && build/peers/bin/pip install torch traceml-ai==0.5.* HolisticTraceAnalysis==0.5.*
 """
@@ -217,6 +217,12 @@ def summarise(document: dict[str, Any]) -> str:
     return "; ".join([*parts, *(f"{name} failed ({why})" for name, why in document["errors"].items())])
 
 
+def is_done(path: Path, steps: int) -> bool:
+    """Whether an earlier run left all results of a program; failures are tried again."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return found.get("steps") == steps and not found["errors"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names of programs, separated by commas")
@@ -240,7 +246,7 @@ def main() -> None:
     with keep_core_busy(asked.busy):
         for number, name in enumerate(names, 1):
             path, facts = folder / f"{name}.json", describe(name)
-            if path.exists() and json.loads(path.read_text()).get("steps") == steps:
+            if is_done(path, steps):
                 print(f"[{number}/{len(names)}] {name}: kept from an earlier run", file=sys.stderr)
                 continue
             if facts["needs_cuda"] and not machine["gpu"]:

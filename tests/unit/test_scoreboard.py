@@ -203,6 +203,46 @@ def test_the_first_finding_is_the_answer(board):
     assert answer.causes == ("healthy",) and answer.gain is None
 
 
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_fails_is_recorded_and_tried_again(board, tmp_path):
+    module = board["run"]
+
+    def take_steps(run):
+        run.times.write_text(json.dumps({"samples": 4, "steps_s": [0.01]}))
+
+    def answer(run):
+        take_steps(run)
+        return board["score"].Answer(("data",), 1, 0.3)
+
+    def fail(run):
+        run.start([sys.executable, "-c", "raise SystemExit('no such backend')"])
+
+    facts, path = module.describe("slow_loader_rank"), tmp_path / "slow_loader_rank.json"
+    tools = {"plain": take_steps, "Paceline": answer, "cured": take_steps, "TraceML": fail}
+    document = module.run_program(facts, tools, 80, 2)
+    assert {name: len(runs) for name, runs in document["runs"].items()} == {"plain": 2, "Paceline": 2, "cured": 2}
+    assert document["answers"]["Paceline"]["rank"] == 1
+    assert list(document["errors"]) == ["TraceML"] and "no such backend" in document["errors"]["TraceML"]
+    assert not module.is_done(path, 80)
+    path.write_text(json.dumps(document))
+    assert not module.is_done(path, 80)
+    path.write_text(json.dumps(document | {"errors": {}}))
+    assert module.is_done(path, 80) and not module.is_done(path, 220)
+
+
+def test_healthy_programs_are_not_cured_and_only_paceline_runs_beside_a_busy_core(board, tmp_path):
+    module, names = board["run"], []
+    tools = {name: lambda run: names.append(run.folder.name) for name in ("plain", "cured")}
+    module.run_program(module.describe("healthy_mlp"), tools, 80, 1)
+    assert names == ["plain"]
+    nowhere = tmp_path / "bin" / "python"
+    assert list(module.list_tools(nowhere, busy=True)[0]) == ["Paceline"]
+    tools, left_out = module.list_tools(nowhere, busy=False)
+    assert list(tools) == ["plain", "Paceline", "cured", "torch.profiler"] and set(left_out) == {"HTA", "TraceML"}
+
+
 # -- peers -------------------------------------------------------------------------------------------------------------
 
 

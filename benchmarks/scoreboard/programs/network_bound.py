@@ -9,7 +9,7 @@ class NetworkBound(Program):
     title = "network-bound: large gradients, little compute"
     causes = ("network", "compress")
     backend = "shm"
-    batch = 512
+    batch = 64
 
     def build_model(self):
         return nn.Sequential(nn.EmbeddingBag(60_000, 64), nn.Linear(64, 10))
