@@ -8,19 +8,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 
 def main(ailment: str) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(4 if ailment == "threads" else 1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    depth, width, size = {"optimizer": (16, 512, 4), "unused parameters": (300, 8, 8)}.get(ailment, (6, 256, 64))
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    if ailment == "buffers":
+        net.register_buffer("table", torch.zeros(1 << 22))
+    model = DistributedDataParallel(net, find_unused_parameters=ailment == "unused parameters")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=None if ailment == "optimizer" else True)
+    data = TensorDataset(torch.randint(1, 99, (60 * size, width)))
+    if ailment == "padding":
+        data.tensors[0][:, width // 4 :] = 0
+    if ailment == "uneven batches":
+        size *= 1 + 7 * dist.get_rank()
     kept = [[n] for n in range(2_000_000 if ailment == "garbage collection" else 0)]
-    for number in range(60):
+    for number, (inputs,) in enumerate(DataLoader(data, size, sampler=RandomSampler(data, True, 60 * size))):
         optimizer.zero_grad()
-        model(torch.randn(64, 256)).square().mean().backward()
+        model(inputs.float()).square().mean().backward()
         optimizer.step()
         if number % 4 == 3:
             if ailment == "garbage collection":

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from paceline.predict.accounting import RankRow
-from paceline.predict.advice import rank_findings
-from paceline.predict.causes import CAUSES, Evidence, find_causes
-from paceline.records import RankRecord
+from paceline.predict.advice import blame_changing_rank, rank_findings
+from paceline.predict.causes import _SEARCH, CAUSES, Evidence, find_causes
+from paceline.predict.traces import Lateness
+from paceline.records import RankRecord, TracedMessage, TracedStepRecord
 from paceline.records.findings import Finding
+from paceline.records.steps import OperatorTime, Stall
 
 STEPS = 40
 
@@ -69,3 +71,98 @@ def test_a_gpu_works_while_its_host_collects_garbage():
     assert find(made_evidence(given, given))[0].kind == "healthy"
     (found,) = find(made_evidence(given, given, idle_s=0.03))
     assert found.kind == "garbage collection" and found.gain_s == pytest.approx(0.03)
+
+
+# -- the wrapper, the optimizer, cores, batches ------------------------------------------------------------------------
+
+
+def made_recorded(*stalls: Stall, search_s: float = 0.0) -> list[TracedStepRecord]:
+    operators = (OperatorTime(f"torch.distributed.ddp.reducer::{_SEARCH}", search_s), OperatorTime("aten::mm", 0.01))
+    return [
+        TracedStepRecord(
+            rank=rank, world_size=2, device="cpu", backend="gloo", host="box", number=number, before_s=0.03,
+            backward_s=0.05, after_s=0.01, gradient_bytes=(4096,), ready_s=(0.05,), stalls=stalls, operators=operators,
+            messages=(TracedMessage(4096, 0.05, 0.05, 0.06),),
+        )
+        for rank in (0, 1) for number in range(6)
+    ]  # fmt: skip
+
+
+def made_rows(**parts: float) -> list[RankRow]:
+    return [replace(row, **parts) for row in made_evidence().rows]
+
+
+def test_a_search_for_unused_parameters_costs_its_time_and_its_message():
+    recorded = made_recorded(Stall(0.05, 0.01, 0.006), Stall(-0.02, 0.01, 0.01), search_s=0.008)
+    options = {"find_unused": True}
+    (found,) = find(made_evidence(options, options, recorded=recorded))
+    assert found.kind == "unused parameters" and found.gain_s == pytest.approx(0.014)
+    assert "static_graph" not in found.line
+    (found,) = find(made_evidence(options, options | {"has_unused": True}, recorded=recorded))
+    assert "static_graph=True" in found.line
+    for cured in ({}, options | {"is_static": True}):
+        assert find(made_evidence(cured, cured, recorded=recorded))[0].kind == "healthy"
+
+
+def test_broadcasting_buffers_delays_forward():
+    recorded = made_recorded(*(Stall(-0.02, 0.01, 0.006) for _ in range(3)), Stall(0.05, 0.01, 0.006))
+    options = {"buffer_bytes": 4096}
+    (found,) = find(made_evidence(options, options, recorded=recorded))
+    assert found.kind == "buffers" and found.gain_s == pytest.approx(0.012)  # a third is the program's own
+    assert "broadcast_buffers=False" in found.line
+    assert find(made_evidence(recorded=recorded))[0].kind == "healthy"
+
+
+def test_an_optimizer_is_fused_first_and_then_sharded():
+    slow = made_rows(backward_s=0.02, optimizer_s=0.04)
+    options = {"optimizer": "AdamW", "can_fuse": True}
+    (found,) = find(replace(made_evidence(options, options), rows=slow))
+    assert found.kind == "optimizer" and found.line == "torch.optim.AdamW(..., fused=True)"
+    low_s, high_s = found.gain_interval_s
+    assert 0 < low_s < found.gain_s < high_s < 0.04
+    options |= {"is_fused": True}
+    (found,) = find(replace(made_evidence(options, options), rows=slow))
+    assert found.kind == "replicated optimizer" and found.gain_s == pytest.approx(0.02) and "zero1" in found.line
+    assert find(made_evidence(options, options))[0].kind == "healthy"
+
+
+def test_ranks_with_more_threads_than_cores_are_told_their_share():
+    crowded = {"threads": 4, "cpu_share": 2.0}
+    (found,) = find(made_evidence(crowded, crowded, cores=4))
+    assert found.kind == "threads" and found.line == "torch.set_num_threads(2)" and 0 < found.gain_s < 0.09
+    for healthy in ({"threads": 2, "cpu_share": 2.0}, crowded | {"cpu_share": 0.9}, crowded | {"device": "cuda"}):
+        assert find(made_evidence(healthy, healthy, cores=4))[0].kind == "healthy"
+    apart = made_evidence(crowded, crowded | {"host": "other"}, cores=4)
+    assert find(apart)[0].kind == "healthy"
+
+
+def test_a_rank_that_its_container_throttles_or_that_waits_for_a_core_is_named():
+    for kind, name in (("throttling", "throttled_share"), ("shared cores", "queued_share")):
+        (found,) = find(made_evidence({}, {name: 0.3}))
+        assert (found.kind, found.rank, found.gain_s) == (kind, 1, pytest.approx(0.03))
+        assert find(made_evidence({}, {name: 0.04}))[0].kind == "healthy"
+    crowded = {"threads": 4, "cpu_share": 2.0, "queued_share": 0.3}
+    assert [one.kind for one in find(made_evidence(crowded, crowded, cores=4))] == ["threads"]
+
+
+def test_uneven_batches_cost_the_excess_of_the_largest():
+    (found,) = find(made_evidence({"elements": (8000,) * STEPS}, {"elements": (4000,) * STEPS}))
+    # 80 ms of forward and backward are those of the larger batch, a third above the mean.
+    assert (found.kind, found.rank, found.gain_s) == ("uneven batches", 0, pytest.approx(0.02))
+    turns = [tuple(8000 if n % 2 == rank else 4000 for n in range(STEPS)) for rank in (0, 1)]
+    (found,) = find(made_evidence(*({"elements": elements} for elements in turns)))
+    assert (found.kind, found.rank) == ("uneven batches", None) and found.gain_s == pytest.approx(0.08 / 3)
+    last = {"elements": (4096,) * (STEPS - 1) + (512,)}  # the end of an epoch
+    assert find(made_evidence({}, last))[0].kind == "healthy"
+
+
+def test_padding_costs_its_share_of_forward_and_backward():
+    (found,) = find(made_evidence({"padded_share": 0.5}, {"padded_share": 0.3}))
+    assert found.kind == "padding" and found.gain_s == pytest.approx(0.4 * 0.08)
+
+
+def test_ranks_that_are_late_in_turn_delay_even_the_one_that_waits_least():
+    late = Lateness(0, 0.5, 0.02)
+    (found,) = blame_changing_rank([0.04, 0.0] * 4, late, 0.1)
+    assert (found.kind, found.rank, found.gain_s) == ("changing late rank", None, pytest.approx(0.02))
+    assert [*blame_changing_rank([0.01, 0.0] * 4, late, 0.1)] == []

@@ -30,7 +30,8 @@ _LOADING, _FORWARD, _OPTIMIZER = (
 _LAUNCH = "c10d::"
 # The longest steps left out of the mean wait for data: a step that restarts the workers is not typical.
 _TRIM = 0.05
-_MOST_OPERATORS = 20  # how many to keep of each step
+_MOST_OPERATORS = 20  # how many to keep of each step, with those that cost only some programs time
+_KEPT = ("torch.distributed.ddp.reducer::search_unused_parameters",)
 
 
 class PhaseFinder:
@@ -84,8 +85,8 @@ class PhaseFinder:
                 times[stack[-1][1]] -= took
             times[event["name"]] += took
             stack.append((at + took, event["name"]))
-        for name, took in times.most_common(_MOST_OPERATORS):
-            if took > 0:
+        for place, (name, took) in enumerate(times.most_common()):
+            if took > 0 and (place < _MOST_OPERATORS or name in _KEPT):
                 yield OperatorTime(name, took * 1e-6)
 
     def _list_stalls(self, span: tuple[float, float], begin: float, sent: AbstractSet[int]) -> Iterator[Stall]:

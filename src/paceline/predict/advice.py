@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 from paceline.errors import RecordError
+from paceline.predict.accounting import estimate_mean
 from paceline.predict.curves import MeasuredCurve, find_interval
 from paceline.predict.predictor import Predictor
 from paceline.predict.simulate import simulate
@@ -18,7 +19,8 @@ from paceline.records.steps import Stall, TracedMessage, TracedStepRecord
 from paceline.units import format_duration
 
 # Below these shares of the step there is no advice: run-to-run noise is as large.
-WORTH, _IDLE_WORTH = 0.05, 0.2
+# Ranks also wait in turn because their steps vary.
+WORTH, _IDLE_WORTH, _TURNS_WORTH = 0.05, 0.2, 0.1
 # Assumed time of a shared-memory message during compute, relative to gloo on one host: typical, longest and shortest.
 # Without compute, the ratios in `results` are 0.05 to 0.36.
 _SHM_TIMES = (0.35, 0.6, 0.15)
@@ -141,6 +143,24 @@ def blame_rank(
         "late rank", evidence, cure, gain_s, "at most", rank=lateness.rank, gain_interval_s=interval_s,
         operator=operator,
     )  # fmt: skip
+
+
+def blame_changing_rank(waits: Sequence[float], late: Lateness, step_s: float) -> Iterator[Finding]:
+    """Ranks that are late in turn, from how long the rank that waits least waits in each step."""
+    gain_s = statistics.fmean(waits)
+    if gain_s < _TURNS_WORTH * step_s:
+        return
+    text = f"even the rank that waits least waits {format_duration(gain_s)} per step, and the last rank changes"
+    cure = "look for work that ranks do at different steps: collections, logging, longer inputs, other programs"
+    interval_s = estimate_mean(waits, gain_s)
+    yield Finding(
+        "changing late rank",
+        f"{text} (most often rank {late.rank}, in {late.share:.0%} of steps)",
+        cure,
+        gain_s,
+        "at most",
+        gain_interval_s=interval_s,
+    )
 
 
 def blame_data(

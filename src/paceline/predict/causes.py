@@ -6,28 +6,43 @@ of them; `advice.rank_findings` drops those below the noise.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.predict.accounting import RankRow
+from paceline.predict.accounting import RankRow, estimate_mean
 from paceline.records.findings import Finding
+from paceline.records.samples import group_by
 from paceline.records.steps import RankRecord, TracedStepRecord
-from paceline.units import format_duration, format_number_of
+from paceline.units import format_bytes, format_duration, format_number_of
 
 _Interval = tuple[float, float]
+# Share of an optimizer's time that a fused kernel leaves: typical, longest and shortest. Measured on a CPU for 4 to 24
+# square parameters with 64 to 1024 rows: 0.20 to 0.40 for AdamW, 0.34 to 0.63 for SGD with momentum.
+_FUSED, _FUSED_ADAM, _FUSED_ON_GPU = (0.5, 0.75, 0.3), (0.3, 0.45, 0.15), (0.6, 0.9, 0.3)
+# Share of compute that a doubling of threads beyond the cores costs: typical, least and most; and of the cores that
+# ranks must use for it to cost anything.
+_CROWDING, _LEAST_USED = (0.15, 0.03, 0.4), 0.85
+_LEAST_QUEUED = 0.15  # share of time that a thread may wait for a core without competition from other programs
+_OFTEN = 0.8  # share of steps in which the same rank must have the largest batch to be named
+_STATIC = "DistributedDataParallel(model, find_unused_parameters=True, static_graph=True)"
+_SEARCH = "search_unused_parameters"
+_BROADCASTS = 2  # of buffers per forward: one for each of their types
 
 
 @dataclass(frozen=True)
 class Evidence:
     """What a profile knows about a program: `rows` has each rank's parts of a step, `ranks` what each did beside its
-    steps, and `recorded` the steps that the profiler recorded. `idle_s` is the GPU's wait for the host."""
+    steps, and `recorded` the steps that the profiler recorded. `idle_s` is the GPU's wait for the host, and `cores` are
+    those of the host."""
 
     rows: Sequence[RankRow]
     ranks: Sequence[RankRecord]
     recorded: Sequence[TracedStepRecord] = ()
     idle_s: float = 0.0
+    cores: int = 0
 
     @property
     def critical(self) -> RankRow:
@@ -37,6 +52,15 @@ class Evidence:
     def step_s(self) -> float:
         """A step with the pauses beside it, on average."""
         return self.critical.step_s + sum(map(statistics.fmean, self.list_pauses().values()))
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward, the part that grows with the batch."""
+        return (self.critical.forward_s or 0.0) + (self.critical.backward_s or 0.0)
+
+    def list_recorded(self) -> list[TracedStepRecord]:
+        """The recorded steps of the rank that limits the step."""
+        return [step for step in self.recorded if step.rank == self.critical.rank]
 
     def list_pauses(self) -> dict[str, list[float]]:
         """The pauses of each timed step, by kind: all ranks wait for the longest one."""
@@ -107,6 +131,124 @@ def _find_pauses(name: str, what: str) -> Callable[[Evidence], Loss | None]:
     return find
 
 
+# -- the wrapper ------------------------------------------------------------------------------------------------------
+
+
+def _find_unused(evidence: Evidence) -> Loss | None:
+    """The search of the graph, and what it sends: which parameters were used on any rank."""
+    recorded, first = evidence.list_recorded(), evidence.ranks[0]
+    if not first.find_unused or first.is_static or not recorded:
+        return None
+    times = []
+    for step in recorded:
+        search_s = sum(one.own_s for one in step.operators if _SEARCH in one.name)
+        times.append(search_s + sum(stall.blocked_s for stall in step.stalls if 0 <= stall.start_s <= step.over_s))
+    gain_s = statistics.fmean(times)
+    text = f"find_unused_parameters=True searches the graph in each step for {format_duration(gain_s)}"
+    interval_s = estimate_mean(times, gain_s)
+    if any(rank.has_unused for rank in evidence.ranks):
+        cure = "if the same parameters are unused in every step, say so, and the search is made once"
+        return Loss(gain_s, f"{text}, and finds some", interval_s, None, cure, _STATIC)
+    return Loss(gain_s, f"{text}, but all parameters are used", interval_s)
+
+
+def _find_buffers(evidence: Evidence) -> Loss | None:
+    recorded, first = evidence.list_recorded(), evidence.ranks[0]
+    if not first.buffer_bytes or not recorded:
+        return None
+    times = []
+    for step in recorded:
+        stalls = [stall for stall in step.stalls if stall.start_s < 0]
+        times.append(sum(stall.blocked_s for stall in stalls[:_BROADCASTS]))
+    gain_s = statistics.fmean(times)
+    text = (
+        f"broadcasting {format_bytes(first.buffer_bytes)} of buffers delays every forward by {format_duration(gain_s)}"
+    )
+    if all(rank.are_buffers_constant for rank in evidence.ranks):
+        text += ", and they never change"
+    return Loss(gain_s, text, estimate_mean(times, gain_s))
+
+
+# -- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def _find_unfused(evidence: Evidence) -> Loss | None:
+    took_s, first = evidence.critical.optimizer_s or 0.0, evidence.ranks[0]
+    if not first.can_fuse or first.is_fused:
+        return None
+    left = _FUSED_ON_GPU if first.device == "cuda" else _FUSED_ADAM if "Adam" in first.optimizer else _FUSED
+    gain_s, low_s, high_s = (took_s * (1 - share) for share in left)
+    text = f"{first.optimizer} takes {format_duration(took_s)} ({took_s / evidence.critical.step_s:.0%} of a step)"
+    line = f"torch.optim.{first.optimizer}(..., fused=True)"
+    return Loss(gain_s, f"{text} in several passes over the parameters", (low_s, high_s), line=line)
+
+
+def _find_replicated(evidence: Evidence) -> Loss | None:
+    """Each rank updates all parameters. With a sharded optimizer, messages have as many bytes."""
+    took_s, n = evidence.critical.optimizer_s or 0.0, len(evidence.rows)
+    if n < 2 or (evidence.ranks[0].can_fuse and not evidence.ranks[0].is_fused):
+        return None  # to fuse it comes first: it takes one argument
+    gain_s = took_s * (1 - 1 / n)
+    text = f"each of {n} ranks updates all parameters, which takes {format_duration(took_s)}"
+    return Loss(gain_s, text, (gain_s / 2, gain_s))
+
+
+# -- cores ------------------------------------------------------------------------------------------------------------
+
+
+def _find_crowding(evidence: Evidence) -> Loss | None:
+    """Hosts whose ranks have more threads than cores, if they keep these busy."""
+    worst = max(group_by(evidence.ranks, lambda rank: rank.host).values(), key=lambda rs: sum(r.threads for r in rs))
+    threads, cores = sum(rank.threads for rank in worst), evidence.cores or max(rank.cores for rank in worst)
+    used = sum(rank.cpu_share for rank in worst)
+    if threads <= cores or worst[0].threads < 2 or worst[0].device == "cuda" or used < _LEAST_USED * cores:
+        return None
+    compute_s = evidence.compute_s + (evidence.critical.optimizer_s or 0.0)
+    gain_s, low_s, high_s = (min(0.5, cost * math.log2(threads / cores)) * compute_s for cost in _CROWDING)
+    each = format_number_of(worst[0].threads, "thread")
+    text = f"{format_number_of(len(worst), 'rank')} of {each} each share {format_number_of(cores, 'core')}"
+    return Loss(gain_s, text, (low_s, high_s), line=f"torch.set_num_threads({max(1, cores // len(worst))})")
+
+
+def _find_share(name: str, least: float, what: str) -> Callable[[Evidence], Loss | None]:
+    def find(evidence: Evidence) -> Loss | None:
+        shares = {rank.rank: getattr(rank, name) for rank in evidence.ranks}
+        rank = max(shares, key=shares.__getitem__)
+        if shares[rank] <= least or (name == "queued_share" and _find_crowding(evidence) is not None):
+            return None
+        gain_s = min(1.0, shares[rank]) * evidence.critical.step_s
+        return Loss(gain_s, f"rank {rank} {what} for {shares[rank]:.0%} of the time", rank=rank)
+
+    return find
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def _find_uneven(evidence: Evidence) -> Loss | None:
+    """The rank with the largest batch of each step, for which the others wait."""
+    steps = [row for row in zip(*(rank.elements for rank in evidence.ranks), strict=True) if min(row) > 0]
+    if not steps or len(evidence.ranks) < 2:
+        return None
+    mean, longest = statistics.fmean(map(statistics.fmean, steps)), statistics.fmean(map(max, steps))
+    # The row of the rank that limits the step has the compute of its own batches.
+    place = [rank.rank for rank in evidence.ranks].index(evidence.critical.rank)
+    gain_s = evidence.compute_s * (longest - mean) / statistics.fmean(row[place] for row in steps)
+    counts = [sum(row[k] == max(row) > min(row) for row in steps) for k in range(len(evidence.ranks))]
+    rank = evidence.ranks[counts.index(max(counts))].rank if max(counts) > _OFTEN * len(steps) else None
+    where = "the largest batch of a step" if rank is None else f"the batch of rank {rank}"
+    text = f"{where} is {longest / mean - 1:.0%} larger than the mean, and the other ranks wait for it"
+    return Loss(gain_s, text, (gain_s / 2, gain_s), rank)
+
+
+def _find_padding(evidence: Evidence) -> Loss | None:
+    share = statistics.fmean(rank.padded_share for rank in evidence.ranks)
+    if not share:
+        return None
+    gain_s = evidence.compute_s * share
+    return Loss(gain_s, f"{share:.0%} of the batches is padding", (gain_s / 2, gain_s))
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 CAUSES = (
@@ -124,5 +266,38 @@ CAUSES = (
         "checkpoint", "at most", _find_pauses("saved_s", "torch.save between steps"),
         "save less often (`paceline predict goodput` computes how often) or in the background",
         "torch.distributed.checkpoint.async_save(state, checkpoint_id=path)",
+    ),
+    Cause(
+        "threads", "estimated", _find_crowding,
+        "give each rank its share of the cores, assuming that twice as many threads cost 3 to 40 % of compute", "",
+    ),
+    Cause(
+        "throttling", "at most", _find_share("throttled_share", 0.0, "is throttled by the CPU limit of its container"),
+        "raise the CPU limit, or use no more threads and workers than it allows", "",
+    ),
+    Cause(
+        "shared cores", "at most", _find_share("queued_share", _LEAST_QUEUED, "waits for a core"),
+        "move other programs and surplus workers to other cores", "",
+    ),
+    Cause(
+        "unused parameters", "computed", _find_unused, "leave the search out", "DistributedDataParallel(model)",
+    ),
+    Cause(
+        "buffers", "computed", _find_buffers,
+        "do not broadcast them; statistics of BatchNorm are only needed in evaluation, so broadcast them before it",
+        "DistributedDataParallel(model, broadcast_buffers=False)",
+    ),
+    Cause("optimizer", "estimated", _find_unfused, "update all parameters in one kernel", ""),
+    Cause(
+        "replicated optimizer", "computed", _find_replicated, "shard the optimizer over the ranks (ZeRO-1)",
+        'paceline.DDP(net, strategy="zero1")',
+    ),
+    Cause(
+        "uneven batches", "estimated", _find_uneven,
+        "give all ranks batches of the same size; with sequences, sort them into batches of similar length", "",
+    ),
+    Cause(
+        "padding", "at most", _find_padding,
+        "pad to the longest sequence of a batch, batch similar lengths, or pack several sequences into a row", "",
     ),
 )  # fmt: skip

@@ -48,6 +48,9 @@ _SUBJECTS = {
     "batch": "the small batch", "network": "exposed communication", "host": "the host", "accumulate": "communication",
     "compress": "the size of messages", "copies": "copies", "optimizer": "the optimizer", "launches": "kernel launches",
     "tensor cores": "arithmetic without tensor cores", "threads": "too many threads",
+    "changing late rank": "late ranks in turn", "shared cores": "competition for cores", "throttling": "CPU throttling",
+    "unused parameters": "the search for unused parameters", "buffers": "the broadcast of buffers",
+    "replicated optimizer": "the optimizer of each rank",
     "evaluation": "evaluation between steps", "checkpoint": "saving checkpoints",
 }  # fmt: skip
 HEALTHY = ("healthy", "computing", "bound")  # kinds without a remedy

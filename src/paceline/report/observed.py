@@ -24,6 +24,7 @@ from paceline.predict.accounting import (
 )
 from paceline.predict.advice import (
     WORTH,
+    blame_changing_rank,
     blame_data,
     blame_host,
     blame_messages,
@@ -409,6 +410,7 @@ class AttachedResult(Result):
         rank = None if min(waits) > data_s / 2 else self.rows[waits.index(data_s)].rank
         times = [row[waits.index(data_s)] for row in self.waits.seconds]
         yield blame_data(data_s, self.step_s, rank, max(1, cores // len(waits)), estimate_mean(times, data_s))
+        causes = list(find_causes(Evidence(self.rows, self.only(RankRecord), recorded, self.idle_s, cores)))
         steps = self._list_waits(recorded)
         late = find_late([one] for one in steps)
         if late is not None and late.share > _OFTEN:
@@ -417,9 +419,13 @@ class AttachedResult(Result):
             late_s = [statistics.fmean(s for r, s in one.items() if r != late.rank) - one[late.rank] for one in steps]
             gain_s = max(0.0, late.mean_s - own_s)
             interval_s = estimate_mean([s - own_s for s in late_s], gain_s)
-            yield blame_rank(late, gain_s, interval_s, find_slow_operator(recorded, late.rank))
+            uneven = (one for one in causes if one.kind == "uneven batches" and one.rank == late.rank)
+            if all(2 * one.gain_s < gain_s for one in uneven):  # otherwise, these explain it
+                yield blame_rank(late, gain_s, interval_s, find_slow_operator(recorded, late.rank))
+        elif late is not None:
+            yield from blame_changing_rank([one.get(self.critical.rank, 0.0) for one in steps], late, self.step_s)
         yield blame_host(self.idle_s, self.step_s)
-        yield from find_causes(Evidence(self.rows, self.only(RankRecord), recorded, self.idle_s))
+        yield from causes
         saved_s = 0.0
         verdicts = ("use",) if self.busy is None else ("use", "undecided")
         if self.buckets is not None and (self.race or self.buckets).verdict in verdicts:
