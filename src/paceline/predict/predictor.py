@@ -239,14 +239,15 @@ def _fit_contention(
 class Draw:
     """All inputs of a step: the best estimates, or a draw. `error` is the model's own error as a share of the exposed
     communication, and `noise` the logarithm of the error of the measured median that a prediction is compared with.
-    `wait_s` is the wait for the slowest rank, and `local_s` the step of one rank alone. `layout` holds the buckets if
-    they are fixed."""
+    `wait_s` is the random wait for the slowest rank, `slow_s` the part of the job that is due to a rank that is always
+    slower, and `local_s` the step of one rank alone. `layout` holds the buckets if they are fixed."""
 
     job: Job
     costs: MachineCosts
     error: float = 0.0
     noise: float = 0.0
     wait_s: float = 0.0
+    slow_s: float = 0.0
     local_s: float = 0.0
     layout: Layout | None = None
 
@@ -289,8 +290,8 @@ _NO_STEP = SimulatedStep((), 0.0, 0.0, 0.0, 0.0, 0.0)
 class Prediction:
     """A predicted step: the row of every prediction. A measured step should lie between `low_s` and `high_s` in 90 % of
     cases. `exposed_s` is exposed communication, `local_s` the step of one rank alone, and `step` the simulated one,
-    which does not include the wait for the slowest rank (`straggler_s`). `drawn_s` is the step time in each draw, and
-    `drawn_local_s` that of one rank alone.
+    which does not include random waits. `straggler_s` is what the slowest rank adds. `drawn_s` is the step time in each
+    draw, and `drawn_local_s` that of one rank alone.
 
     It holds for `world_size` ranks on a `network` with a `strategy`. `cuts` are the ends of the buckets, which come
     from a `plan` or from the cap `cap_bytes` (0 if no cap produces them). All caps on the `plateau` are equally good,
@@ -495,7 +496,7 @@ class Predictor:
             drawn_s=drawn_s,
             drawn_local_s=tuple(one.local_s for one in self.draws) if best.local_s else (),
             cuts=tuple(cuts),
-            straggler_s=best.wait_s,
+            straggler_s=best.wait_s + best.slow_s,
         )
 
     def compare(self, mine: Prediction, other: Prediction) -> Interval:

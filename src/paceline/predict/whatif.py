@@ -86,13 +86,14 @@ def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: 
 
 def simulate_what_if(
     job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0,
-    evidence: Evidence | None = None, known: RankCosts | None = None, send: Send = lambda *_: None, most_caps: int = 0,
+    slow: float = 0.0, evidence: Evidence | None = None, known: RankCosts | None = None, send: Send = lambda *_: None,
+    most_caps: int = 0,
 ) -> list[Prediction]:  # fmt: skip
     """One row per number of ranks, with the best bucket size. `draws` are draws of the measured job. A step has
-    `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`.
-    `evidence` holds the profile's measurements of copies, contention and neighbors; without it they are `known`, or
-    assumed. At most `most_caps` bucket sizes are tried (0 means all). Calls that differ only in `send` use
-    the same draws."""
+    `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`; one of
+    several ranks is always slower by the share `slow`. `evidence` holds the profile's measurements of copies,
+    contention and neighbors; without it they are `known`, or assumed. At most `most_caps` bucket sizes are tried (0
+    means all). Calls that differ only in `send` use the same draws."""
     jobs = enumerate([job, *draws])
 
     def build(resample: Resample) -> Callable[[int], Draw]:
@@ -106,14 +107,16 @@ def simulate_what_if(
         def build_on(world_size: int) -> Draw:
             mine = _stretch(alone, there, world_size, rank, resample.slowdown)
             codecs = Resample(random.Random(number) if number else None)
+            wait_s, slow_s = estimate_wait(spread, world_size, slow) * mine.computing_s, 0.0
+            if slow and world_size > 1:  # the others wait for its messages, so its step is that of all
+                slow_s, mine = slow * mine.local_s, mine.stretch(1 + slow)
             sending = send(world_size, mine.backward_s / alone.backward_s, codecs)
             # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
             is_ours = rank.wrapper == "paceline" and mine.device != "cuda"
             if is_ours and not is_shared(there) and (sending is None or sending.is_plain):
                 mine = mine.split(world_size)
             costs = _build_costs(mine, there, world_size, rank, sending)
-            wait_s = estimate_wait(spread, world_size) * mine.computing_s
-            return Draw(mine, costs, MODEL_ERROR * resample.error, 0.0, wait_s, alone.local_s)
+            return Draw(mine, costs, MODEL_ERROR * resample.error, 0.0, wait_s, slow_s, alone.local_s)
 
         return build_on
 
@@ -137,7 +140,7 @@ def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, 
     row = model.predict(best.cuts)
     moved = sorted(row.bucket_bytes, reverse=True)
     names = dict.fromkeys(costs.curve.explain(size)[0] for size in moved)
-    neighbours_s = job.local_s - alone.local_s
+    neighbours_s = job.local_s - alone.local_s - model.best.slow_s
     return replace(
         row,
         network=fabric.name,
@@ -146,7 +149,7 @@ def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, 
         exposed_s=max(0.0, best.step.exposed_s),
         cap_bytes=best.high_bytes,
         plateau=next(sizes for sizes in caps.plateaus if sizes[0] <= best.high_bytes <= sizes[1]),
-        default_step_s=default.step_s + row.straggler_s,
+        default_step_s=default.step_s + model.best.wait_s,
         bound=_find_bound(best.step, row.straggler_s, neighbours_s),
         doubt="" if world_size == 1 else costs.curve.explain(moved[0])[1],
         neighbours_s=neighbours_s,
@@ -170,8 +173,8 @@ def _find_bound(step: SimulatedStep, straggler_s: float, neighbours_s: float = 0
 
 
 def describe_scenario(
-    job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0, evidence: Evidence | None = None,
-    known: RankCosts | None = None,
+    job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0, slow: float = 0.0,
+    evidence: Evidence | None = None, known: RankCosts | None = None,
 ) -> list[str]:  # fmt: skip
     """The assumptions behind every row, one per line."""
     rank = (known or RankCosts()) if evidence is None else fit_rank(evidence)
@@ -184,7 +187,9 @@ def describe_scenario(
         *(describe_rank(rank, job.num_bytes) or ["copies and launches are free"] * (known is None)),
         *(["ranks of one CPU host do not slow each other down"] * (job.device == "cpu" and len(rank.neighbours) == 1)),
         f"messages are sent in bucket order, {queue}",
-        varies if spread else "all ranks are equally fast",
+        *([varies] if spread else []),
+        *([f"one rank is always {slow:.1%} slower than the others, which wait for it"] if slow else []),
+        *(["all ranks are equally fast"] if not spread and not slow else []),
         *([f"{accumulate} micro-batches per step; gradients are sent during the last backward"] * (accumulate > 1)),
         f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs and from the assumptions; standard "
         f"deviations: the model's own error {MODEL_ERROR:.0%} of exposed communication; messages {errors}",

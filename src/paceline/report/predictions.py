@@ -111,6 +111,7 @@ class PredictResult(Result):
             *([measured] if measured and not joins else []),
         ]
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
+        self.scenario["slow"] = config.get("slow", 0.0)
         self.scenario["evidence"] = find_evidence(self.records)
         self.busy: Sequence[str] = config["busy"]  # the inputs that a busy machine measured
         self.rows: list[Prediction] = []

@@ -57,7 +57,7 @@ def predict(
     profile: Result | str | Path, *, network: str | None = None, ranks: int | Sequence[int] = (8, 64, 1024, 16384),
     allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int | None = None,
     inside: str | None = None, algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None,
-    straggler: str = "0%", strategy: str | Sequence[str] | None = None, out: Place = None,
+    straggler: str = "0%", slow_rank: str = "0%", strategy: str | Sequence[str] | None = None, out: Place = None,
 ) -> PredictResult | StrategyStepsResult:  # fmt: skip
     """What will a step cost? Predicts steps on networks x ranks from a profile of layers, with 90 % intervals.
 
@@ -74,6 +74,7 @@ def predict(
         accumulate: Micro-batches per step.
         gradients: fp32 or bf16. Default: as in the profile.
         straggler: Variation between ranks: 3% (standard deviation), or profile to use the measured one.
+        slow_rank: One rank is always slower than the others by this share: 20%.
         strategy: Compare strategies, each with its best buckets: "all", or a list ("bf16,int8").
         out: Save the run in a new subfolder of this folder.
 
@@ -112,6 +113,7 @@ def predict(
         "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
         "cores": cores, "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
         "spread": _read_spread(straggler, layers),
+        "slow": _read_share(slow_rank, "--slow-rank"),
         "is_own": run.config.get("data") in (None, "own"),  # the profile of a user's own module
         "busy": busy,
     }  # fmt: skip
