@@ -1,7 +1,7 @@
-"""What other tools say about a program, read as their documentation tells a user to read it.
+"""Answers of other tools about a program, read the way their documentation tells users to read them.
 
-TraceML has a verdict. HTA and torch.profiler have tables, which take a reader: the rules below are the best that we
-found, and use no knowledge of what is planted. `peers.py hta FOLDER` runs in the environment where HTA is installed.
+TraceML gives a verdict. HTA and torch.profiler give tables that need interpretation: the rules below are the best we
+found, and do not know what is planted. `peers.py hta FOLDER` runs in the environment where HTA is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_traceml(summary: Mapping[str, Any]) -> Answer:
 
 def read_profiler(tables: Sequence[Sequence[Mapping[str, Any]]]) -> Answer:
     """The largest difference between two ranks, then the first group of operators that takes much of a step. Each table
-    has the self times of the operators of one rank."""
+    lists the self times of the operators of one rank."""
     ranks = [{row["name"]: row for row in table} for table in tables]
     steps = [next((row for name, row in rank.items() if name.startswith("ProfilerStep")), None) for rank in ranks]
     if not all(steps):
@@ -82,7 +82,7 @@ def _select(rank: Mapping[str, Any], prefix: str) -> list[Any]:
 
 
 def read_hta(found: Mapping[str, Any]) -> Answer:
-    """The temporal breakdown of GPUs; without kernels, there is none."""
+    """The temporal breakdown of GPUs; None without kernels."""
     if found.get("error"):
         return Answer(text=f"no answer: {found['error']}")
     idle, overlap, communication = found["idle"], found["overlap"], found["communication"]

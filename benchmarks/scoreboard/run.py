@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Run the programs of the scoreboard under Paceline and its peers, and compare their answers with what is planted.
+"""Run the programs of the scoreboard under Paceline and its peers, and compare their answers with the planted problems.
 
     python benchmarks/scoreboard/run.py [--only NAME,...] [--quick] [--busy] [--rounds N] --out runs/scoreboard
 
@@ -38,7 +38,7 @@ from peers import read_hta, read_profiler, read_traceml  # noqa: E402
 from score import PACELINE, Answer, find_gain, find_mean, read_answer, score_answer  # noqa: E402
 
 RANKS = 2
-STEPS, QUICK_STEPS = 220, 80  # of which 20 warm up
+STEPS, QUICK_STEPS = 220, 80  # the first 20 are warm-up
 MOST_S = 300.0  # time limit of one run
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
 SPIN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
@@ -60,14 +60,14 @@ def load_program(name: str) -> Any:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """What is planted in a program."""
+    """The problem planted in a program."""
     kind = load_program(name)
     declared = {key: getattr(kind, key) for key in ("title", "causes", "culprit", "needs_cuda")}
     return {"name": name, "about": sys.modules[kind.__module__].__doc__, **declared}
 
 
 class Run:
-    """One run of a program, in a folder of its own."""
+    """One run of a program, in its own folder."""
 
     def __init__(self, program: str, folder: Path, steps: int) -> None:
         self.folder = folder
@@ -146,7 +146,7 @@ def has_peer(peers: Path, module: str) -> bool:
 
 
 def list_tools(peers: Path, busy: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """The runs of a round in their order, and why others are left out."""
+    """The runs of a round in order, and reasons for leaving others out."""
     tools: dict[str, Any] = {PACELINE: run_paceline}
     if busy:
         return tools, {}
@@ -205,7 +205,7 @@ def keep_core_busy(busy: bool) -> Iterator[None]:
 
 
 def summarise(document: dict[str, Any]) -> str:
-    """What happened, for the terminal."""
+    """The outcome, for the terminal."""
     parts = []
     if (plain := document["runs"].get("plain")) and plain[0]["steps_s"]:
         parts.append(f"{1e3 * find_mean(plain[0]) * plain[0]['samples']:.1f} ms per step")

@@ -1,4 +1,4 @@
-"""What is right: an answer of a tool, compared with what is planted in a program and with what its cure saves.
+"""Scoring: a tool's answer compared with the problem planted in a program and with the gain of fixing it.
 
 Pure functions of the raw documents that `run.py` writes, one per program. Needs no torch.
 """
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-HEALTHY = ("healthy", "computing", "bound")  # kinds without a cure
-LEAST_GAIN = 0.03  # a planted ailment that costs less on this machine is not scored
+HEALTHY = ("healthy", "computing", "bound")  # kinds without a fix
+LEAST_GAIN = 0.03  # a planted problem that costs less on this machine is not scored
 MOST_ERROR = 0.05  # of a predicted gain, in shares of a step
 PACELINE = "Paceline"
 TOOLS = (PACELINE, "TraceML", "torch.profiler", "HTA")
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """None stands for what does not apply: no culprit, no cure, or no run to compare with."""
+    """None where something does not apply: no culprit, no fix, or no run to compare with."""
 
     is_cause: bool | None
     is_rank: bool | None = None

@@ -55,7 +55,7 @@ def size_range(first_bytes: int, last_bytes: int, factor: float, multiple: int =
     are rounded down to a `multiple`, so that they are whole numbers of elements."""
     ends = f"the range of sizes {format_bytes(first_bytes)} to {format_bytes(last_bytes)}"
     refuse(
-        (first_bytes <= 0 or last_bytes < first_bytes, f"{ends} is empty: it must begin above 0 and not above its end"),
+        (first_bytes <= 0 or last_bytes < first_bytes, f"{ends} is empty: sizes must be above 0 and ascending"),
         (not 1 < factor < math.inf, f"{ends} by a factor of {factor:g}: the factor must be above 1"),
     )
     if math.log(last_bytes / first_bytes) > 1000 * math.log(factor):

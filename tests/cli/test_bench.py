@@ -222,7 +222,7 @@ def test_chunks_table_and_picture(command, tmp_path):
     assert files == {"run.json", "table.md", "table.csv", "chunks.png", "chunks.svg"}
 
 
-# In one launched world: a call, a command, and commands on ranks one of which computes wrong sums.
+# In one launched world: a call, a command, and commands during which one rank computes wrong sums.
 LAUNCHED = """
 import os
 import sys

@@ -16,4 +16,4 @@ def test_the_demo_compares_what_it_found_with_the_program(command, tmp_path):
     assert document["verdict"] in VERDICTS and (Path(document["run"]) / "report.html").exists()
     own, other = document["demo"]
     assert own["num_messages"] > 20 > other["num_messages"]
-    assert ("Cured" in document["answer"]) == (document["verdict"] == "use")
+    assert ("Fixed" in document["answer"]) == (document["verdict"] == "use")

@@ -209,7 +209,7 @@ def benchmark(monkeypatch):
 
 
 def test_the_benchmark_kills_ranks_of_the_world_and_no_spares(benchmark, tmp_path):
-    """A monitor page with the world rank; both processes have a rank's process name."""
+    """Only one of two processes with a rank's name has a monitor page, which shows that it is in the world."""
     processes = []
     try:
         for rank in range(2):

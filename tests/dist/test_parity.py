@@ -271,7 +271,7 @@ def run_cases(names: list[str], backend: str, variants: str = "reducers") -> lis
 
 
 def can_run(reducer: Variant, case: Case) -> bool:
-    """You cannot accumulate into sharded averages, momentum counts once, and schedules cannot weight by samples."""
+    """Sharded averages cannot be accumulated, momentum applies only once, and schedules cannot weight by samples."""
     return not (
         (reducer.is_sharded and case.zero not in ("to none", "to zeros"))
         or ("dgc" in reducer.name and case.optimizer is build_momentum)

@@ -288,7 +288,7 @@ def test_residuals_follow_the_memory_layout(job):
 
 
 def scale_losses() -> None:
-    """Residuals in units of applied gradients, even when the loss scale falls after an overflow, and grows."""
+    """Residuals stay in units of applied gradients when the loss scale falls after an overflow, and when it grows."""
     with paceline.init(announce=None) as world:
         for text in LOSSY:
             model = DDP(Mixed(), strategy=text, bucket_cap_mb=0.001)

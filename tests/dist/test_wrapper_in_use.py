@@ -120,7 +120,7 @@ def convert(only_rank_1: bool) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("only_rank_1", [False, True])
 def test_another_dtype_after_wrapping_works_or_is_a_clear_error_on_all_ranks(job, only_rank_1):
-    """And never a silently wrong gradient."""
+    """The gradient is never silently wrong."""
     first, second = job(2, convert, only_rank_1)
     assert first == second
     assert all(kind for kind, _ in first) or not only_rank_1

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch._dynamo  # optimizers import it, and it sets an environment variable, so import it before any test
+import torch._dynamo  # optimizers import it, and importing it sets an environment variable; do that before any test
 
 from paceline.studies.training_runs import measure_noise_scale
 from paceline.training.build import build_job, open_world

@@ -393,7 +393,7 @@ def test_padding_is_found_in_sequences_and_masks_only():
     tokens = torch.randint(1, 99, (16, 32))
     assert observer._find_padding(tokens) < 0.01
     tokens[:, 8:] = 0
-    assert observer._find_padding(tokens) == pytest.approx(0.73, abs=0.02)  # one may be the end of a sentence
+    assert observer._find_padding(tokens) == pytest.approx(0.73, abs=0.02)  # one zero may end a sentence
     assert observer._find_padding(tokens.flip(1)) == observer._find_padding(tokens)
     mask = (torch.arange(32) < 8).long().repeat(16, 1)
     assert observer._find_padding(mask) == 0.75 == observer._find_padding(mask.bool().flip(1))

@@ -185,7 +185,7 @@ def test_bf16_without_a_precise_sum_sends_as_much_and_rounds_at_most_twice(eithe
 @pytest.mark.parametrize("bad", [math.nan, pytest.param(-math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("text", ALL)
 def test_a_non_finite_number_reaches_all_ranks_but_no_residual(text, bad, either):
-    """Other buckets of the same step must not keep theirs either, because no rank applies any of them."""
+    """Residuals of other buckets in the same step must not change either, because no rank applies any bucket."""
     ranks = build(text, 2)
     for step in range(2):
         average(ranks, draw(2, step), step)

@@ -1,4 +1,4 @@
-"""Data requests that cannot be served are refused before torch is imported; and the hub."""
+"""Data requests that are refused before torch is imported, and downloads from the hub."""
 
 import io
 import socket

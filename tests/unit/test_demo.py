@@ -44,7 +44,7 @@ def test_a_measured_gain_has_its_interval_and_its_cure():
 def test_without_a_measured_gain_none_is_claimed(other):
     result = build([0.021, 0.02] * 8 if len(other) != 3 else [0.02] * 3, other)
     assert result.verdict != "use"
-    assert "Cured" not in result.answer and result.answer.count("No gain") == 1
+    assert "Fixed" not in result.answer and result.answer.count("No gain") == 1
     assert result.next_steps == ("paceline demo",)
 
 

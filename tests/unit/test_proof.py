@@ -10,7 +10,7 @@ from paceline.transport import proof
 
 
 class Work:
-    """A work that completes right after its first wait timed out, either with this error or successfully."""
+    """A Work that completes right after its first wait has timed out, either with this error or successfully."""
 
     def __init__(self, error: str) -> None:
         self.error, self.num_waits = error, 0

@@ -188,7 +188,7 @@ def test_rows_of_communication_and_bandwidth_follow_from_the_steps(rng):
 
 
 def make_line(**changes):
-    """Two ranks and one rank, with a single line for several ranks."""
+    """A study of one and two ranks, whose only multi-rank line has two."""
     records = [make_scale(make_rng(), 1, 1e-2), make_scale(make_rng(), 2, 1e-2, **changes)]
     return lambda collectives=(): list_lines(list_points(records), collectives)[1]
 

@@ -1,4 +1,4 @@
-"""The scoreboard: its programs are well-formed, their cures remove the ailment, and answers are scored right."""
+"""The scoreboard: well-formed programs, fixes that remove the planted problem, and correct scores."""
 
 from __future__ import annotations
 

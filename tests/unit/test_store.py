@@ -238,7 +238,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def list_published():
-    """All of them; by default one per verb, because predicting the curves of many ranks takes seconds."""
+    """All published runs; all but one per verb are slow, because predicting the curves of many ranks takes seconds."""
     known = set()
     for path in sorted(RESULTS.rglob("run.json.gz")):
         verb = json.loads(gzip.decompress(path.read_bytes()))["verb"]

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/scoreboard/programs/slow_loader.py [--cured] [--steps N] [--times FILE]
 
-A program is a subclass of `Program` that declares what a tool should answer and overrides what is ailing. With
-`--cured`, the same program runs without its ailment. `--times` saves the duration of every step, and `--peer` adds the
+A program is a subclass of `Program` that declares the expected answer and overrides whatever causes its problem. With
+`--cured`, the same program runs without the problem. `--times` saves the duration of every step, and `--peer` adds the
 lines that another tool asks its users to write.
 """
 
@@ -30,7 +30,7 @@ CLASSES = 10
 
 
 class Program:
-    """A healthy program, with the answer that is expected of a tool.
+    """A healthy program, with the answer expected from a tool.
 
     Any of `causes`, the kinds of `Finding`, is right if it is the first finding, because their cures are the same. The
     rank is scored only where one rank is the culprit.
@@ -58,12 +58,12 @@ class Program:
 
     @property
     def is_ailing_here(self) -> bool:
-        """Whether this rank has the ailment."""
+        """Whether the problem occurs on this rank."""
         return not self.cured and self.culprit in (None, self.rank)
 
     @property
     def samples(self) -> int:
-        """Samples that all ranks train on in a step, in any unit: times are compared per sample."""
+        """Samples per step over all ranks, in any unit: times are compared per sample."""
         return self.batch
 
     def configure(self) -> None:
@@ -84,7 +84,7 @@ class Program:
         return inputs, torch.randint(0, CLASSES, (self.batch,), generator=generator)
 
     def load(self, number: int) -> None:
-        """What reading a batch takes beyond fetching it from memory."""
+        """The work of reading a batch, beyond fetching it from memory."""
 
     def build_loader(self, steps: int) -> Iterable[tuple[Tensor, Tensor]]:
         return DataLoader(Batches(self, steps), batch_size=None, **self.loader_options)
@@ -103,10 +103,10 @@ class Program:
         optimizer.step()
 
     def after_backward(self, model: nn.Module, loss: Tensor) -> None:
-        """What comes between backward and the optimizer."""
+        """Work between backward and the optimizer."""
 
     def after_step(self, number: int, model: nn.Module) -> None:
-        """What comes after the optimizer."""
+        """Work after the optimizer."""
 
 
 class Batches(Dataset):
@@ -179,7 +179,7 @@ def run_loop(program: Program, steps: int, peer: Any) -> list[float]:
 
 @contextlib.contextmanager
 def open_peer(name: str | None, folder: Path, rank: int) -> Iterator[Any]:
-    """What a user of the tool adds around the loop, and around a step."""
+    """The context managers that a user of the tool adds around the loop and around a step."""
     if name == "traceml":
         import traceml_ai
 

@@ -1,4 +1,4 @@
-"""In every step another rank, drawn at random, is 12 ms late."""
+"""In every step, a random rank is 12 ms late."""
 
 import random
 
@@ -10,7 +10,7 @@ class RotatingRank(Program):
     causes = ("late rank",)
 
     def configure(self):
-        self.draw = random.Random(0)  # alike on both ranks
+        self.draw = random.Random(0)  # the same on both ranks
 
     def find_loss(self, model, inputs, targets):
         if self.draw.randrange(2) == self.rank and not self.cured:

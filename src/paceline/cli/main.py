@@ -88,7 +88,7 @@ Command("verbs.doctor:doctor", like=["verbs.run:run"]).add(
 Command("verbs.demo:demo").add(
     app,
     "demo",
-    "See what this does, in half a minute: find, explain and cure the mistake in a small program, and measure it again."
+    "See what this does, in half a minute: find, explain and fix a mistake in a small program, and measure again."
     "\n\nStarts two CPU ranks and needs nothing else. Ends with a measured gain, its interval, and a page.",
 )
 

@@ -605,12 +605,14 @@ class FaultsResult(Result):
         lines = []
         if faults:
             right = sum(one.is_right for one in faults) / len(faults)
-            text = f"with Paceline rank and cause were correct for {_count(faults)} ({right:.1%})"
+            text = f"Paceline identified rank and cause correctly in {_count(faults)} ({right:.1%})"
             steps = sum(bool(one.names_step) for one in stepped)
             text += f", and the step in {steps} of the {len(stepped)} reports that name one" if stepped else ""
             lines.append(text)
         if faults := [one for one in ours if one.left_over]:
-            lines.append(f"{format_number_of(len(faults), 'trial')} left something behind: {faults[0].left_over[0]}")
+            lines.append(
+                f"{format_number_of(len(faults), 'trial')} left processes or files behind: {faults[0].left_over[0]}"
+            )
         return lines
 
     @property

@@ -174,7 +174,7 @@ _DEFINITIONS = (
     ("bandwidth", "busbw = 2(n-1)/n * bytes / t, with the bytes that a rank passes to all-reduce and t = busy"),
     ("peak", "the largest busbw of an all-reduce without a step, on the same backend and number of ranks"),
     ("disturbed", "one rank was slower than the others even without communication; do not use the cell"),
-    ("knee", "the smallest batch size with nine tenths of the best samples/s; none if only the largest reaches it"),
+    ("knee", "the smallest batch size with at least 90 % of the best samples/s; none if only the largest reaches it"),
     ("gap", "the mean test accuracy of the baseline (the smallest batch without a recipe) minus this one's, in points; "
      "for regression, this one's mean test loss minus the baseline's"),
     ("±", "for times: half the 95 % interval of the median over paired repetitions; for accuracies: the standard "

@@ -112,8 +112,8 @@ class Workers:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from this state, which must have the same number of workers."""
         if state["strides"] != self._strides:
-            text = "parameters and residuals have a different memory layout here, as on another device"
-            raise ConfigError(f"{text}: resume on the device that the run began on", code="mismatch")
+            text = "parameters and residuals have a different memory layout here, probably because the device differs"
+            raise ConfigError(f"{text}: resume on the kind of device that the run started on", code="mismatch")
         self._step, self._rate = state["step"], state["rate"]
         for learner, found in zip(self.learners[1:], state["others"], strict=True):
             learner.module.load_state_dict(found["model"])

@@ -66,7 +66,7 @@ class DemoResult(AttachedResult):
             return f"{found}. No gain was shown with {other.name}: {how} ({gain:.0%}; 95 %: {interval})."
         times = f"{format_duration(other.step_s)} instead of {format_duration(own.step_s)}"
         return (
-            f"{found}. Cured: with {other.name}, a step takes {times}, {gain:.0%} less (95 %: {low:.0%} to {high:.0%})."
+            f"{found}. Fixed: with {other.name}, a step takes {times}, {gain:.0%} less (95 %: {low:.0%} to {high:.0%})."
         )
 
     @property
