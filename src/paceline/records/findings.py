@@ -33,9 +33,9 @@ _TEXTS = {
         "above the memory bandwidth of one core per rank at {}: several cores took part, or it was disturbed",
         "",
     ),
-    "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or with more --iters"),
+    "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or for longer"),
     "epochs": ("unstable at {} (p10 to p90 of epochs)", "repeat on a quiet machine or with more --epochs"),
-    "drifting": ("not settled at {} (second half compared with the first)", "raise --warmup"),
+    "drifting": ("not settled at {} (second half compared with the first)", "warm up for longer"),
     "few": ("fewer than 5 repetitions at {}: the median is not reliable", ""),
     "skewed": ("ranks arrive far apart at {}: over half of the time is waiting for the last one", ""),
 }
@@ -84,7 +84,8 @@ class Finding:
 
     @property
     def sentences(self) -> str:
-        return f"{self.evidence}. To fix it, {self.cure}." if self.cure else f"{self.evidence}."
+        evidence = f"{self.evidence[:1].upper()}{self.evidence[1:]}"
+        return f"{evidence}. To fix it, {self.cure}." if self.cure else f"{evidence}."
 
     @property
     def subject(self) -> str:

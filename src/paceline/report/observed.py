@@ -608,7 +608,8 @@ class AttachedResult(Result):
         return [build_row(number, *times) for number, times in enumerate(by_step, 1)]
 
     def page_figures(self) -> Drawings:
-        return {"ranks": lambda: plot_ranks(self.step_rows, self.machine), **self.figures()}
+        first, *others = self.figures().items()
+        return dict([first, ("ranks", lambda: plot_ranks(self.step_rows, self.machine)), *others])
 
     @property
     def next_steps(self) -> Sequence[str]:

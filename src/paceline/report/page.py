@@ -260,7 +260,7 @@ def render_page(
             f"<section>{head}"
             + (f'<p id="status" role="status" class="{live["how"]}">{_escape(live["status"])}</p>' if live else "")
             + (f'<div id="now">{now}</div>' if live else "")
-            + _render_list(result.warnings, "warnings")
+            + _render_list([line for line in result.warnings if line not in result.headline], "warnings")
             + f"{''.join(shown)}{link}{''.join(map(render_table, result.page_tables()))}"
             + _render_list(result.findings, "findings")
             + "".join(f"<p>next: <code>{_escape(step)}</code></p>" for step in result.next_steps)
