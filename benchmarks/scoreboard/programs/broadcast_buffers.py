@@ -7,6 +7,7 @@ from loop import Program, main
 class BroadcastBuffers(Program):
     title = "constant buffers broadcast in every step"
     causes = ("buffers",)
+    batch = 256
 
     def configure(self):
         self.wrapper_options = {"broadcast_buffers": not self.cured}
