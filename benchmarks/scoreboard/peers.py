@@ -18,8 +18,9 @@ from score import Answer
 # Verdicts of TraceML, with all causes that its documentation lists for them.
 TRACEML = {
     "INPUT_BOUND": ("data",), "INPUT_STRAGGLER": ("data",), "H2D_BOUND": ("copies",), "H2D_STRAGGLER": ("copies",),
-    "COMPUTE_STRAGGLER": ("late rank", "uneven batches", "cores"),
-    "STRAGGLER": ("late rank", "uneven batches", "cores"), "COMPUTE_BOUND": ("healthy",), "BALANCED": ("healthy",),
+    "COMPUTE_STRAGGLER": ("late rank", "uneven batches", "shared cores"),
+    "STRAGGLER": ("late rank", "uneven batches", "shared cores"),
+    "COMPUTE_BOUND": ("healthy",), "BALANCED": ("healthy",),
     "NO_CLEAR_PERFORMANCE_BOTTLENECK": ("healthy",),
     "RESIDUAL_HEAVY": ("evaluation", "checkpoint", "collectives", "garbage collection"), "HIGH_PRESSURE": ("memory",),
 }  # fmt: skip
@@ -63,7 +64,7 @@ def read_profiler(tables: Sequence[Sequence[Mapping[str, Any]]]) -> Answer:
         apart[name] = (max(times) - min(times), times.index(max(times)))
     worst = max(apart, key=lambda name: apart[name][0])
     if apart[worst][0] >= _MUCH:
-        causes = ("late rank", "uneven batches", "cores")
+        causes = ("late rank", "uneven batches", "shared cores")
         return Answer(causes, apart[worst][1], text=f"{worst}: {apart[worst][0]:.0%} of a step more on one rank")
     optimizer = max(share(rank, "Optimizer.step", "total_us") for rank in ranks)
     if optimizer >= 2 * _MUCH:

@@ -9,7 +9,7 @@ from loop import Program, main
 
 class BusyCore(Program):
     title = "core shared with another process"
-    causes = ("cores", "late rank")
+    causes = ("shared cores", "late rank")
     culprit = 1
 
     def configure(self):

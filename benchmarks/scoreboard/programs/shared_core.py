@@ -7,7 +7,7 @@ from loop import Program, main
 
 class SharedCore(Program):
     title = "ranks bound to the same core"
-    causes = ("cores",)
+    causes = ("shared cores",)
 
     def configure(self):
         if "LOCAL_RANK" in os.environ:
