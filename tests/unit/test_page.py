@@ -164,7 +164,7 @@ def expect_inert(page: str) -> None:
     reader = Reader(page)
     allowed = {"html", "head", "meta", "link", "title", "style", "body", "main", "section", "h1", "h2", "p", "ul", "li",
                "div", "figure", "figcaption", "b", "a", "table", "caption", "tr", "th", "td", "code", "details",
-               "summary", "dl", "dt", "dd", "noscript", "script"}  # fmt: skip
+               "summary", "dl", "dt", "dd", "noscript", "script", "button"}  # fmt: skip
     assert {tag for tag, _ in reader.tags} <= allowed
     assert [dict(about) for tag, about in reader.tags if tag == "script"] == [{"type": "text/plain", "id": "data"}, {}]
     assert not [about for _, about in reader.tags if any(name.startswith("on") for name in about)]

@@ -166,7 +166,7 @@ class _Parameter:
         names = self.flag.split()
         metavar = _METAVARS.get(self._conversion[0], "TEXT")
         if self.name in _ARGUMENTS:
-            info = typer.Argument(None, help=help)
+            info = typer.Argument(None, help=help, metavar=self.name.upper())
         else:
             names += [short for short in FLAGS.get(self.name, "").split()[1:] if len(names) == 1]
             if self.kind is bool and self.default is None:
@@ -325,7 +325,11 @@ class _Lazy:
 
     @cached_property
     def built(self) -> Any:
-        return self.command.build()
+        built = self.command.build()
+        for param in built.params:
+            if param.param_type_name == "argument":
+                param.display_type = lambda _: ""  # its name says what it is
+        return built
 
     params = property(lambda self: self.built.params, lambda self, _: None)
     callback = property(lambda self: self.built.callback, lambda self, _: None)

@@ -146,8 +146,8 @@ def blame_rank(
 
 
 def blame_changing_rank(waits: Sequence[float], late: Lateness, step_s: float) -> Iterator[Finding]:
-    """Ranks that are late in turn, from how long the rank that waits least waits in each step."""
-    gain_s = statistics.fmean(waits)
+    """Ranks that are late in turn, from how long the rank that waits least waits for another in each step."""
+    gain_s = statistics.fmean(waits or [0.0])
     if gain_s < _TURNS_WORTH * step_s:
         return
     text = f"even the rank that waits least waits {format_duration(gain_s)} per step, and the last rank changes"

@@ -423,7 +423,10 @@ class AttachedResult(Result):
             if all(2 * one.gain_s < gain_s for one in uneven):  # otherwise, these explain it
                 yield blame_rank(late, gain_s, interval_s, find_slow_operator(recorded, late.rank))
         elif late is not None:
-            yield from blame_changing_rank([one.get(self.critical.rank, 0.0) for one in steps], late, self.step_s)
+            # What the last rank of a step waits is the transfer itself.
+            rank = self.critical.rank
+            excess_s = [one[rank] - min(one.values()) for one in steps if rank in one]
+            yield from blame_changing_rank(excess_s, late, self.step_s)
         yield blame_host(self.idle_s, self.step_s)
         yield from causes
         saved_s = 0.0

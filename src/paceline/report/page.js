@@ -235,6 +235,19 @@
     link.href = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
   });
 
+  // Where the clipboard is not allowed, the line is selected instead.
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest("button.copy");
+    if (!button) return;
+    const code = button.previousElementSibling;
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(code);
+    }
+  });
+
   // A line's `gid` names the field of a row that it shows: "loss", or "ms:ranks.step_s.1" to convert seconds to ms.
   function append(row) {
     const known = data.figures.some((figure) => figure.panels.some((panel) => panel.marks.some((m) => m.gid === "test_loss")));

@@ -238,6 +238,10 @@ def _render_origin(result: Result) -> str:
     return f"<details><summary>How it was made</summary><dl>{rows}</dl></details>"
 
 
+def _render_step(step: str) -> str:
+    return f'<p class="next">next: <code>{_escape(step)}</code> <button type="button" class="copy">Copy</button></p>'
+
+
 def render_page(
     results: Sequence[Result], page: Path | None = None, live: dict[str, Any] | None = None, now: str = ""
 ) -> str:
@@ -263,7 +267,7 @@ def render_page(
             + _render_list([line for line in result.warnings if line not in result.headline], "warnings")
             + f"{''.join(shown)}{link}{''.join(map(render_table, result.page_tables()))}"
             + _render_list(result.findings, "findings")
-            + "".join(f"<p>next: <code>{_escape(step)}</code></p>" for step in result.next_steps)
+            + "".join(map(_render_step, result.next_steps))
             + f"{_render_origin(result)}</section>"
         )
     data = {"lists": numbers.lists, "figures": figures, "live": live}

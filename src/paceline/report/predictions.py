@@ -85,6 +85,8 @@ from paceline.units import MIB, format_bytes, format_duration, format_ms, format
 
 # rows shown on the terminal: the widest ranges of bucket sizes, and the last one; the CSV has all of them
 _MOST_ROWS = 24
+# A comparison that needs more seconds than this is not worth running: the plans hardly differ.
+_MOST_BUDGET_S = 600
 # bounds of the factor that measured times are fitted with
 _FACTORS = (0.5, 4.0)
 _ROWS = (256, 1024, 4096)  # assumed distinct tokens per rank, used when the tables do not give the number
@@ -837,8 +839,10 @@ class TuneResult(Result):
             spent_s, share = settings.race_s or settings.amount.confirm_s, race.rounds_to_decide / race.num_rounds
             effort = " --quick" if settings.effort == "quick" else ""
             more = f" --strategy {','.join(settings.strategies)}" if settings.strategies else ""
-            more += f"{effort} --budget {math.ceil(spent_s * (1 + share) / 10) * 10}"
-            return (f"paceline tune {job}{ranks}{describe_network(settings)}{more}",)
+            budget_s = math.ceil(spent_s * (1 + share) / 10) * 10
+            if budget_s > _MOST_BUDGET_S:
+                return (f"paceline train {job}{ranks}",)
+            return (f"paceline tune {job}{ranks}{describe_network(settings)}{more}{effort} --budget {budget_s}",)
         return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
 
     def to_json(self) -> dict[str, Any]:
