@@ -145,7 +145,8 @@ class Finding:
         return replace(self, gain_s=0.0, gain_interval_s=None, certainty="withdrawn", cure=cure, line="")
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"text": self.text, "factor": self.factor}
+        interval_s = None if self.gain_interval_s is None else list(self.gain_interval_s)
+        return asdict(self) | {"gain_interval_s": interval_s, "text": self.text, "factor": self.factor}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Finding:
