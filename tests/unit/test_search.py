@@ -90,7 +90,8 @@ def list_partitions(job: Job) -> list[tuple[int, ...]]:
 def test_the_closed_form_agrees_with_the_events_in_every_bucket_and_for_many_partitions(case):
     job, costs = case
     partitions = list_partitions(job)
-    found = [simulate(job, cuts, costs) for cuts in partitions]
+    with mock.patch.object(simulator, "_MANY_BUCKETS", 1):
+        found = [simulate(job, cuts, costs) for cuts in partitions]
     many_s = simulate_cuts(job, partitions, costs)
     with mock.patch.object(simulator, "has_closed_form", return_value=False):
         events = [simulate(job, cuts, costs) for cuts in partitions]
