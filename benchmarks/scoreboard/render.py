@@ -35,8 +35,8 @@ planted.
 A verdict of a peer counts as right if its documentation lists the cause among those that it stands for.
 
 ```sh
-python benchmarks/scoreboard/run.py --out runs/scoreboard         # about 35 minutes on a quiet machine, resumes
-python benchmarks/scoreboard/run.py --busy --out runs/scoreboard  # about 8 minutes more, with one busy core beside it
+python benchmarks/scoreboard/run.py --out runs/scoreboard         # resumes; estimated 35 minutes on a quiet machine
+python benchmarks/scoreboard/run.py --busy --out runs/scoreboard  # with one busy core beside it; estimated 8 minutes
 python benchmarks/scoreboard/render.py runs/scoreboard            # writes this page
 ```
 """

@@ -19,8 +19,8 @@ from paceline.parallel.codecs import GATHER, SUM, build_codec
 from paceline.plan import Gradient
 from paceline.predict.curves import Resample
 from paceline.predict.job import Job
-from paceline.predict.schedules import LARGE_BYTES, Sending
 from paceline.predict.search import estimate_caps
+from paceline.predict.sending import LARGE_BYTES, Sending
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.strategy_costs import (
     ALL,

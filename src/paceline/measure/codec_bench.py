@@ -15,7 +15,7 @@ from paceline.measure.step_bench import Replica, StepBench, hook_gradients
 from paceline.parallel.codecs import GATHER, SCATTER, Exchange, build_codec
 from paceline.parallel.outer import Outer
 from paceline.parallel.zero import join, scatter
-from paceline.predict.schedules import LARGE_BYTES
+from paceline.predict.sending import LARGE_BYTES
 from paceline.predict.strategy_costs import MEASURED
 from paceline.records import CodecRecord
 from paceline.strategy import Strategy, count_each

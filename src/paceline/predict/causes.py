@@ -19,11 +19,10 @@ from paceline.records.steps import RankRecord, TracedStepRecord
 from paceline.units import format_bytes, format_duration, format_number_of
 
 _Interval = tuple[float, float]
-# Share of an optimizer's time that a fused kernel leaves: typical, longest and shortest. Measured on a CPU for 4 to 24
-# square parameters with 64 to 1024 rows: 0.20 to 0.40 for AdamW, 0.34 to 0.63 for SGD with momentum.
+# Assumed share of an optimizer's time that a fused kernel leaves: typical, longest and shortest.
 _FUSED, _FUSED_ADAM, _FUSED_ON_GPU = (0.5, 0.75, 0.3), (0.3, 0.45, 0.15), (0.6, 0.9, 0.3)
-# Share of compute that a doubling of threads beyond the cores costs: typical, least and most; and of the cores that
-# ranks must use for it to cost anything.
+# Assumed share of compute that a doubling of threads beyond the cores costs: typical, least and most; and the share of
+# the cores that ranks must use for it to cost anything.
 _CROWDING, _LEAST_USED = (0.15, 0.03, 0.4), 0.85
 _LEAST_QUEUED = 0.15  # share of time that a thread may wait for a core without competition from other programs
 _OFTEN = 0.8  # share of steps in which the same rank must have the largest batch to be named
@@ -101,9 +100,16 @@ def find_causes(evidence: Evidence) -> Iterator[Finding]:
     for cause in CAUSES:
         if (loss := cause.find(evidence)) is not None and loss.gain_s > 0:
             yield Finding(
-                cause.kind, loss.evidence, loss.cure or cause.cure, loss.gain_s, cause.certainty, evidence.step_s,
-                loss.rank, loss.interval_s, loss.line or cause.line,
-            )  # fmt: skip
+                cause.kind,
+                loss.evidence,
+                loss.cure or cause.cure,
+                loss.gain_s,
+                cause.certainty,
+                evidence.step_s,
+                loss.rank,
+                loss.interval_s,
+                loss.line or cause.line,
+            )
 
 
 # -- pauses -----------------------------------------------------------------------------------------------------------
@@ -253,51 +259,81 @@ def _find_padding(evidence: Evidence) -> Loss | None:
 
 CAUSES = (
     Cause(
-        "garbage collection", "at most", _find_pauses("collected_s", "a full garbage collection"),
+        "garbage collection",
+        "at most",
+        _find_pauses("collected_s", "a full garbage collection"),
         "exclude what stays alive from collections, and collect at the same step on all ranks",
         "gc.collect(); gc.freeze(); gc.disable()  # before the loop; in it, gc.collect() every 1000 steps",
     ),
     Cause(
-        "evaluation", "at most", _find_pauses("evaluated_s", "evaluation between steps"),
+        "evaluation",
+        "at most",
+        _find_pauses("evaluated_s", "evaluation between steps"),
         "evaluate less often or on fewer samples, and share them among all ranks",
         "if step % 1000 == 0: evaluate(model)",
     ),
     Cause(
-        "checkpoint", "at most", _find_pauses("saved_s", "torch.save between steps"),
+        "checkpoint",
+        "at most",
+        _find_pauses("saved_s", "torch.save between steps"),
         "save less often (`paceline predict goodput` computes how often) or in the background",
         "torch.distributed.checkpoint.async_save(state, checkpoint_id=path)",
     ),
     Cause(
-        "threads", "estimated", _find_crowding,
-        "give each rank its share of the cores, assuming that twice as many threads cost 3 to 40 % of compute", "",
+        "threads",
+        "estimated",
+        _find_crowding,
+        "give each rank its share of the cores, assuming that twice as many threads cost 3 to 40 % of compute",
+        "",
     ),
     Cause(
-        "throttling", "at most", _find_share("throttled_share", 0.0, "is throttled by the CPU limit of its container"),
-        "raise the CPU limit, or use no more threads and workers than it allows", "",
+        "throttling",
+        "at most",
+        _find_share("throttled_share", 0.0, "is throttled by the CPU limit of its container"),
+        "raise the CPU limit, or use no more threads and workers than it allows",
+        "",
     ),
     Cause(
-        "shared cores", "at most", _find_share("queued_share", _LEAST_QUEUED, "waits for a core"),
-        "move other programs and surplus workers to other cores", "",
+        "shared cores",
+        "at most",
+        _find_share("queued_share", _LEAST_QUEUED, "waits for a core"),
+        "move other programs and surplus workers to other cores",
+        "",
     ),
     Cause(
-        "unused parameters", "computed", _find_unused, "leave the search out", "DistributedDataParallel(model)",
+        "unused parameters",
+        "computed",
+        _find_unused,
+        "leave the search out",
+        "DistributedDataParallel(model)",
     ),
     Cause(
-        "buffers", "computed", _find_buffers,
+        "buffers",
+        "computed",
+        _find_buffers,
         "do not broadcast them; statistics of BatchNorm are only needed in evaluation, so broadcast them before it",
         "DistributedDataParallel(model, broadcast_buffers=False)",
     ),
     Cause("optimizer", "estimated", _find_unfused, "update all parameters in one kernel", ""),
     Cause(
-        "replicated optimizer", "computed", _find_replicated, "shard the optimizer over the ranks (ZeRO-1)",
+        "replicated optimizer",
+        "computed",
+        _find_replicated,
+        "shard the optimizer over the ranks (ZeRO-1)",
         'paceline.DDP(net, strategy="zero1")',
     ),
     Cause(
-        "uneven batches", "estimated", _find_uneven,
-        "give all ranks batches of the same size; with sequences, sort them into batches of similar length", "",
+        "uneven batches",
+        "estimated",
+        _find_uneven,
+        "give all ranks batches of the same size; with sequences, sort them into batches of similar length",
+        "",
     ),
     Cause(
-        "padding", "at most", _find_padding,
-        "pad to the longest sequence of a batch, batch similar lengths, or pack several sequences into a row", "",
+        "padding",
+        "at most",
+        _find_padding,
+        "pad to the longest sequence of a batch, batch similar lengths, or pack several sequences into a row",
+        "",
     ),
-)  # fmt: skip
+)

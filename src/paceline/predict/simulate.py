@@ -6,9 +6,9 @@ servers. While messages are in flight, compute runs at a rate c and each message
 of the message; of two concurrent messages each is slowed by another factor p. At the end of backward, the rank waits
 for all messages. The rest of the step (data, forward, optimizer, buffers) takes as long as measured.
 
-`Queue` evaluates this in closed form for one message at a time, and `Timeline` event by event for everything else:
-several servers, and strategies, whose buckets become several messages with the work of a codec between them. A
-strategy is a `Schedule` in another module.
+`Timeline` evaluates this event by event, also with several servers and for strategies, whose buckets become several
+messages with the work of a codec between them. For one message at a time, `Queue` is the closed form: faster for many
+buckets and for many partitions. A strategy is a `Schedule` in another module.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Load(NamedTuple):
 
 
 class Schedule:
-    """How a strategy arranges a step; the strategies are subclasses in other modules (`schedules`, `fully_sharded`).
+    """How a strategy arranges a step; the strategies are subclasses in other modules (`sending`, `fully_sharded`).
     This one sends each bucket as one all-reduce."""
 
     @property

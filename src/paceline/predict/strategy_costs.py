@@ -11,8 +11,8 @@ from paceline.errors import ConfigError
 from paceline.predict.curves import Resample
 from paceline.predict.job import Job
 from paceline.predict.predictor import Prediction, calibrate
-from paceline.predict.schedules import LARGE_BYTES, Sending
 from paceline.predict.search import PLATEAU
+from paceline.predict.sending import LARGE_BYTES, Sending
 from paceline.predict.simulate import MachineCosts
 from paceline.records import CodecRecord
 from paceline.strategy import DENSE, Strategy, parse_strategies

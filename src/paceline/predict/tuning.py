@@ -24,8 +24,8 @@ from paceline.predict.job import Job
 from paceline.predict.networks import AssumedFabric, find_network
 from paceline.predict.predictor import Choice, Evidence, Prediction, Predictor
 from paceline.predict.race import Interval, Race, judge_race
-from paceline.predict.schedules import Sending
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps
+from paceline.predict.sending import Sending
 from paceline.predict.simulate import MachineCosts
 from paceline.predict.strategy_costs import (
     BF16,

@@ -19,8 +19,8 @@ from paceline.predict.networks import (
 )
 from paceline.predict.predictor import Draw, Evidence, Prediction, Predictor, RankCosts, describe_rank, fit_rank
 from paceline.predict.scaling import estimate_slowdown, estimate_wait
-from paceline.predict.schedules import Sending
 from paceline.predict.search import estimate_caps
+from paceline.predict.sending import Sending
 from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, Schedule, SimulatedStep, simulate
 from paceline.records import LayerProfileRecord
 from paceline.records.samples import group_by

@@ -514,7 +514,9 @@ class AttachedResult(Result):
         """The verdict as a sentence, the evidence and the remedy. A doubt about the machine comes first."""
         verdict = self.bottleneck.verdict
         if self.busy is not None:
-            verdict = f"no conclusion: {self.busy.evidence}; what stands out most is {self.bottleneck.subject}"
+            is_healthy = self.bottleneck.kind == "healthy"
+            most = "nothing stands out" if is_healthy else f"what stands out most is {self.bottleneck.subject}"
+            verdict = f"no conclusion: {self.busy.evidence}; {most}"
         return f"{verdict[:1].upper()}{verdict[1:]}. {self.bottleneck.sentences}"
 
     @property

@@ -28,7 +28,6 @@ from paceline.predict.networks import (
     find_networks,
 )
 from paceline.predict.predictor import Draw, Prediction, Predictor, calibrate, find_evidence
-from paceline.predict.schedules import Sending
 from paceline.predict.search import (
     PLATEAU,
     CapCurve,
@@ -39,6 +38,7 @@ from paceline.predict.search import (
     find_best_cuts,
     scale_curve,
 )
+from paceline.predict.sending import Sending
 from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.predict.strategy_costs import describe_update
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, Tuning, hash_predictions, load_tuning
