@@ -675,18 +675,14 @@ class BucketedReducer:
                         if index not in self._taken:  # did not arrive in this backward, or arrived in parts
                             self._copy(index, factor)
                     bucket.gather(factor)
-                    if bucket.pack is not None:
-                        uncopied = [bucket.pack.fill(factor)]
-                    else:
-                        uncopied = [self._take_uncopied(index, factor) for index in bucket.uncopied]
+                    packed = [] if bucket.pack is None else [bucket.pack.fill(factor)]
+                    uncopied = packed + [self._take_uncopied(index, factor) for index in bucket.in_place]
             except Exception as error:
                 self._fail(error)
             if zeros is not None or self._failure is not None:
                 flat.ranges[bucket.number].zero_()
-                if bucket.pack is not None:
-                    uncopied = [bucket.pack.build_zeros()]
-                else:
-                    uncopied = [self.replica.zeros(index) for index in bucket.uncopied]
+                packed = [] if bucket.pack is None else [bucket.pack.build_zeros()]
+                uncopied = packed + [self.replica.zeros(index) for index in bucket.in_place]
         bucket.version = bucket.range._version
         return flat, uncopied, averages and self.channel.world_size > 1
 
@@ -791,7 +787,7 @@ class BucketedReducer:
             if replaced or bucket.range._version != bucket.version:
                 late += bucket.fused
             if bucket.pack is not None:
-                late += [bucket.uncopied[place] for place in bucket.pack.find_changed()]
+                late += [bucket.packed[place] for place in bucket.pack.find_changed()]
         for index, (grad, version) in self._taken.items():
             if grad._version != version or self.replica.params[index].grad is not grad:
                 late.append(index)
