@@ -2,6 +2,7 @@
 """Compare wrappers on NCCL ranks that share one GPU, alternating: ours and torch's, default and tuned.
 
     PACELINE_SHARE_GPUS=1 benchmarks/nccl_wrappers.py OUT [--models mlp,resnet18,...] [--ranks 2,4,8] [--iters N]
+        [--wrappers torch,paceline,...]
 
 Start CUDA MPS first, so that the ranks compute concurrently. OUT gets one run per model and number of ranks. The models
 are those of `paceline bench wrappers`, with GPU batch sizes, and `transformer`: 64.6 MiB in 6 layers of width 384, with
@@ -51,7 +52,7 @@ class OwnWorkload(Workload):
         return Transformer()
 
 
-def measure(out: str, models: list[str], ranks: int, iters: int | None, backend: str) -> None:
+def measure(out: str, models: list[str], ranks: int, iters: int | None, backend: str, wrappers: str) -> None:
     params = [param.numel() for param in Transformer().parameters()]
     form = DataForm("tokens", (CONTEXT,), vocabulary=VOCABULARY)
     WORKLOADS["transformer"] = OwnWorkload("transformer", len(params), sum(params), BATCHES["transformer"], form)
@@ -59,7 +60,7 @@ def measure(out: str, models: list[str], ranks: int, iters: int | None, backend:
         try:
             result = paceline.bench.wrappers(
                 models=model,
-                wrappers=("torch", "paceline") if model == "gpt2-large" else WRAPPERS,
+                wrappers=("torch", "paceline") if model == "gpt2-large" else wrappers.split(","),
                 ranks=ranks,
                 backend=backend,
                 batch_size=BATCHES[model],
@@ -80,6 +81,8 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--iters", type=int)
     parser.add_argument("--backend", default="nccl")
+    parser.add_argument("--wrappers", default=",".join(WRAPPERS), help="tuned ones take most of the time")
     given = parser.parse_args()
     for count in map(int, given.ranks.split(",")):
-        paceline.run_ranks(measure, count, (given.out, given.models.split(","), count, given.iters, given.backend))
+        arguments = given.out, given.models.split(","), count, given.iters, given.backend, given.wrappers
+        paceline.run_ranks(measure, count, arguments)
