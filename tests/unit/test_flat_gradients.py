@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.parallel import flat
-from paceline.parallel.flat import FlatGradients, Pack
+from paceline.parallel.flat import FlatGradients, LiveBucket, Pack
 from paceline.parallel.replicas import read_replica
 from paceline.plan import Bucket, Piece, Plan
 from tests.unit.made_plans import plan_by_cap, plan_in_pieces
@@ -159,6 +159,19 @@ def test_memory_of_large_gradients_is_freed_with_them(monkeypatch):
         clear(params)
         gc.collect()
         assert [reference() for reference in memory] == [None, None]
+
+
+@pytest.mark.parametrize(("least", "packed", "sends_words"), [(41, 3, True), (40, 2, True), (4, 0, False)])
+def test_large_gradients_are_reduced_in_place_and_the_others_packed(monkeypatch, least, packed, sends_words):
+    monkeypatch.setattr(flat, "_IN_PLACE_BYTES", least)
+    replica = read_replica(nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (10, 2, 1)]))
+    plan = plan_by_cap(replica.gradients, range(3), 10_000)
+    memory = FlatGradients(replica, plan, num_words=7, uncopied={0, 1, 2}, separate={0, 1, 2})
+    bucket = LiveBucket(0, memory, replica.params, packs=True)
+    assert len(bucket.packed) == packed and sorted(bucket.packed + bucket.in_place) == [0, 1, 2]
+    assert bucket.sends_words == sends_words
+    alone = LiveBucket(0, memory, replica.params, packs=False)
+    assert alone.pack is None and sorted(alone.in_place) == [0, 1, 2]
 
 
 HOLDS: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {
