@@ -1,4 +1,4 @@
-"""The cost of saving a checkpoint every 10 s: training on two ranks, in alternating turns with and without a save.
+"""Measure the cost of saving a checkpoint every 10 s: train on two ranks, alternately with and without a save.
 
 python benchmarks/checkpoint_cost.py [--model resnet18] [--ranks 2] [--spell 10] [--pairs 6]
 """
@@ -24,7 +24,7 @@ from paceline.training.train_settings import TrainSettings
 
 
 def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds per step in turns with a save, in turns without, and the total delay of steps caused by saves."""
+    """Seconds per step in rounds with and without a save, and the total time that saves delay steps."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-checkpoint-cost-"))
     with paceline.init(announce=None) as world:
         job = build_job(settings, world)
@@ -52,7 +52,7 @@ def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[f
         times: dict[bool, list[float]] = {True: [], False: []}
         held_s = []
         for number in range(2 * pairs):
-            saves = number % 4 in (0, 3)  # order A B B A: drift of the machine affects both equally
+            saves = number % 4 in (0, 3)  # order A B B A: machine drift affects both equally
             world.barrier()
             begin_s = time.perf_counter()
             if saves:

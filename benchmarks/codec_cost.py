@@ -1,4 +1,4 @@
-"""CPU time of each codec: encoding and decoding one bucket on one rank of two.
+"""Measure the CPU time of each codec: encoding and decoding one bucket on one of two ranks.
 
     python benchmarks/codec_cost.py [--elements 10485760] [--rounds 7] [--torch]
 
@@ -23,7 +23,7 @@ WIDTH = 2048
 
 
 def time_rounds(text: str, num_elements: int, rounds: int) -> tuple[float, float]:
-    """Milliseconds that the first rank needs before and after its first message."""
+    """Measure the milliseconds that the first rank needs before and after its first message."""
     strategy = Strategy.parse(text)
     ranks = [codecs.build_codec(strategy, rank, 2) for rank in range(2)]
     shapes = [(WIDTH, WIDTH)] * (num_elements // WIDTH**2) + [(num_elements % WIDTH**2 // WIDTH, WIDTH), (WIDTH,)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Two ranks that communicate over a link: gloo's collectives, ours, and an all-reduce of the same size.
+"""Compare collectives of two ranks over a link: gloo's, ours, and an all-reduce of the same size.
 
     benchmarks/crossing.py [--rate 1gbit] [--rounds 20]
 

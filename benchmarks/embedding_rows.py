@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Gain from sending embedding gradients as rows: `embeddings="dense"` and `"rows"` in alternating steps.
+"""Measure the gain from sending embedding gradients as rows: alternate `embeddings="dense"` and `"rows"`.
 
     benchmarks/embedding_rows.py [--rate 1gbit] [--model gpt2-mini] [--batch-size 4] [--rounds 40] [--json FILE]
 
@@ -32,7 +32,7 @@ WARMUP = 4
 
 
 def build(name: str, tokens: int) -> tuple[torch.nn.Module, int, int]:
-    """The model, its vocabulary size and its sequence length."""
+    """Return the model, its vocabulary size and its sequence length."""
     torch.manual_seed(0)
     if name == "hf":
         from transformers import GPT2Config, GPT2LMHeadModel

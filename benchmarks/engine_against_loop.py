@@ -26,7 +26,7 @@ from paceline.units import format_bytes, format_ms, parse_sizes
 
 
 def time_loop(vector: torch.Tensor, iters: int) -> list[float]:
-    """The hand-written loop."""
+    """Time the hand-written loop."""
     seconds = []
     dist.barrier()
     for _ in range(iters):
@@ -54,14 +54,14 @@ class AllReduce(Timed):
 
 
 def time_engine(vector: torch.Tensor, iters: int, world: paceline.World) -> list[float]:
-    """The same number of repetitions by the engine, with its barrier, fresh data and check."""
+    """Time the same number of repetitions in the engine, with its barrier, fresh data and check."""
     timed = AllReduce(vector, world)
     time_interleaved([timed], world.control, iters, 0)
     return timed.timing.seconds
 
 
 def compare(sizes: tuple[int, ...], rounds: int, iters: int, threads: int = 1) -> list[dict[str, Any]]:
-    """Medians over all rounds of the slowest rank in each repetition. Collective: call on every rank."""
+    """Median over all rounds of each repetition's slowest rank. Collective: call on every rank."""
     rows = []
     with paceline.init("gloo", "cpu", threads=threads, announce=None) as world:
         for size in sizes:

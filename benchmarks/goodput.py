@@ -2,19 +2,19 @@
 
 python benchmarks/goodput.py [--on-fault restart] [--mtbf 20,40,80] [--seconds 200] [--rounds 1] [--out FILE]
 
-Every round has a run without faults and one for each mean time between faults, in reverse order in the next round.
-Kills at fixed times measure a recovery first; the prediction uses no other number of these runs.
+Every round has a run without faults and one for each mean time between faults; the next round reverses the order.
+First, kills at fixed times measure a recovery; the prediction uses no other number from these runs.
 
-Useful time is the time of the steps that count plus the gaps between steps, as long as in a run without faults and
+Goodput is the time of the steps that count, plus gaps between steps as long as in a run without faults and
 saves, divided by the time from the first step to the last. This removes differences in the machine's speed between
 runs. The result also states how much slower steps are after a recovery than before the fault. With
 `--on-fault resume`, `paceline train --resume` restarts the command; with a policy, only if the command has ended
 because one fault followed another too soon.
 
 Times between faults are exponential, drawn from equal shares of the distribution in random order, so a few of them
-already have the requested mean. The rounds of a rate continue one sequence of faults. A fault kills one rank; with
-`spare` and `shrink`, it kills a rank of the current world and waits while no world exists. A replica survives, so
-the prediction assumes that nearly all faults spare one. FILE is written after each run.
+already have the requested mean. All rounds at one fault rate continue the same sequence of faults. A fault kills one
+rank; with `spare` and `shrink`, it kills a rank of the current world, and waits while there is none. A replica
+survives, so the prediction assumes that nearly all faults spare one. FILE is written after each run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PACELINE = (sys.executable, "-m", "paceline")
 _LOOK_S = 0.02
 _BLIND_S = 0.1  # window after a kill in which a nearly completed step may still be written
 _MOST_S = 1800.0
-_AFTER = 300  # number of steps compared after a recovery and before a fault
+_AFTER = 300  # number of steps compared before a fault and after a recovery
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Outcome:
         return self.last_step - self.first_step
 
     def read_steps(self) -> None:
-        """Total seconds of the steps that count."""
+        """Return the total seconds of the steps that count."""
         rows = load_metrics(self.folder / METRICS_FILE)
         faults = load_config(self.folder).get("faults", ())
         steps_s = [row["step_s"] for row in rows]
@@ -102,7 +102,7 @@ def find_ranks(pid: int, in_world: bool = False) -> list[int]:
 
 
 def read_pages(pid: int) -> set[int]:
-    """The processes whose status pages a launcher reads."""
+    """Return the processes whose status pages a launcher reads."""
     found = set()
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
@@ -113,7 +113,7 @@ def read_pages(pid: int) -> set[int]:
 
 
 def check_faults(outcome: Outcome, policy: str) -> str:
-    """A warning if the number of faults recorded by the run differs from the number of kills."""
+    """Warn if the number of faults recorded by the run differs from the number of kills."""
     faults = json.loads((outcome.folder / "config.json").read_text()).get("faults", ())
     if policy == "resume" or len(faults) == len(outcome.kills_s):
         return ""
@@ -121,7 +121,7 @@ def check_faults(outcome: Outcome, policy: str) -> str:
 
 
 def read_step(path: Path) -> int:
-    """The step of the last row, or 0."""
+    """Return the step of the last row, or 0."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 50_000))
@@ -196,7 +196,7 @@ def run_job(
 
 
 def draw_gaps(mean_s: float, num: int, source: random.Random) -> Iterator[float]:
-    """Exponential intervals; the mean over each `num` of them is nearly exact."""
+    """Draw exponential intervals; the mean of each `num` of them is nearly exact."""
     while True:
         shares = [(place + source.random()) / num for place in range(num)]
         source.shuffle(shares)
@@ -204,7 +204,7 @@ def draw_gaps(mean_s: float, num: int, source: random.Random) -> Iterator[float]
 
 
 def predict(asked: argparse.Namespace, healthy: Path, mtbf_s: float, recovery_s: Sequence[float]) -> dict[str, Any]:
-    """The prediction of `paceline predict goodput` for this job."""
+    """Run `paceline predict goodput` for this job."""
     flag = "--restart-seconds" if asked.on_fault in ("restart", "resume") else f"--{asked.on_fault}-seconds"
     words = [*_PACELINE, "predict", "goodput", str(healthy), "--mtbf", f"{mtbf_s:.3f}s", "--json"]
     words += ["--save-every", asked.save_every, "--horizon", f"{asked.seconds * asked.rounds:.0f}s"]
@@ -220,7 +220,7 @@ def compare(
     asked: argparse.Namespace, alone: Sequence[Outcome], measured: Mapping[float, Sequence[Outcome]], saved: Outcome,
     calibration: Outcome,
 ) -> dict[str, Any]:  # fmt: skip
-    """The measurements so far, with their predictions."""
+    """Compare the measurements so far with their predictions."""
     step_s = sum(one.wall_s for one in alone) / sum(one.num_steps for one in alone)
     around = sum(one.wall_s for one in alone) / sum(one.busy_s for one in alone)
     rows = []

@@ -23,12 +23,12 @@ from typing import NoReturn
 from paceline.studies.fault_places import HOST_ADDRESS, HOST_PORT, link_hosts, why_not
 
 DEFAULT = "tune --model gpt2-mini --batch-size 4 --backend gloo --wrapper torch"
-SECRET = secrets.token_hex(16)  # the ranks share cores but no socket, so they rendezvous as separate hosts do
+SECRET = secrets.token_hex(16)  # the ranks share cores but no socket, so they rendezvous like separate hosts
 TIMEOUT_S = 900
 
 
 def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: str = f"{HOST_ADDRESS}.1") -> int:
-    """Start one rank in each namespace (without a name, on this host). Rank 0 prints; if one fails, both end."""
+    """Start one rank in each namespace (on this host if the name is empty). Rank 0 prints; if one fails, both stop."""
     ranks = []
     for rank, name in enumerate(names):
         place = {
@@ -57,7 +57,7 @@ def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: 
 def run_again(rate: str) -> NoReturn:
     """Rerun this program with `--is-rank` on both hosts; `none` runs both ranks here and needs no root."""
     command = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], "--is-rank"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces must be removed however this program ends
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # remove the namespaces however this program ends
     if rate == "none":
         sys.exit(run_ranks(command, address="127.0.0.1"))
     check_rights()

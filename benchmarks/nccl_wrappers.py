@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare wrappers on NCCL ranks that share one GPU, alternating: ours and torch's, default and tuned.
+"""Compare wrappers in alternation on NCCL ranks that share one GPU: ours and torch's, default and tuned.
 
     PACELINE_SHARE_GPUS=1 benchmarks/nccl_wrappers.py OUT [--models mlp,resnet18,...] [--ranks 2,4,8] [--iters N]
         [--wrappers torch,paceline,...]

@@ -1,4 +1,4 @@
-"""Speed of the magics in a real Jupyter kernel: start, round trip, interrupt, and processes left by a killed kernel.
+"""Time the magics in a real Jupyter kernel: start, round trip and interrupt; count processes left by a killed kernel.
 
 Needs `pip install ipykernel jupyter_client`. Prints one line per result; the machine should be idle.
 """
@@ -31,7 +31,7 @@ def start(ranks: int) -> tuple[Any, Any, float]:
 
 
 def interrupt(manager: Any, client: Any, source: str) -> float:
-    """Seconds from the interrupt to the end of the cell on all ranks."""
+    """Measure the seconds from the interrupt to the end of the cell on all ranks."""
     message = client.execute(f"print('now')\n{source}")
     while "now" not in str(client.get_iopub_msg(timeout=60)["content"]):
         pass
@@ -45,7 +45,7 @@ def interrupt(manager: Any, client: Any, source: str) -> float:
 
 
 def kill(ranks: int) -> list[int]:
-    """The processes left 5 s after the kernel was killed with -9 during a cell."""
+    """Kill the kernel with -9 during a cell, and return the processes left after 5 s."""
     manager, client, _ = start(ranks)
     client.execute("import time\nprint('now')\ntime.sleep(600)")
     while "now" not in str(client.get_iopub_msg(timeout=60)["content"]):

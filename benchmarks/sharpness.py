@@ -8,8 +8,8 @@ Trains with a small batch, and with a large one: without a recipe, and with a li
 solution, over three seeds (mean and range):
 
 - sharpness: the largest eigenvalue of the Hessian of the training loss, by power iteration;
-- rise: the average increase of the training loss along random directions whose length in every layer is a tenth
-  of the norm of its weights.
+- rise: the average increase in training loss along random directions whose length in each layer is a tenth of the
+  norm of the layer's weights.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
         --epochs 30 --batch-size 512 --lr 0.4 --weight-decay 0.0005 --lr-warmup 490 --seeds 5
 
 - dense: every gradient is averaged, as usual.
-- places: each rank keeps its largest gradients, and an all-reduce adds up values at different indices.
-- gradients: only the gradients of every 8th step are averaged, and never the parameters.
+- places: each rank keeps its largest gradients, so an all-reduce adds up values at different indices.
+- gradients: gradients are averaged only in every 8th step, and parameters never.
 
 Prints the test accuracy of each seed and their mean. Four workers run in one process.
 """
@@ -34,7 +34,7 @@ WORKERS, DENSITY, EVERY = 4, 0.01, 8
 
 
 class OtherPlaces(Codec):
-    """Adds up the largest values of each rank as if they had the same indices."""
+    """Adds up each rank's largest values as if they had the same indices."""
 
     def average(self, names: Sequence[str], grads: Sequence[torch.Tensor], step: int) -> Exchange:
         for grad in grads:
@@ -45,7 +45,7 @@ class OtherPlaces(Codec):
 
 
 class SomeGradients(Codec):
-    """Averages the gradients of every few steps, but never the parameters."""
+    """Averages gradients every few steps, but never the parameters."""
 
     def average(self, names: Sequence[str], grads: Sequence[torch.Tensor], step: int) -> Exchange:
         if step % EVERY == 0:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The cost of a strategy: steps with it and plain steps, alternating.
+"""Measure the cost of a strategy: alternate steps with it and plain steps.
 
     benchmarks/two_ways.py STRATEGY [--model gpt2-mini] [--ranks 2] [--steps 60] [--backend shm] [--rate 1gbit]
 
@@ -39,7 +39,7 @@ def build(strategy: str, net: torch.nn.Module) -> tuple[paceline.DDP, Any]:
 
 
 def measure(settings: TrainSettings, strategy: str, num_steps: int) -> str:
-    """The result as text. Collective: call on every rank."""
+    """Measure, and return the result as text. Collective: call on every rank."""
     ways = ("dense", strategy)
     with paceline.init(settings.backend, "cpu", announce=None) as world:
         (data, _), _ = load_sets(settings, world)
@@ -81,7 +81,7 @@ def measure(settings: TrainSettings, strategy: str, num_steps: int) -> str:
         held = [sum(v.nbytes for state in optimizers[way].state.values() for v in state.values()) for way in ways]
         lines.append(f"the optimizer's state on this rank: {held[1] / held[0]:.1%} of {held[0] / 2**20:.1f} MiB")
         is_equal = all(map(torch.equal, *(list(models[way].module.parameters()) for way in ways)))
-        lines.append(f"parameters are {'equal to the bit' if is_equal else 'different'}")
+        lines.append(f"parameters are {'bit-identical' if is_equal else 'different'}")
         return "\n".join(lines)
 
 

@@ -6,13 +6,13 @@
 
 `overhead`: alternating runs of tests/scripts/plain_loop.py, plain and attached. Step times come from two lines that the
 script prints, and exclude recorded steps. Runs differ by more than the goal, so one more run of `--seconds` alternates
-between a few steps with and without the calls of attaching: thousands of pairs. Finally, the calls themselves are
-timed, which has the least noise but excludes the effect on other code.
+between a few steps with and without the attached calls, which yields thousands of pairs. Finally, the calls themselves
+are timed, which has the least noise but excludes their effect on other code.
 
 `link`: the same program on two network namespaces with one rank each. It is tuned, and then runs twice with alternating
 bucket sizes that the prediction has not seen. The predicted steps are scored relative to the program's own buckets in
-the same run, and relative to the first run's step, which includes the drift of the machine. The regret is how much
-longer the chosen bucket size takes than the best one, each relative to its own buckets in the same round. A case that
+the same run, and relative to the first run's step, which includes machine drift. The regret is how much slower the
+chosen bucket size is than the best one, each relative to the program's own buckets in the same round. A case that
 mostly waits for data should be flat. Needs root, `ip` and `tc`.
 """
 
@@ -54,14 +54,14 @@ CASES = {
     "deep": "--width 384 --depth 24 --batch-size 32",
     "flat": "--width 256 --depth 4 --batch-size 32 --decode-ms 15",
 }
-TURN = 4  # in steps; noise lasts longer, so the turns should follow each other quickly
+TURN = 4  # in steps; noise lasts longer, so turns should alternate quickly
 JUDGED = 16  # steps before the comparison of a run that validates predictions
 HOOKS = hooked._global_optimizer_pre_hooks, hooked._global_optimizer_post_hooks
 CAPS = "256KiB,1MiB,4MiB,10MiB,25MiB"
 
 
 def time_steps(variables: dict[str, str]) -> float:
-    """Seconds per step, from the lines that the program prints at steps 60 and 180."""
+    """Read the seconds per step from the lines that the program prints at steps 60 and 180."""
     command = [*TORCHRUN, str(SCRIPT), "--steps", "181", "--width", "256", "--depth", "6"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
     moments = {}
@@ -84,7 +84,7 @@ def measure_overhead(rounds: int, seconds: float) -> None:
                 times[kind].append(time_steps({} if kind == "plain" else variables))
         print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     if rounds:
-        show_ratio("runs in turns", times)
+        show_ratio("alternating runs", times)
     command = [*TORCHRUN, __file__, "turns", "--seconds", f"{seconds:g}"]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     show_ratio(f"turns of {TURN} steps in one run", found["times"])
@@ -93,7 +93,7 @@ def measure_overhead(rounds: int, seconds: float) -> None:
 
 
 def show_ratio(what: str, times: dict[str, list[float]]) -> None:
-    """The median of paired ratios with its 95 % interval, as in a plan comparison."""
+    """Print the median of paired ratios with its 95 % interval, as in a plan comparison."""
     ratio, plain_s = estimate_ratio(times["attached"], times["plain"], 0.025), statistics.median(times["plain"])
     said = f"{ratio.value:.4f} times as long, 95 %: {ratio.low:.4f} to {ratio.high:.4f}"
     print(f"{what}: {len(times['plain'])} pairs, {format_ms(plain_s)} ms a step; attached {said}")
@@ -113,7 +113,7 @@ class Cycled(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def take_turns(seconds: float) -> None:
-    """One rank: pairs of turns as in plain_loop.py, with and without the calls of attaching, in a random order that is
+    """Run one rank: pairs of turns as in plain_loop.py, with and without the attached calls, in a random order that is
     the same on all ranks; then steps in which those calls are timed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -165,8 +165,8 @@ class Attached:
 
 
 def time_calls(folder: str, train: Callable[[int], float]) -> list[float]:
-    """Seconds per step, for 300 steps, inside the calls of attaching: hooks, and the loader minus the calls it
-    wraps."""
+    """Measure the seconds per step, over 300 steps, inside the attached calls: hooks, and the loader minus the calls
+    that it wraps."""
     clock, spent = time.perf_counter, [0.0]
 
     def timed(function: Callable[..., Any], sign: int) -> Callable[..., Any]:
@@ -210,7 +210,7 @@ def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str])
     check_rights()
     tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
     chosen: dict[str, list[tuple[int, ...]]] = {name: [] for name in only}  # as bucket bytes
-    # By bucket size: its turns, and those of the program's own buckets in the same rounds.
+    # By bucket size: its turns, and the turns of the program's own buckets in the same rounds.
     turns: dict[str, dict[tuple[int, ...], tuple[list[float], list[float]]]] = {name: {} for name in only}
     errors: dict[str, list[float]] = {name: [] for name in only}
     late: dict[str, list[float]] = {name: [] for name in only}  # relative to the step of the first run
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--judges", type=int, default=2, help="runs that judge each tuning")
+    parser.add_argument("--judges", type=int, default=2, help="runs that check each tuning")
     if "ranks" in sys.argv[1:2]:  # started by `link`
         place = sys.argv.index("--")
         sys.exit(run_on_hosts(sys.argv[2:place], sys.argv[place + 1 :]))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Accuracy of predictions for networks that were not measured here, against published tables, held out by source.
+"""Score predictions for networks that were not measured here against published tables, held out by source.
 
     python benchmarks/validate_networks.py [allreduce_public.csv] [--runs results/*/allreduce*]
 
@@ -9,11 +9,11 @@ separately. A row is dropped as a cold start if a larger message of its sweep to
 
 1. Named networks: each table is predicted without its own source. If no other source has measured that network, its
    data sheet is used, with a correction fitted to the other sources. In-sample numbers are printed next to it.
-2. Only data sheets, in the same way: for networks without published measurements.
-3. Other numbers of ranks: each count of a sweep is predicted from the smaller counts.
-4. The first additional nodes: several nodes from the sweep of one, without the number of ranks per node, with it, and
-   with the data sheet of the links between the nodes.
-5. Below a table: the sizes from 4 KiB to 1 and 10 MiB are predicted from the larger ones.
+2. Only data sheets, in the same way, as for networks without published measurements.
+3. Other rank counts: each rank count of a sweep is predicted from the smaller ones.
+4. From one node to several: predicted from the sweep on one node, without the number of ranks per node, with it, and
+   with the data sheet of the links between nodes.
+5. Below a table's range: sizes from 4 KiB to 1 and 10 MiB are predicted from larger ones.
 
 Every coverage refers to the 90 % interval and is printed with its width.
 """
@@ -38,7 +38,7 @@ from paceline.units import MIB
 
 CLASSES = {"below 1 MiB": (0, MIB), "1 to 32 MiB": (MIB, 32 * MIB + 1), "above 32 MiB": (32 * MIB + 1, 1 << 60)}
 INSIDE_90 = 1.645  # standard deviations to each side
-# By text in the column interconnect: the published network, and the data sheets (between nodes, inside a node).
+# By the text of the interconnect column: the published network, and the data sheets (between nodes, inside a node).
 STANDS_FOR = {
     "Slingshot": ("mi250x-slingshot", ("100GB/s,2us", "100GB/s,2us")),
     "multi-node RDMA": ("h100-rdma", None),  # the links are not stated, so there is no data sheet
@@ -80,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Judged:
-    """One point: measured, predicted, and the standard deviation of the prediction."""
+    """One scored point: measured, predicted, and the standard deviation of the prediction."""
 
     source: str
     num_bytes: int
@@ -102,7 +102,7 @@ def drop_disturbed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float
 
 
 def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
-    """The sweeps of a CSV, and the numbers of rows dropped for an unknown network and as cold starts."""
+    """Load the sweeps of a CSV, and count the rows dropped for an unknown network and as cold starts."""
     sweeps: dict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
     with path.open() as file:
         for row in csv.DictReader(file):
@@ -122,7 +122,7 @@ def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
 
 
 def list_bundled() -> list[Case]:
-    """The bundled tables with their data sheets, from 4 KiB, because no bucket is smaller."""
+    """List the bundled tables with their data sheets, from 4 KiB up, because no bucket is smaller."""
     names = {sweep: name for name, sweeps in PUBLISHED.items() for sweep in sweeps}
     return [
         Case(s.source, s.ranks, s.nodes, tuple((x, t) for x, t in drop_disturbed(s.points) if x >= 4096),
@@ -142,7 +142,7 @@ def estimate(case: Case, correction: Correction) -> list[float]:
 
 
 def fit_correction(cases: Sequence[Case]) -> Correction:
-    """The correction with the least mean square of log errors; each table has equal weight."""
+    """Fit the correction with the least mean squared log error; every table has equal weight."""
     used = [case for case in cases if case.sheets and case.points]
 
     def loss(correction: Correction) -> float:
@@ -238,7 +238,7 @@ def split(points: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
 
 
 def calibrate(points: Sequence[Judged]) -> list[str]:
-    """The standard deviations that would cover 90 % of the held-out points, by class."""
+    """Find the standard deviations that would cover 90 % of the held-out points, by class."""
     lines = []
     for name, found in split(points)[1:4]:
         sizes = sorted(abs(p.log_error) for p in found)
@@ -248,7 +248,7 @@ def calibrate(points: Sequence[Judged]) -> list[str]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All-reduce times of one machine, by ranks and by size; on `nodes[ranks]` nodes, with `cores` on a CPU host."""
+    """All-reduce times of one machine, by rank count and size; on `nodes[ranks]` nodes, with `cores` on a CPU host."""
 
     name: str
     backend: str
@@ -259,7 +259,7 @@ class Sweep:
 
 
 def list_public_sweeps() -> list[Sweep]:
-    """The published tables of one source over several numbers of ranks."""
+    """All published tables, one sweep per source, each covering several rank counts."""
     found = []
     for name, tables in (
         ("A100, HDR", TABLES["a100"][:2] + TABLES["a100-nodes"]), ("V100, EDR", TABLES["v100"] + TABLES["v100-nodes"]),
@@ -272,7 +272,7 @@ def list_public_sweeps() -> list[Sweep]:
 
 
 def list_csv_sweeps(path: Path) -> list[Sweep]:
-    """The sweeps of one host in the CSV over several numbers of ranks; their interconnect does not matter."""
+    """The single-host sweeps in the CSV that cover several rank counts; their interconnect does not matter."""
     tables: dict[tuple[str, str], dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     with path.open() as file:
         for row in csv.DictReader(file):
@@ -319,7 +319,7 @@ def build_fabric(sweep: Sweep, counts: Sequence[int], **options: int) -> network
 
 
 def judge_ranks(sweeps: Sequence[Sweep]) -> list[tuple[str, Judged]]:
-    """Predict each number of ranks from the smaller ones: inside a node, on the first nodes, or beyond."""
+    """Predict each rank count from the smaller ones: inside a node, on the first nodes, or beyond."""
     judged = []
     for sweep in sweeps:
         counts = sorted(n for n in sweep.times if len(sweep.times[n]) > 1)
@@ -342,7 +342,7 @@ LINKS = {"A100, HDR": "100GB/s,2us", "V100, EDR": "25GB/s,2us", "A100, RoCE": "2
 
 
 def judge_crossing(sweeps: Sequence[Sweep]) -> dict[str, list[Judged]]:
-    """Several nodes from the sweeps of one: without and with the number of ranks per node, and with a data sheet."""
+    """Predict several nodes from one node's sweeps: without and with the ranks per node, and with a data sheet."""
     found: dict[str, list[Judged]] = defaultdict(list)
     for sweep in (sweep for sweep in sweeps if sweep.name in LINKS):
         inside = [n for n in sweep.times if sweep.nodes[n] == 1]
@@ -366,7 +366,7 @@ def judge_crossing(sweeps: Sequence[Sweep]) -> dict[str, list[Judged]]:
 
 
 def judge_below(tables: Iterable[tuple[str, Sequence[tuple[int, float]]]]) -> dict[str, list[Judged]]:
-    """Sizes below 1 and 10 MiB from the larger ones of the same table."""
+    """Predict sizes below 1 and 10 MiB from the larger ones in the same table."""
     found: dict[str, list[Judged]] = defaultdict(list)
     for name, points in tables:
         for least in (MIB, 10 * MIB):
@@ -396,13 +396,13 @@ def main() -> None:
         for source in dict.fromkeys(case.source for case in [*everything, *cases])
     }
     exact = judge_sheets(everything, lambda source: Correction())
-    print_table("data sheets as they are written", split(exact))
+    print_table("data sheets at face value", split(exact))
     print_table(
         "data sheets, corrected, in sample", split(judge_sheets(everything, lambda source: networks.CORRECTION))
     )
     sheets = judge_sheets(everything, held.__getitem__)
     print_table("data sheets, corrected, source held out", split(sheets))
-    print_table("of these, the rows of the CSV", split(judge_sheets(cases, held.__getitem__)))
+    print_table("of these, rows of the CSV", split(judge_sheets(cases, held.__getitem__)))
     print("\nfor 90 %, sd of held-out data sheets:", "; ".join(calibrate(sheets)))
     published = [case for case in known if case.named]
     others = judge_named(published, held.__getitem__, True)
@@ -419,17 +419,17 @@ def main() -> None:
     ranks = judge_ranks([*public, *(list_csv_sweeps(arguments.csv) if arguments.csv else []), *own])
     places = group_by(ranks, lambda judged: judged[0]) | group_by(ranks, lambda judged: judged[1].source)
     groups = ((name, [point for _, point in judged]) for name, judged in places.items())
-    print_table("other numbers of ranks, each from those below it", groups)
+    print_table("other rank counts, each from the smaller ones", groups)
     crossing = judge_crossing(public)
     by_source = {
         f"{how}: {source}": group
         for how, points in crossing.items()
         for source, group in group_by(points, lambda point: point.source).items()
     }
-    print_table("several nodes from one, by what is given about the nodes", (crossing | by_source).items())
+    print_table("several nodes from one, by what is known about the nodes", (crossing | by_source).items())
     swept = [("published", [p for p in sweep.points if p[0] >= 4096]) for table in TABLES.values() for sweep in table]
     swept += [("own", sorted(times.items())) for sweep in own for times in sweep.times.values()]
-    print_table("sizes below a table", judge_below(swept).items())
+    print_table("sizes below a table's range", judge_below(swept).items())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Predict all ranks of stored `paceline scale ranks` studies from half of them, for every cell.
+"""Predict every cell of stored `paceline scale ranks` studies at the full rank count from half as many ranks.
 
     benchmarks/validate_ranks.py RUN... [--out FILE]
 
-For each combination of wrapper, backend, cell and number of ranks with a measured half, the step is predicted from at
-most half of the ranks, with and without steps in which all ranks compute and none sends a message. Studies without such
-steps use the wrappers' steps with communication off instead. Nothing is measured here, and the held-out steps with
-messages and sweeps are never used.
+For each combination of wrapper, backend, cell and rank count for which half as many ranks were measured, the step is
+predicted from at most half the ranks, with and without steps in which all ranks compute but none sends a message.
+Studies without such steps use the wrappers' steps with communication off instead. Nothing is measured here, and the
+held-out steps with messages and the sweeps are never used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE = 0.10
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One cell: its step, predicted without and with steps of the same number of ranks that send nothing."""
+    """One cell: its step, predicted without and with message-free steps at the same number of ranks."""
 
     study: str
     without: Prediction
@@ -39,7 +39,7 @@ class HeldOut:
 
 
 def lend_together(records: list[Record]) -> list[Record]:
-    """Substitutes for missing bare-model steps on several ranks: the wrappers' steps without messages."""
+    """Substitute the wrappers' steps without messages for missing bare-model steps on several ranks."""
     steps = [r for r in records if isinstance(r, StepRecord) and r.mode and r.world_size > 1]
     if any(record.role == "together" for record in steps):
         return []
@@ -54,7 +54,7 @@ def lend_together(records: list[Record]) -> list[Record]:
 
 def judge(path: Path) -> Iterator[HeldOut]:
     result = load_result(path)
-    assert isinstance(result, RanksResult), f"{path} is no run of `paceline scale ranks`"
+    assert isinstance(result, RanksResult), f"{path} is not a run of `paceline scale ranks`"
     records = list(result.records)
     bare = [r for r in records if getattr(r, "role", "") != "together"]
     all_records = [*records, *lend_together(records)]
@@ -96,7 +96,7 @@ COLUMNS = (
 
 def summarize(name: str, cells: list[HeldOut]) -> list[str]:
     lines = []
-    for title, kind in (("from fewer ranks alone", "without"), ("with steps of all ranks that send nothing", "silent")):
+    for title, kind in (("from fewer ranks only", "without"), ("with message-free steps on all ranks", "silent")):
         points: list[Prediction] = [getattr(cell, kind) for cell in cells]
         errors = [point.error or 0.0 for point in points]
         close, covered = (sum(abs(e) <= CLOSE for e in errors), sum(bool(p.is_covered) for p in points))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Accuracy of predicted strategies on steps that the predictions have not seen, and whether the fastest one is found.
+"""Score predicted strategies on steps that the predictions have not seen, and check that the fastest one is found.
 
     benchmarks/validate_strategies.py OUT [--only NAME] [--keep] [--quick]
 
 Each cell is a `paceline tune --strategy ...` in a separate process: two ranks that share memory, or one rank in each of
-two network namespaces joined by a link of 100 Mb/s, 1 or 10 Gb/s (root, `ip` and `tc`). Every strategy that sends in
-each step is compared in alternating steps; its prediction is written before. Schedules and sharded strategies are
+two network namespaces joined by a link of 100 Mb/s, 1 or 10 Gb/s (root, `ip` and `tc`). Strategies that send in every
+step are compared in alternating steps; their predictions are written beforehand. Schedules and sharded strategies are
 trained in the same place with the buckets predicted to be best for them, and so is the dense strategy; their mean
 steps are compared with its mean step. `--keep` measures only what is missing in OUT. A cell takes three to fifteen
 minutes, more for slower links.
@@ -35,9 +35,9 @@ MODELS = {
     "gpt2-mini": "--model gpt2-mini --batch-size 4",
 }
 EVERY_STEP = "bf16,int8,int4,topk:0.01,powersgd:4"
-# Steps of a run: whole periods after the first one.
+# Steps of a run: full periods after the first one.
 TRAINED = {"dense": 40, "localsgd:8": 64, "diloco:50": 150, "diloco:50+int8": 150, "zero1": 40}
-# Required speed-up over bf16 with tuned buckets.
+# Required speed-up over bf16, with tuned buckets.
 GAINS = {
     ("mlp-1gbit", "int8"): 1.5, ("mlp-1gbit", "powersgd:4"): 2.5, ("mlp-100mbit", "powersgd:4"): 10,
     ("mlp-100mbit", "topk:0.01"): 7, ("mlp-100mbit", "diloco:50+int8"): 12, ("gpt2-mini-100mbit", "int8"): 1.5,
@@ -118,7 +118,7 @@ def load_tuned(folder: Path) -> TuneResult:
 
 
 def find_step_s(folder: Path, strategy: str) -> float | None:
-    """The mean step of a training run over whole periods, without its first ten steps."""
+    """Find the mean step of a training run over full periods, without its first ten steps."""
     if not folder.exists():
         return None
     steps = [row["step_s"] for row in load_result(folder).rows if "step_s" in row][10 : 10 + TRAINED[strategy]]
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="cells whose names contain this")
     parser.add_argument("--keep", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="short races, and nothing is trained")
+    parser.add_argument("--quick", action="store_true", help="short comparisons, and nothing is trained")
     asked = parser.parse_args()
     cases = [case for case in CASES if asked.only in case.name]
     for case in cases:
@@ -205,7 +205,7 @@ def main() -> None:
     steps = {(row.cell, row.strategy): row.measured_s for row in rows}
     gains = {key: steps[key[0], "bf16"] / steps[key] for key in GAINS if {key, (key[0], "bf16")} <= steps.keys()}
     for (cell, name), gain in gains.items():
-        if name == "default":  # where nothing can be gained, nothing may be lost
+        if name == "default":  # where bf16 cannot help, it must not be slower either
             print(f"{cell}: bf16 is {1 / gain:.2f} times as fast as float32 (bar: {GAINS[cell, name]})")
         else:
             print(f"{cell}: {name} is {gain:.2f} times as fast as bf16 (bar: {GAINS[cell, name]})")

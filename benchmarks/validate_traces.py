@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Accuracy of `paceline predict --trace`: trace one bucket size of a stock DDP job, predict others, run them.
+"""Score `paceline predict --trace`: trace one bucket size of a stock DDP job, predict others, run them.
 
     benchmarks/validate_traces.py [OUT] [--only NAME] [--rounds N]
 
 The job is torch's own DistributedDataParallel on two gloo ranks with one thread each; no Paceline code runs in a step.
-The prediction is written before another bucket size takes its first timed step; then all alternate in random order. A
-profiled step is slower than one without the profiler, so the error of the ratio to the traced bucket size is also
+The prediction is written before any other bucket size takes its first timed step; then all alternate in random order.
+A profiled step is slower than one without the profiler, so the error of the ratio to the traced bucket size is also
 printed. Takes about four minutes on two quiet cores.
 """
 
@@ -40,7 +40,7 @@ def build_mlp() -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def build_wide() -> tuple[torch.nn.Module, torch.Tensor]:
-    """Large layers are ready first and small ones at the end, as in most image networks."""
+    """Build a model whose large layers are ready first and small ones last, as in most image networks."""
     widths = (256, 256, 512, 512, 1024, 2048, 2048)
     layers = itertools.chain.from_iterable(
         (torch.nn.Linear(a, b), torch.nn.ReLU()) for a, b in itertools.pairwise(widths)
@@ -62,7 +62,7 @@ def build_convolutions() -> tuple[torch.nn.Module, torch.Tensor]:
     return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256, 1024)), torch.randn(8, 3, 32, 32)
 
 
-# The module, the traced bucket size in MiB, and the predicted ones.
+# The module, the traced bucket size in MiB, and the sizes to predict.
 CASES: dict[str, tuple[Any, float, tuple[float, ...]]] = {
     "mlp": (build_mlp, 5.0, (1.0, 2.5, 10.0, 25.0)),
     "mlp, traced at 25": (build_mlp, 25.0, (1.0, 2.5, 5.0, 10.0)),
@@ -134,7 +134,7 @@ def predict(files: list[Path], caps: tuple[float, ...]) -> dict[str, Any]:
 
 
 def render(found: list[dict[str, Any]]) -> str:
-    """A table of all bucket sizes, and the scores of each case."""
+    """Render a table of all bucket sizes, and the scores of each case."""
     head = "case, traces, bucket_cap_mb, buckets, measured (ms), predicted (ms), 90 % (ms), error, error of the ratio"
     judged = "case, traces, MAPE, MAPE of the ratios, in the 90 %, best measured, predicted best, regret, hash"
     lines, scores = ([f"| {one.replace(', ', ' | ')} |", "|---|" + "--:|" * 8] for one in (head, judged))
@@ -166,7 +166,7 @@ def render(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", default="runs/validate-traces", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rounds", default=30, type=int, help="turns of each bucket size")
     asked = parser.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

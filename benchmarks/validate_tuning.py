@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Accuracy of the predictions of `paceline tune` on steps that they have not seen, as tables and goals.
+"""Score the predictions of `paceline tune` on steps that they have not seen, in tables and against goals.
 
     benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu|nccl] [--only NAME] [--keep]
 
@@ -7,14 +7,14 @@ Each case is a `paceline tune` in a separate process, with predictions written b
 
 - real: two ranks of this host.
 - link: one rank in each of two network namespaces, joined by a link of 1, 2.5 or 10 Gb/s (root, `ip` and `tc`).
-- emulated: one rank on an emulated network. The emulation waits according to the predicting curve, so it tests the
-  simulator, not the predictions.
+- emulated: one rank on an emulated network. The emulation waits as long as the predictor's own curve says, so it
+  tests the simulator, not the predictions.
 - gpu: gpt2-large on one GPU, on an emulated network.
-- nccl: two, four and eight NCCL ranks that share a GPU; set PACELINE_SHARE_GPUS=1 and start CUDA MPS before.
+- nccl: two, four and eight NCCL ranks that share a GPU; set PACELINE_SHARE_GPUS=1 and start CUDA MPS first.
 
 Real cases and links are measured twice, at least ten minutes apart, and the predictions of one pass are scored on the
 steps of the other. A few are measured again next to a process that keeps one core busy. All tables are built from the
-runs in OUT, by default the folder `tuning` of this host under results/. `--keep` measures only what is missing there.
+runs in OUT, by default this host's folder `tuning` under results/. `--keep` measures only what is missing there.
 Real cases and links take about 35 minutes on two quiet cores, emulated ones another six.
 """
 
@@ -65,7 +65,7 @@ NETWORKS = {"1Gb": "1Gb/s,50us", "10Gb": "10Gb/s,20us"}
 ALONE = "--ranks 1 --threads 1"  # the other core runs the thread that emulates the network
 GPU = "--model gpt2-large --batch-size 4 --precision bf16 --device cuda --ranks 1 --network 100GB/s,5us"
 APART_S = 600.0
-WIDE = 0.05  # a sweep with this spread has something to predict
+WIDE = 0.05  # a sweep with this spread is worth predicting
 KINDS = ("real", "link", "emulated", "gpu", "nccl")
 ON_NCCL = {"gpt2-mini": 16, "resnet18": 64, "gpt2": 4}  # samples per rank
 # Folders of OUT: two passes at least ten minutes apart, one on a loaded machine, and the emulated cases.
@@ -120,7 +120,7 @@ IN_LOAD = ("mlp-gloo", "gpt2-mini-gloo", "gpt2-mini-shm")
 
 
 def find_missing(kind: str) -> str:
-    """What this machine lacks to run cases of this kind."""
+    """Say what this machine lacks to run cases of this kind."""
     if kind == "link" and (os.geteuid() or not shutil.which("ip") or not shutil.which("tc")):
         return "root, `ip` and `tc` are needed"
     if kind == "nccl" and os.environ.get("PACELINE_SHARE_GPUS") != "1":
@@ -203,7 +203,7 @@ class Measured:
 
     @property
     def spread(self) -> float:
-        """The spread between the bucket sizes of the sweep."""
+        """The spread of step times across the bucket sizes of the sweep."""
         times_s = [point.measured_s for point in self.result.tuning.measured]
         return max(times_s) / min(times_s) - 1
 
@@ -213,7 +213,7 @@ class Measured:
 
 
 def load_measured(case: Case, folder: Path) -> Measured:
-    """Load a run; refused if its predictions are not those written before its comparison."""
+    """Load a run; refuse it if its predictions are not the ones written before its comparison."""
     result, file = load_result(folder), load_json(folder / PREDICTIONS, "")
     assert isinstance(result, TuneResult), folder
     if file["sha256"] != hash_predictions(result.config["predictions"]):
@@ -222,8 +222,8 @@ def load_measured(case: Case, folder: Path) -> Measured:
 
 
 def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Prediction], list[Prediction]]:
-    """The predictions of one run against the steps of another, or of the same run: for bucket sizes of the sweep, using
-    only the calibration of the first; for plans, as written before the comparison."""
+    """Pair the predictions of one run with the steps of another, or of the same run: bucket sizes of the sweep use only
+    the calibration of the first run; plans use the predictions written before the comparison."""
     sizes = {point.cap_bytes: point for point in predicting.tuning.points}
     sweep = [
         replace(known, measured=point.measured)
@@ -241,8 +241,8 @@ def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Predictio
 
 
 def repeat(first: TuneResult, again: TuneResult) -> list[Prediction]:
-    """The steps of one run as the prediction for another: how much the machine itself changed, which no prediction can
-    know."""
+    """Predict the steps of one run by the steps of another: shows how much the machine itself changed, which no
+    prediction can know."""
     steps = {point.cap_bytes: point.best_s for point in first.tuning.measured}
     return [
         Prediction(step_s=known_s, low_s=known_s, high_s=known_s, measured=point.measured)
@@ -263,8 +263,8 @@ def pair_passes(runs: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
 class Differences:
     """Accuracy of the predicted differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2, where m
     is a measured step minus the mean of its case, p is the same for the predicted step, and both are divided by the
-    measured mean. `num_pairs` pairs of plans clearly differ as measured; `num_right` of them are predicted in that
-    order."""
+    measured mean. `num_pairs` pairs of plans have clearly different measured steps; `num_right` of them are predicted
+    in the right order."""
 
     r2: float | None
     num_pairs: int
@@ -272,7 +272,7 @@ class Differences:
 
 
 def score_differences(cases: Sequence[Sequence[Prediction]]) -> Differences:
-    """Score all cases; the plans of each case were interleaved in one run."""
+    """Score all cases; each case's plans were interleaved in one run."""
     wrong = total = 0.0
     num_pairs = num_right = 0
     for points in cases:
@@ -298,7 +298,7 @@ def percent(value: float | None) -> str:
 
 
 def build_table(name: str, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> Table:
-    """A Markdown table; the first columns are text, the others numbers."""
+    """Build a Markdown table; the first columns are text, the others numbers."""
     columns = [
         Column(text, lambda row, place=place: row[place], "text" if place < words else str)
         for place, text in enumerate(head)
@@ -310,7 +310,7 @@ SCORES = ("points", "MAPE", "largest error", "in the 90 %", "half-width")
 
 
 def list_scores(points: Sequence[Prediction]) -> list[str]:
-    """Coverage, always with the width of the intervals."""
+    """List the coverage, always with the width of the intervals."""
     if not points:
         return [""] * len(SCORES)
     scores = score_predictions(points)
@@ -320,7 +320,7 @@ def list_scores(points: Sequence[Prediction]) -> list[str]:
 
 
 def build_cases(name: str, title: str, runs: Sequence[Measured]) -> Table:
-    """Scores within each run: only bucket sizes are held out."""
+    """Build the table of scores within each run, where only bucket sizes are held out."""
     rows = []
     for run in runs:
         race, verdict, gain = run.result.tuning.race, run.result.verdict, ""
@@ -340,7 +340,7 @@ def list_differences(found: Differences) -> list[str]:
 
 
 def find_differences(runs: Sequence[Measured]) -> tuple[list[Measured], dict[str, Differences]]:
-    """The runs with a spread of at least 5 %, and the accuracy of their predicted differences, by what was held out."""
+    """Find the runs with a spread of at least 5 %, and the accuracy of predicted differences, by what was held out."""
     wide = [run for run in runs if run.is_wide]
     names = {run.name for run in wide}
     crossed = [judge(here.result, there.result)[0] for here, there in pair_passes(runs) if there.name in names]
@@ -357,7 +357,7 @@ def build_differences(runs: Sequence[Measured]) -> Table:
         cells = [cell for cases in found for cell in list_differences(score_differences(cases))]
         rows.append([run.name, percent(run.spread), *cells])
     unclear = sum(run.spread >= WIDE for run in runs) - len(wide)
-    name = f"all {len(wide)}; of {unclear} more no two bucket sizes differ clearly"
+    name = f"all {len(wide)}; in {unclear} more, no two bucket sizes differ clearly"
     rows.append([name, "", *(cell for found in over_all.values() for cell in list_differences(found))])
     head = ["run", "spread"]
     for what in over_all:
@@ -394,7 +394,7 @@ def build_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> Tabl
 
 
 def build_bars(runs: Sequence[Measured], gpu: Sequence[Measured]) -> Table:
-    """The goals, and whether they were met."""
+    """Build the table of goals, and whether they were met."""
     rows: list[list[str]] = []
 
     def add(what: str, held_out: str, goal: str, found: str, is_met: bool) -> None:
@@ -425,7 +425,7 @@ def build_bars(runs: Sequence[Measured], gpu: Sequence[Measured]) -> Table:
     return build_table("bars", "bars", ["what", "held out", "goal", "found", ""], rows, words=5)
 
 
-# How each ablation changes a job and its costs.
+# How each ablation modifies a job and its costs.
 Change = Callable[[Job, MachineCosts], tuple[Job, MachineCosts]]
 
 
@@ -442,7 +442,7 @@ def _even(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
 
 
 def _assume(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
-    """Half a core per message, as `predict` and `scale` assume between ranks of a host."""
+    """Half a core per message, as `predict` and `scale` assume between ranks on one host."""
     return job, replace(costs, contention=Contention.assume(job.device, is_on_host=True))
 
 
@@ -460,7 +460,7 @@ ABLATIONS: dict[str, Change] = {
 
 
 def build_ablation(runs: Sequence[Measured]) -> Table:
-    """The mean error over all bucket sizes, with one part of the model left out at a time."""
+    """Build the table of mean errors over all bucket sizes, with one part of the model removed at a time."""
     kinds = list(dict.fromkeys(run.case.kind for run in runs))
     rows = []
     for name, change in ABLATIONS.items():
@@ -474,11 +474,11 @@ def build_ablation(runs: Sequence[Measured]) -> Table:
             cells += [percent(statistics.fmean(errors)), percent(max(errors))]
         rows.append([name, *cells])
     head = ["", *(f"{what}, {kind}" for kind in kinds for what in ("MAPE", "largest error"))]
-    return build_table("ablation", "parts of the model left out one by one", head, rows)
+    return build_table("ablation", "parts of the model removed one by one", head, rows)
 
 
 def build_tables(runs: Sequence[Measured]) -> list[Table]:
-    """All tables."""
+    """Build all tables."""
     twice = [run for run in runs if run.place in (FIRST, SECOND)]
     loaded = [run for run in runs if run.place == LOADED]
     alone = [run for run in runs if run.place == EMULATED]
@@ -497,10 +497,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     host = os.environ.get("PACELINE_HOST") or platform.node()
     parser.add_argument("out", type=Path, nargs="?", default=Path("results") / host / "tuning")
-    parser.add_argument("--kind", choices=KINDS, help="measure cases of this kind alone")
-    parser.add_argument("--only", help="measure cases whose names contain this alone")
-    parser.add_argument("--keep", action="store_true", help="do not measure again what is there")
-    parser.add_argument("--iters", type=int, help="rounds of every tuning: few of them, to try this script out")
+    parser.add_argument("--kind", choices=KINDS, help="measure only cases of this kind")
+    parser.add_argument("--only", help="measure only cases whose names contain this")
+    parser.add_argument("--keep", action="store_true", help="do not repeat measurements that exist")
+    parser.add_argument("--iters", type=int, help="rounds of every tuning; use a few to try this script out")
     parser.add_argument("--apart", type=float, default=APART_S, help="seconds between the two passes of a case")
     asked = parser.parse_args()
     every, chosen = list_cases(), []

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Accuracy of the verdicts of `paceline tune`: comparisons of plans with a known difference, and whole tunings.
+"""Score the verdicts of `paceline tune`: comparisons of plans with a known difference, and complete tunings.
 
     benchmarks/verdicts.py [--trials N] [--found N] [--tunings N] [--budget S]
 
 Two gloo ranks take steps of a small MLP. In an A/A trial both plans are the same, so every winner is a false positive.
 In a trial with a known effect, each step of the default is delayed by 5 % of its own time, so the other plan should
-win. A whole tuning (`tune --model mlp --quick --backend gloo`) is correct if a long comparison of the plans of all
-tunings, in a separate process that drops none and does not stop early, agrees by its medians: a recommended plan is
-faster than the default and within 1 % of the best of its own comparison; a default is within 1 % of that; flat means
-all of them are within 1 %. Prints one line for each kind.
+win. A complete tuning (`tune --model mlp --quick --backend gloo`) is checked by a long comparison of the plans of all
+tunings, in a separate process that drops none and does not stop early. By its medians, a recommended plan must be
+faster than the default and within 1 % of the fastest plan in its own comparison; `default` is correct if the default
+is within 1 % of the fastest; `flat` if all plans are within 1 %. Prints one line for each kind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Trial = tuple[float, str, int, float, float, bool]
 
 
 class Trials(_Variants):
-    """Comparisons of the default plan with itself, where the default is slowed by a known share."""
+    """Compare the default plan with itself, slowed by a known share."""
 
     effect = 0.0
 
@@ -67,7 +67,7 @@ def build_candidate(name: str, plan: Plan) -> Prediction:
 
 
 def run_trials(effects: list[float], budget_s: float) -> list[Trial]:
-    """For each trial: its effect, verdict, rounds, seconds, measured ratio, and whether the ratio differs
+    """Return for each trial its effect, verdict, rounds, seconds, measured ratio, and whether the ratio differs
     significantly from 1; the same on every rank."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     found = []
@@ -122,7 +122,7 @@ def run_ranks(effects: list[float], budget_s: float) -> list[Trial]:
 
 
 def race_long(plans: dict[str, Plan], budget_s: float) -> dict[tuple[int, ...], float]:
-    """By buckets: the median ratio of each plan to the default, from a comparison that uses its full time budget."""
+    """Return each plan's median ratio to the default, by buckets, from a comparison that uses its full time budget."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     with open_job(settings, is_bare=True) as (world, job):
         trials = Trials(TuneSettings(race_s=budget_s), job, world)

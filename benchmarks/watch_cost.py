@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""The cost of a page: its size and load time; for a live page, its delay and its overhead per step.
+"""Measure the cost of a page: its size and load time; for a live page, its delay and its overhead per step.
 
     benchmarks/watch_cost.py [page] [live] [--seconds 240]
 
 `page`: a synthetic run of 10,000 steps on 8 ranks, with incompressible times, in headless Chromium.
 `live`: `paceline train` on two ranks with `paceline watch`, with Chromium showing the page. The delay of a step is the
 time from its row in the run's file, which ranks write every quarter of a second, to its text on the page. For the
-overhead, the watcher is suspended (SIGSTOP) every other two seconds, and steps with it are compared with those in the
+overhead, the watcher is suspended (SIGSTOP) every other two seconds, and steps with it are compared with steps in the
 pauses around them; this part reads only the event stream. Two busy cores make both worse.
 """
 
@@ -92,14 +92,14 @@ def find_metrics(folder: Path) -> Path:
 
 
 def read_last(file: Path) -> int:
-    """The last step in the file."""
+    """Read the last step in the file."""
     with file.open("rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - 60_000))
         return int(re.findall(rb'\n\{"step": (\d+)', opened.read())[-1])
 
 
 def measure_lateness(file: Path, address: str, seconds: float) -> list[float]:
-    """Seconds from the row of a step in the file to its text on the page, for some steps."""
+    """Measure the seconds from a step's row in the file to its text on the page, for some steps."""
     late = []
     with Browser() as browser:
         browser.open(address)
@@ -129,7 +129,7 @@ def measure_cost(file: Path, watcher: subprocess.Popen[str], seconds: float) -> 
     times = {row["step"]: row["step_s"] for row in load_metrics(file)}
     turns = []
     for (first, is_off), (last, _) in itertools.pairwise(ends):
-        # Rows reach the file a quarter of a second after their step, so those at the ends of a turn may belong to the
+        # Rows reach the file a quarter of a second after their step, so rows at the ends of a turn may belong to the
         # other kind.
         width = (last - first) // 5
         steps = sorted(times[step] for step in range(first + width, last - width))
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["page", "live"], choices=["page", "live"])
     parser.add_argument("--seconds", type=float, default=240.0)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its child processes are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that child processes are terminated too
     with tempfile.TemporaryDirectory() as folder:
         if "page" in args.parts:
             measure_page(Path(folder))

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 import paceline
 
-LIMIT = timedelta(seconds=2)  # so that a hang ends
+LIMIT = timedelta(seconds=2)  # so that a hang times out
 
 
 def gather(group: dist.ProcessGroup | None = None) -> str:
-    """The gathered objects as text, or the error message."""
+    """Return the gathered objects as text, or the error message."""
     values: list[object] = [None] * dist.get_world_size()
     try:
         dist.all_gather_object(values, f"rank {dist.get_rank()}", group=group)
@@ -31,7 +31,7 @@ def gather(group: dist.ProcessGroup | None = None) -> str:
 def hang_and_fix() -> list[str]:
     with paceline.init("gloo", "cpu", announce=None) as world:
         groups = [dist.new_group(timeout=LIMIT) for _ in range(2)]
-        apart = gather(groups[world.rank])  # deadlock: each rank waits in a group that the other does not use
+        apart = gather(groups[world.rank])  # deadlock: each rank waits in a group that the other rank does not use
         together = gather()
         return [apart, together, str(world.share(f"rank {world.rank}"))]
 

@@ -1,4 +1,4 @@
-"""Your own training loop with large-batch parts: LARS, warm-up, and a batch that grows over an exact sample order.
+"""Your own training loop with large-batch techniques: LARS, warm-up, and a batch that grows over an exact sample order.
 
 python examples/large_batch.py
 """
@@ -15,7 +15,7 @@ targets = (inputs @ torch.randn(20, 4)).argmax(1)
 model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
 model = paceline.GhostBatchNorm.convert(model, ghost_size=BATCH)  # statistics over 16 samples at any batch size
 
-# Grow the batch instead of decaying the rate: 16 samples per step, 64 after half of the run, 256 after three quarters.
+# Grow the batch instead of decaying the rate: 16 samples per step, 64 after half the run, 256 after three quarters.
 sizes = paceline.BatchSchedule(
     global_batch_size=BATCH, num_samples=SAMPLES, epochs=EPOCHS, growths=((0.5, 4), (0.75, 16))
 )

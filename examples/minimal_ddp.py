@@ -3,8 +3,8 @@
     python examples/minimal_ddp.py                    # two ranks on this machine's CPU
     torchrun --nproc-per-node 2 examples/minimal_ddp.py   # one rank per GPU with NCCL, or CPU ranks with gloo
 
-The steps are those of the wrapper, in their simplest form. Read `examples/train_by_hand.py` next: the same loop with
-`paceline.DDP`, which overlaps its messages with backward.
+It takes the same steps as the wrapper, in their simplest form. Read `examples/train_by_hand.py` next: the same loop
+with `paceline.DDP`, which overlaps its messages with backward.
 """
 
 import os
@@ -113,7 +113,7 @@ def sweep(device: torch.device) -> None:
         times_s = []
         for _ in range(WARMUP + REPETITIONS):
             vector.fill_(1.0)
-            dist.barrier()  # all ranks start together; otherwise, one would include its wait for the others
+            dist.barrier()  # all ranks start together; otherwise one would include its wait for the others
             begin_s = time.perf_counter()
             dist.all_reduce(vector)
             if device.type == "cuda":

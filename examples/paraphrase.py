@@ -1,4 +1,4 @@
-"""Your own model for `paceline train`: paraphrase detection by matching parts of two sentences.
+"""Use your own model with `paceline train`: detect paraphrases by matching parts of two sentences.
 
 paceline train --model examples/paraphrase.py:build --data mrpc:FOLDER --ranks 1,2 --optimizer adamw --lr 0.002
 """
@@ -40,5 +40,5 @@ class Matcher(nn.Module):
         return self.classify(torch.cat(found, dim=1))
 
 
-def build(form):  # form describes the data: vocabulary, num_classes, shape
+def build(form):  # `form` describes the data: vocabulary, num_classes, shape
     return Matcher(form.vocabulary, form.num_classes)

@@ -26,7 +26,7 @@ import paceline
 
 def train_worker(config: dict) -> None:
     device, rank = get_device(), train.get_context().get_world_rank()
-    # After a fault Ray restarts the workers; prefer the checkpoint of this run.
+    # After a fault, Ray restarts the workers; prefer this run's checkpoint.
     checkpoint = train.get_checkpoint() or config["checkpoint"]
     state = {"epoch": 0}
     buckets = {"bucket_cap_mb": 0.002}  # small enough to get several buckets; paceline.tune finds the best size

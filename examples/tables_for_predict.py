@@ -1,10 +1,10 @@
-"""Write the tables of `paceline predict --csv` from a run of `paceline tune`, and predict from them.
+"""Write the tables for `paceline predict --csv` from a run of `paceline tune`, and predict from them.
 
     python examples/tables_for_predict.py results/neoverse-n1-2-cores/tune-1Gb-link-torch examples/bucket-tables
     paceline predict --csv examples/bucket-tables --measured examples/bucket-tables/steps.csv
 
-`layer-sizes.csv` and `layer-times.csv` have a row for each tensor, in the order of the model, `allreduce-times.csv` one
-for each message size, and `steps.csv` one for each bucket size that was measured. Any program can write such tables.
+`layer-sizes.csv` and `layer-times.csv` have a row for each tensor, in model order, `allreduce-times.csv` one for each
+message size, and `steps.csv` one for each measured bucket size. Any program can write such tables.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Ranks in the world and on a two-dimensional mesh, with `get` and with the typed `Ranks`.
+"""Find this process's rank in the world and on a two-dimensional mesh, with `get` and with the typed `Ranks`.
 
 python examples/who_am_i.py
 """

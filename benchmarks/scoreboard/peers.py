@@ -1,7 +1,7 @@
-"""Answers of other tools about a program, read the way their documentation tells users to read them.
+"""Read the answers of other tools about a program the way their documentation tells users to.
 
 TraceML gives a verdict. HTA and torch.profiler give tables that need interpretation: the rules below are the best we
-found, and do not know what is planted. `peers.py hta FOLDER` runs in the environment where HTA is installed.
+found, and are blind to what is planted. `peers.py hta FOLDER` runs in the environment where HTA is installed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TRACEML = {
     "NO_CLEAR_PERFORMANCE_BOTTLENECK": ("healthy",),
     "RESIDUAL_HEAVY": ("evaluation", "checkpoint", "collectives", "garbage collection"), "HIGH_PRESSURE": ("memory",),
 }  # fmt: skip
-_MUCH = 0.1  # share of a step that a reader of the profiler's table would notice
+_MUCH = 0.1  # share of a step that someone reading the profiler table would notice
 _COMMUNICATION = ("gloo:", "nccl:", "c10d::", "record_param_comms", "DistributedDataParallel", "ProfilerStep")
 _MANY_MESSAGES = 20
 
 
 def read_traceml(summary: Mapping[str, Any]) -> Answer:
-    """The primary diagnosis of `final_summary.json`."""
+    """Read the primary diagnosis from `final_summary.json`."""
     found = summary.get("primary_diagnosis") or {}
     kind = str(found.get("kind") or "")
     text = str(found.get("summary") or "")
@@ -40,8 +40,8 @@ def read_traceml(summary: Mapping[str, Any]) -> Answer:
 
 
 def read_profiler(tables: Sequence[Sequence[Mapping[str, Any]]]) -> Answer:
-    """The largest difference between two ranks, then the first group of operators that takes much of a step. Each table
-    lists the self times of the operators of one rank."""
+    """Read the largest difference between two ranks, then the first group of operators that takes much of a step. Each
+    table lists the self times of one rank's operators."""
     ranks = [{row["name"]: row for row in table} for table in tables]
     steps = [next((row for name, row in rank.items() if name.startswith("ProfilerStep")), None) for rank in ranks]
     if not all(steps):
@@ -83,7 +83,7 @@ def _select(rank: Mapping[str, Any], prefix: str) -> list[Any]:
 
 
 def read_hta(found: Mapping[str, Any]) -> Answer:
-    """The temporal breakdown of GPUs; None without kernels."""
+    """Read HTA's temporal breakdown of the GPUs; None without kernels."""
     if found.get("error"):
         return Answer(text=f"no answer: {found['error']}")
     idle, overlap, communication = found["idle"], found["overlap"], found["communication"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Make docs/scoreboard.md from raw runs: `render.py [FOLDER]`; the default is results/scoreboard."""
+"""Write docs/scoreboard.md from raw runs: `render.py [FOLDER]`, by default results/scoreboard."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def summarise(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, float | None]) -> str:
-    """One row per tool."""
+    """List one row per tool."""
     rows = []
     for tool in TOOLS:
         found = [(one, score_answer(one, tool, gains.get(one["name"]))) for one in documents]
@@ -86,7 +86,7 @@ def summarise(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, float 
 
 
 def list_programs(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, float | None]) -> str:
-    """One row per program, with Paceline's errors in bold."""
+    """List one row per program, with Paceline's errors in bold."""
     rows = []
     for one in documents:
         answer, score = one["answers"].get(PACELINE), score_answer(one, PACELINE, gains.get(one["name"]))

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Run the programs of the scoreboard under Paceline and its peers, and compare their answers with the planted problems.
+"""Run the scoreboard programs under Paceline and its peers, and compare their answers with the planted problems.
 
     python benchmarks/scoreboard/run.py [--only NAME,...] [--quick] [--busy] [--rounds N] --out runs/scoreboard
 
-Each program runs on its own, with its ailment cured, under `paceline profile -- torchrun ...`, under TraceML, and with
+Each program runs on its own, with its problem fixed, under `paceline profile -- torchrun ...`, under TraceML, and with
 torch.profiler, whose traces HTA reads. Raw results are written to FOLDER/quiet or FOLDER/busy, one file per program;
-programs that have one without failures are not run again. With `--busy`, another process keeps one core busy, and only
-Paceline runs. `render.py FOLDER` makes the table. Peers need an environment of their own:
+programs with results and without failures are skipped. With `--busy`, another process keeps one core busy, and only
+Paceline runs. `render.py FOLDER` writes the table. Peers need their own environment:
 
     python -m venv build/peers && build/peers/bin/pip install torch traceml-ai==0.5.* HolisticTraceAnalysis==0.5.*
 """
@@ -49,7 +49,7 @@ def list_programs() -> list[str]:
 
 
 def load_program(name: str) -> Any:
-    """The class that a program defines."""
+    """Load the class that a program defines."""
     spec = importlib.util.spec_from_file_location(f"scoreboard_{name}", PROGRAMS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -60,7 +60,7 @@ def load_program(name: str) -> Any:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """The problem planted in a program."""
+    """Describe the problem planted in a program."""
     kind = load_program(name)
     declared = {key: getattr(kind, key) for key in ("title", "causes", "culprit", "needs_cuda")}
     return {"name": name, "about": sys.modules[kind.__module__].__doc__, **declared}
@@ -79,7 +79,7 @@ class Run:
         return [*module, *self.program, *options]
 
     def start(self, command: Sequence[str]) -> str:
-        """Run a command to its end, and return what it prints. Its processes end with it."""
+        """Run a command to completion, and return its output. No process outlives it."""
         paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "KINETO_LOG_LEVEL": "6"}
         log = self.folder / "stderr.txt"
@@ -128,7 +128,7 @@ def run_profiler(run: Run) -> Answer:
 
 
 def run_hta(run: Run, peers: Path) -> Answer:
-    """HTA on the traces that torch.profiler has left in the folder."""
+    """Run HTA on the traces that torch.profiler left in the folder."""
     printed = run.start([str(peers), str(HERE / "peers.py"), "hta", str(run.folder)])
     return read_hta(json.loads(printed.strip().splitlines()[-1]))
 
@@ -146,7 +146,7 @@ def has_peer(peers: Path, module: str) -> bool:
 
 
 def list_tools(peers: Path, busy: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """The runs of a round in order, and reasons for leaving others out."""
+    """List the runs of a round in order, and why others are skipped."""
     tools: dict[str, Any] = {PACELINE: run_paceline}
     if busy:
         return tools, {}
@@ -161,14 +161,14 @@ def list_tools(peers: Path, busy: bool) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def run_program(facts: dict[str, Any], tools: dict[str, Any], steps: int, rounds: int) -> dict[str, Any]:
-    """The raw document of one program."""
+    """Run one program under every tool, and return the raw results."""
     document = {**facts, "runs": {}, "answers": {}, "errors": {}, "steps": steps}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as place:
             for name, call in tools.items():
                 if name == "cured" and facts["causes"] == ("healthy",):
                     continue
-                # HTA reads the traces of torch.profiler.
+                # HTA reads torch.profiler traces.
                 folder = Path(place) / ("torch.profiler" if name == "HTA" else name)
                 folder.mkdir(exist_ok=True)
                 run = Run(facts["name"], folder, steps)
@@ -205,7 +205,7 @@ def keep_core_busy(busy: bool) -> Iterator[None]:
 
 
 def summarise(document: dict[str, Any]) -> str:
-    """The outcome, for the terminal."""
+    """Summarise the outcome for the terminal."""
     parts = []
     if (plain := document["runs"].get("plain")) and plain[0]["steps_s"]:
         parts.append(f"{1e3 * find_mean(plain[0]) * plain[0]['samples']:.1f} ms per step")
@@ -218,7 +218,7 @@ def summarise(document: dict[str, Any]) -> str:
 
 
 def is_done(path: Path, steps: int) -> bool:
-    """Whether an earlier run left all results of a program; failures are tried again."""
+    """Whether an earlier run left all results of a program; failed programs are run again."""
     found = json.loads(path.read_text()) if path.exists() else {}
     return found.get("steps") == steps and not found["errors"]
 

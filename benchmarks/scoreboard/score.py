@@ -1,6 +1,6 @@
-"""Scoring: a tool's answer compared with the problem planted in a program and with the gain of fixing it.
+"""Score a tool's answer against the problem planted in a program and the gain from fixing it.
 
-Pure functions of the raw documents that `run.py` writes, one per program. Needs no torch.
+Pure functions of the raw results that `run.py` writes, one document per program. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 HEALTHY = ("healthy", "computing", "bound")  # kinds without a fix
 LEAST_GAIN = 0.03  # a planted problem that costs less on this machine is not scored
-MOST_ERROR = 0.05  # of a predicted gain, in shares of a step
+MOST_ERROR = 0.05  # of a predicted gain, as a share of a step
 PACELINE = "Paceline"
 TOOLS = (PACELINE, "TraceML", "torch.profiler", "HTA")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The first answer of a tool. Peers have verdicts of their own, which stand for several `causes`; none means that
-    it gave no answer. `gain` is a share of the step."""
+    """A tool's first answer. Peers have verdicts of their own, which may stand for several `causes`; an empty tuple
+    means no answer. `gain` is a share of the step."""
 
     causes: tuple[str, ...] = ()
     rank: int | None = None
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """None where something does not apply: no culprit, no fix, or no run to compare with."""
+    """A tool's score for one program. A field is None if it does not apply: no culprit, no fix, or no baseline run."""
 
     is_cause: bool | None
     is_rank: bool | None = None
@@ -64,19 +64,19 @@ def find_mean(run: Mapping[str, Any]) -> float:
 
 
 def compare_runs(runs: Mapping[str, Sequence[Any]], name: str) -> float | None:
-    """The mean step of these runs relative to the plain ones, in the median round; None without both."""
+    """Mean step time of these runs relative to the plain ones, in the median round; None unless both exist."""
     both = list(zip(runs.get(name, ()), runs.get("plain", ()), strict=False))
     return statistics.median(find_mean(one) / find_mean(plain) for one, plain in both) if both else None
 
 
 def find_gain(document: Mapping[str, Any]) -> float | None:
-    """The share of a step that the cure saved when it was applied."""
+    """The share of a step that the fix saved when it was applied."""
     ratio = compare_runs(document["runs"], "cured")
     return None if ratio is None or is_healthy(document) else 1 - ratio
 
 
 def find_reason(document: Mapping[str, Any]) -> str:
-    """Why a program is not scored, or nothing."""
+    """Why a program is not scored; empty if it is."""
     gain = find_gain(document)
     if document.get("skipped"):
         return str(document["skipped"])
@@ -84,8 +84,8 @@ def find_reason(document: Mapping[str, Any]) -> str:
 
 
 def score_answer(document: Mapping[str, Any], tool: str, gain: float | None = None) -> Score | None:
-    """The score of a tool for one program; None if it did not run. `gain` is what the cure saves, if another document
-    of the same program measured it."""
+    """A tool's score for one program; None if it did not run. `gain` is what the fix saves, if another document for
+    the same program measured it."""
     given = document["answers"].get(tool)
     if given is None:
         return None
@@ -101,12 +101,12 @@ def score_answer(document: Mapping[str, Any], tool: str, gain: float | None = No
     if real is None:
         return Score(is_cause, is_rank, overhead=overhead)
     error = None if answer.gain is None else answer.gain - real
-    # The gain of another cause is not a prediction of this cure.
+    # The gain predicted for a different cause says nothing about this fix.
     is_gain = is_cause and error is not None and abs(error) <= MOST_ERROR
     return Score(is_cause, is_rank, is_gain, error if is_cause else None, overhead)
 
 
 def count(values: Sequence[bool | None]) -> tuple[int, int]:
-    """How many are right, of how many that apply."""
+    """Number of correct answers, and number of answers that can be scored."""
     known = [value for value in values if value is not None]
     return sum(known), len(known)

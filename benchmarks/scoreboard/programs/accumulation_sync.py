@@ -1,4 +1,4 @@
-"""Gradients of each of four micro-batches are sent, although only the last ones are needed."""
+"""Gradients are sent after each of four micro-batches, although once per step is enough."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""120 small layers, each launched by itself."""
+"""120 small layers, each launched separately."""
 
 import torch
 from loop import Program, main

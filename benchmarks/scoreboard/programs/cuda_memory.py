@@ -1,4 +1,4 @@
-"""The allocator is so near its limit that it returns and requests memory in every step."""
+"""The allocator is so close to its limit that it frees and requests memory in every step."""
 
 import torch
 from loop import Program, main

@@ -1,4 +1,4 @@
-"""Collects garbage by hand in every fourth step, with 400,000 objects alive."""
+"""Calls the garbage collector in every fourth step, with 400,000 objects alive."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Four micro-batches per step, of which the last sends gradients."""
+"""Four micro-batches per step; only the last one sends gradients."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""A worker reads batches for 8 ms each, hidden behind the computation."""
+"""A worker takes 8 ms to read each batch, hidden behind the computation."""
 
 import time
 from typing import ClassVar

@@ -1,9 +1,9 @@
-"""The training loop that all programs of the scoreboard share: two ranks and torch's own DistributedDataParallel.
+"""The training loop shared by all scoreboard programs: two ranks and torch's own DistributedDataParallel.
 
     torchrun --nproc-per-node 2 benchmarks/scoreboard/programs/slow_loader.py [--cured] [--steps N] [--times FILE]
 
-A program is a subclass of `Program` that declares the expected answer and overrides whatever causes its problem. With
-`--cured`, the same program runs without the problem. `--times` saves the duration of every step, and `--peer` adds the
+A program is a subclass of `Program` that declares the expected answer and overrides the method that causes its problem.
+`--cured` runs the same program without the problem, `--times` saves the duration of every step, and `--peer` adds the
 lines that another tool asks its users to write.
 """
 
@@ -32,8 +32,8 @@ CLASSES = 10
 class Program:
     """A healthy program, with the answer expected from a tool.
 
-    Any of `causes`, the kinds of `Finding`, is right if it is the first finding, because their cures are the same. The
-    rank is scored only where one rank is the culprit.
+    A first finding of any kind in `causes` is correct, because all of them have the same fix. The rank is scored only
+    where one rank is the culprit.
     """
 
     title: ClassVar[str] = ""
@@ -63,7 +63,7 @@ class Program:
 
     @property
     def samples(self) -> int:
-        """Samples per step over all ranks, in any unit: times are compared per sample."""
+        """Samples per step across all ranks, in any unit: times are compared per sample."""
         return self.batch
 
     def configure(self) -> None:
@@ -84,7 +84,7 @@ class Program:
         return inputs, torch.randint(0, CLASSES, (self.batch,), generator=generator)
 
     def load(self, number: int) -> None:
-        """The work of reading a batch, beyond fetching it from memory."""
+        """Extra work to read a batch, beyond fetching it from memory."""
 
     def build_loader(self, steps: int) -> Iterable[tuple[Tensor, Tensor]]:
         return DataLoader(Batches(self, steps), batch_size=None, **self.loader_options)
@@ -103,14 +103,14 @@ class Program:
         optimizer.step()
 
     def after_backward(self, model: nn.Module, loss: Tensor) -> None:
-        """Work between backward and the optimizer."""
+        """Extra work between backward and the optimizer."""
 
     def after_step(self, number: int, model: nn.Module) -> None:
-        """Work after the optimizer."""
+        """Extra work after the optimizer."""
 
 
 class Batches(Dataset):
-    """Whole batches of random numbers, made in advance."""
+    """Complete batches of random numbers, generated in advance."""
 
     def __init__(self, program: Program, steps: int) -> None:
         generator = torch.Generator().manual_seed(program.rank)
@@ -162,7 +162,7 @@ def main(kind: type[Program]) -> None:
 
 
 def run_loop(program: Program, steps: int, peer: Any) -> list[float]:
-    """Train, and return when each step ended."""
+    """Train, and return the time at which each step ended."""
     net = program.build_model().to(program.device)
     model = program.wrap(net)
     optimizer = program.build_optimizer(net)
@@ -171,7 +171,7 @@ def run_loop(program: Program, steps: int, peer: Any) -> list[float]:
         with peer(model):
             program.train_step(model, optimizer, program.move(inputs), program.move(targets))
             program.after_step(number, model)
-        if program.needs_cuda and number + 1 in (WARMUP_STEPS, steps):  # the sum over the steps between is exact
+        if program.needs_cuda and number + 1 in (WARMUP_STEPS, steps):  # the sum over the steps in between is exact
             torch.cuda.synchronize()
         moments_s.append(time.perf_counter())
     return moments_s
@@ -179,7 +179,7 @@ def run_loop(program: Program, steps: int, peer: Any) -> list[float]:
 
 @contextlib.contextmanager
 def open_peer(name: str | None, folder: Path, rank: int) -> Iterator[Any]:
-    """The context managers that a user of the tool adds around the loop and around a step."""
+    """Open the context managers that a user of the tool adds around the loop and around a step."""
     if name == "traceml":
         import traceml_ai
 

@@ -1,4 +1,4 @@
-"""Adam updates 160 tensors one after the other in a Python loop."""
+"""Adam updates 160 tensors one by one in a Python loop."""
 
 import torch
 from loop import Program, main

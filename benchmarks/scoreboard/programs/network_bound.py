@@ -1,6 +1,6 @@
-"""A large embedding with dense gradients, little to compute, on the fastest transport of one host.
+"""A large embedding with dense gradients and little compute, on the fastest transport within a host.
 
-The cure is a batch four times as large: there, bf16 costs more than it saves.
+The fix is a batch four times as large: on this transport, bf16 costs more than it saves.
 """
 
 import torch

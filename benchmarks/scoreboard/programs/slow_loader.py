@@ -1,4 +1,4 @@
-"""Every batch takes 15 ms to read, in the process that trains."""
+"""Every batch takes 15 ms to read, in the training process."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Rank 1 becomes slow after 60 steps, as when a clock is throttled."""
+"""Rank 1 becomes slow after 60 steps, as if its clock were throttled."""
 
 from loop import Program, main, spin
 

@@ -1,4 +1,4 @@
-"""Each rank computes with eight threads, and the ranks share the cores."""
+"""Each rank computes with eight threads on cores that the ranks share."""
 
 from loop import Program, main
 

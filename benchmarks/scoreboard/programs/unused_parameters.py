@@ -1,4 +1,4 @@
-"""The wrapper searches 200 layers for unused parameters in every step, and there are none."""
+"""The wrapper searches 200 layers for unused parameters in every step, but there are none."""
 
 from loop import Program, main
 
