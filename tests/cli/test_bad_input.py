@@ -45,6 +45,8 @@ def _no_gpu_no_launcher(monkeypatch):
         (("profile", "trace", "--ranks", "1,2"), "--ranks 1,2: must be a single number here"),
         (("profile", "trace", "--warmup", "0"), "--warmup 0: must be at least 1"),
         (("profile", "comm-table", "--curve", "nowhere"), "nowhere does not exist"),
+        (("report", "a", "--format", "md", "--json"), "--json with --format md"),
+        (("report", "a", "--format", "md", "--json", "--details"), "--json and --details with --format md"),
         (("profile", "--json", "phases"), "--json before phases has no effect"),
         (("profile", "--compare", "a", "b", "phases"), "--compare before phases has no effect"),
     ],

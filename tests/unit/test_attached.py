@@ -24,6 +24,7 @@ from paceline.records.findings import Finding, find_doubts
 from paceline.records.samples import UNSTABLE
 from paceline.records.steps import RACED, OperatorTime, Stall
 from paceline.records.store import Run
+from paceline.report.compared import compare_results
 from paceline.report.observed import NOW, AttachedResult
 from paceline.report.prediction_rows import _find_status, format_cap
 from paceline.runtime.ranks.session import Session
@@ -155,6 +156,15 @@ def test_a_plan_comparison_overrides_the_prediction(one_bucket):
         assert (now["num_buckets"], other["num_buckets"]) == (1, len(SIZES))
         assert other["ratio"] == pytest.approx(factor) and now["predicted_s"] == pytest.approx(result.step_s, rel=0.01)
         assert (result.bottleneck.kind == "buckets") == (verdict == "use")
+
+
+def test_two_observed_programs_are_compared_by_the_parts_of_a_step_and_by_plan(one_bucket):
+    plans = {NOW: None, "small": 4.0}
+    turns = [made_steps((0.05,) * 21, label=label, bucket_bytes=SIZES, note=RACED, steps_per_turn=3) for label in plans]
+    results = [build((made_steps((0.05,) * 9), *one_bucket, *turns), plans=plans) for _ in range(2)]
+    rows = {row.name: row for row in compare_results(results, QUIET).rows}
+    assert {"step", "forward", "backward", f"step, {NOW}", "step, small"} <= set(rows)
+    assert rows["step"].first == pytest.approx(0.05) and rows["step"].ratio == 1
 
 
 def test_what_a_race_predicts_starts_from_the_own_buckets_in_its_run(one_bucket):

@@ -246,6 +246,13 @@ def test_runs_of_one_kind_are_compared_record_by_record(tmp_path):
     assert {row.ratio for row in same.rows} == {1.0} and not any(row.change.is_clear for row in same.rows)
 
 
+def test_every_compared_record_has_a_name_even_if_all_its_fields_are_shared():
+    folder = RESULTS / "neoverse-n1-2-cores"
+    runs = [load_result(folder / f"layers-cnn-{size}") for size in ("large", "medium")]
+    names = [row.name for row in compare_results(runs, runs[0].run.environment).rows]
+    assert len(set(names)) == len(names) == 4 and "layer profile" in names
+
+
 def test_two_tunings_differ_in_their_settings_and_not_in_what_follows_from_them(build_environment):
     folder = RESULTS / "neoverse-n1-2-cores" / "tuning"
     runs = [load_result(folder / name) for name in ("gpt2-mini-gloo", "gpt2-mini-1Gb-8-ranks-torch")]

@@ -310,6 +310,16 @@ def test_the_picture_has_predicted_and_measured(grid_s):
     assert ("points are measured" if grid_s else "points are simulated") in render_svg(figure).decode()
 
 
+@pytest.mark.parametrize("caps", [(25,), (1, 25), (1, 4, 8)])
+def test_the_curve_reaches_the_best_size_even_beyond_the_model(caps):
+    tuning = tune(SLOW)
+    points = tuple(replace(point, cap_bytes=cap * MIB) for point, cap in zip(tuning.points, caps, strict=False))
+    figure = plot_tuning(replace(tuning, points=points), "title", "a box")
+    lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
+    curve, best = lines["predicted for every bucket size"].get_xdata(), lines["best predicted"].get_xdata()
+    assert min(curve) <= caps[0] and max(curve) >= caps[-1] and best[0] in caps
+
+
 def test_what_is_confirmed_does_not_change_the_plan():
     job = SLOW
     default = plan_by_cap(job.gradients, ORDER, MIB)

@@ -20,6 +20,7 @@ from paceline.predict.traces import CATEGORIES
 from paceline.records.environment import Environment
 from paceline.records.samples import Ratio, Samples, compare_medians
 from paceline.records.store import Run
+from paceline.report.observed import WHERE, AttachedResult
 from paceline.report.plots import Drawings, Figure, draw_line, new_figure, place_legend
 from paceline.report.profiles import OVERVIEWS, TraceResult, shorten_names
 from paceline.report.result import Result, load_result
@@ -53,7 +54,7 @@ _RATIO_NOTE = "Ratios of medians, ± 95 %; = means 1 within that interval. The r
 # Fields of a record that do not identify the measurement, or that follow from other fields.
 _ABOUT = (
     *("source", "note", "num_wrong", "num_checked", "held_bytes", "peak_step_bytes", "order_seed"),
-    *("configuration", "num_parameters"),
+    *("configuration", "num_parameters", "steps_per_turn"),
 )
 
 _Key = str | tuple[str, ...]  # identifies a number: its name, or the fields of its record in words
@@ -79,12 +80,14 @@ class _Number(NamedTuple):
 
 
 def _list_numbers(result: Result) -> dict[_Key, _Number]:
-    """The numbers of a run by key: those of a trace, phases or training, or of all timed records."""
+    """The numbers of a run by key: those of a trace, training, an observed program or phases, or of timed records."""
     if isinstance(result, TraceResult):
         row = build_row(OVERVIEWS, result.overviews[0]) | {"samples_per_s": result.samples_per_s}
         return {_name(key): _Number(_find_unit(key), row[key]) for key in _OF_TRACES}
     if isinstance(result, TrainRunResult):
         return _list_training(result)
+    if isinstance(result, AttachedResult):
+        return _list_observed(result)
     found: dict[_Key, _Number] = {}
     for record in result.steps if isinstance(result, PhasesResult) else ():
         cell = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
@@ -97,7 +100,17 @@ def _list_numbers(result: Result) -> dict[_Key, _Number]:
         if isinstance(timing, Samples):
             fields = vars(timed).items()
             words = (_describe_field(name, v) for name, v in fields if isinstance(v, str | int) and name not in _ABOUT)
-            found[tuple(filter(None, words))] = _Number("s", timing.median_s, timing.reduced_s)
+            found[timed.kind.replace("_", " "), *filter(None, words)] = _Number("s", timing.median_s, timing.reduced_s)
+    return found
+
+
+def _list_observed(result: AttachedResult) -> dict[_Key, _Number]:
+    """The parts of a step on the rank that waits least, and the step with each plan that was compared."""
+    row, times = build_row(WHERE, result.critical), result.steps.timing.reduced_s
+    found: dict[_Key, _Number] = {"step": _Number("s", row["step_s"], times)}
+    found |= {_name(key): _Number("s", value) for key, value in row.items() if key.endswith("_s") and key != "step_s"}
+    for label, record in result.raced.items():
+        found[f"step, {label}"] = _Number("s", record.timing.median_s, record.timing.reduced_s)
     return found
 
 
@@ -161,8 +174,8 @@ def compare_numbers(parts: Sequence[Result], names: Sequence[str]) -> list[Compa
         for key, here in first.items():
             there = numbers.get(key)
             if there is not None and (here.value or there.value):
-                words = [key] if isinstance(key, str) else [word for word in key if word not in common]
-                name = ", ".join(words) or "time"
+                words = [key] if isinstance(key, str) else [word for word in key if word not in common] or [key[0]]
+                name = ", ".join(words)
                 rows.append(ComparedNumber(name, here.unit, here.value, there.value, there.find_noise(here), run))
     return rows
 

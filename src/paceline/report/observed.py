@@ -287,7 +287,7 @@ def plot_traced(result: TracedResult) -> Figure:
     figure, axes = new_figure(title, f"simulated from {len(result.traced.steps)} traced steps; band: 90 %")
     rows = sorted((row for row in result.rows if row.cap_bytes), key=lambda row: row.cap_bytes)
     points, best = estimate_caps(result.job, result.costs).points, result.candidate
-    points = tuple(point for point in points if point.high_bytes >= rows[0].cap_bytes)
+    points = tuple(point for point in points if point.high_bytes >= rows[0].cap_bytes) or points[-1:]
     ends = best.cap_bytes, best.step_s
     draw_caps(axes, points, lambda point: point.step_s, ends, result.job.local_s, rows)
     seconds, where = [step.step_s * 1e3 for step in result.traced.steps], max(result.traced.layout) / MIB

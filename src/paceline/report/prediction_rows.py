@@ -215,8 +215,10 @@ def draw_caps(
     rows: Sequence[Prediction] = (),
 ) -> None:
     """Plot times against bucket sizes (flat over each interval of caps), the best size, the time without communication,
-    and the intervals of `rows`."""
-    xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
+    and the intervals of `rows`. Caps beyond the model's bytes give the same buckets as the last point."""
+    sizes = [best[0], *(row.cap_bytes for row in rows)]
+    least, *inner, most = [size for point in points for size in (point.low_bytes, point.high_bytes)]
+    xs = [size / MIB for size in (min(least, *sizes), *inner, max(most, *sizes))]
     ys = [of(point) * 1e3 for point in points for _ in range(2)]
     axes.plot(xs, ys, color=COLORS[0], label="predicted for every bucket size")
     axes.plot([best[0] / MIB], [best[1] * 1e3], "D", color=COLORS[2], markersize=8, label="best predicted")

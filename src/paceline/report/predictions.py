@@ -978,7 +978,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     figure, axes = new_figure(title, f"{subtitle}; predictions are simulated, points are {', '.join(sorted(sources))}")
     least, most = min(p.cap_bytes for p in points) / 1.5, max(p.cap_bytes for p in points) * 1.5
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
-    caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
+    caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most) or caps[-1:]
     best = tuning.best_predicted
     draw_caps(axes, caps, lambda cap: cap.step_s, (best.cap_bytes, best.step_s), tuning.model.plain_s, points)
     axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
