@@ -340,10 +340,12 @@ class _Job:
     def find_processes(self) -> list[psutil.Process]:
         """All processes with the token of this job in their environment, except its own."""
         return [
-            one for one in psutil.process_iter(["environ", "status"])
+            one
+            for one in psutil.process_iter(["environ", "status"])
             if (one.info["environ"] or {}).get(_TOKEN) == self.token
-            and one.info["status"] != psutil.STATUS_ZOMBIE and one.pid != self.process.pid
-        ]  # fmt: skip
+            and one.info["status"] != psutil.STATUS_ZOMBIE
+            and one.pid != self.process.pid
+        ]
 
     def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
         """Each match: the time of its last line, that line, and all of its lines. A match may span three lines."""

@@ -424,9 +424,11 @@ class LargeBatchResult(grid.GridResult):
         drawn: dict[str, Callable[[], Figure]] = {}
         if any(summary.score for summary in self.summaries):
             drawn["loss" if self.has_losses else "accuracy"] = partial(
-                self._plot_scores, lambda s: s.first.global_batch_size, "global batch size",
+                self._plot_scores,
+                lambda s: s.first.global_batch_size,
+                "global batch size",
                 lambda run: f"the same {run.budget}",
-            )  # fmt: skip
+            )
         return drawn | self.draw_curves(ends)
 
     @cached_property

@@ -193,10 +193,13 @@ class ScaleSettings(StudySettings):
             sizes.append(4 * sizes[-1])
         sizes[-1] = max(sizes[-1], MIB)
         return CollectiveSettings(
-            backends=self.backends, ranks=tuple(n for n in self.ranks if n > 1), sizes=tuple(sizes),
-            device="auto" if "nccl" in self.backends else self.job.device, threads=self.job.threads or 1,
+            backends=self.backends,
+            ranks=tuple(n for n in self.ranks if n > 1),
+            sizes=tuple(sizes),
+            device="auto" if "nccl" in self.backends else self.job.device,
+            threads=self.job.threads or 1,
             memories=("ordinary", "shared") if on_one_host and "shm" in self.backends else ("ordinary",),
-        )  # fmt: skip
+        )
 
     def measure(self, session: Session, at_once: int) -> list[Record]:
         """The cells of all ranks, the job's layers on one rank, and the all-reduces alone."""

@@ -82,9 +82,12 @@ class StrategiesSettings(grid.GridSettings):
         train = TrainSettings(model=model or "cnn", ranks=count, workers=workers, **job)
         names = list_strategies(_STRATEGIES if strategies is None else strategies, can_shard=train.workers == 1)
         return cls(
-            job=train, strategies=tuple(strategy.text for strategy in names), evaluations=evaluations, target=target,
+            job=train,
+            strategies=tuple(strategy.text for strategy in names),
+            evaluations=evaluations,
+            target=target,
             seeds=tuple(train.seed + number for number in range(seeds)),
-        )  # fmt: skip
+        )
 
     def check(self) -> None:
         super().check()
@@ -152,9 +155,12 @@ class StrategiesResult(grid.GridResult):
         drawn: dict[str, Callable[[], Figure]] = {}
         if any(summary.score and summary.first.sent_bytes for summary in self.summaries):
             drawn["strategies"] = partial(
-                self._plot_scores, lambda s: s.first.sent_bytes or None, "bytes sent per rank and step",
-                lambda run: "against bytes sent per rank", format_bytes,
-            )  # fmt: skip
+                self._plot_scores,
+                lambda s: s.first.sent_bytes or None,
+                "bytes sent per rank and step",
+                lambda run: "against bytes sent per rank",
+                format_bytes,
+            )
         return drawn | self.draw_curves(self.runs)
 
     @cached_property

@@ -235,9 +235,12 @@ class GridResult(StudyResult):
         return recipe
 
     def _plot_scores(
-        self, x: Callable[[SeedSummary], float | None], x_label: str, title: Callable[[LargeBatchRecord], str],
+        self,
+        x: Callable[[SeedSummary], float | None],
+        x_label: str,
+        title: Callable[[LargeBatchRecord], str],
         say: Callable[[Any], str] = "{:,}".format,
-    ) -> Figure:  # fmt: skip
+    ) -> Figure:
         """Test accuracy, or loss, against x, ± the deviation over seeds: a line for each configuration, a panel for
         each title."""
         unit = 1 if self.has_losses else 100

@@ -108,9 +108,12 @@ def open_world(settings: TrainSettings) -> Iterator[World]:
 
 
 def build_job(
-    settings: TrainSettings, world: World, plan: Plan | None = None, sets: Sets | None = None,
+    settings: TrainSettings,
+    world: World,
+    plan: Plan | None = None,
+    sets: Sets | None = None,
     like: nn.Module | None = None,
-) -> Job:  # fmt: skip
+) -> Job:
     """Build a job. `sets` is data that is already loaded; `like` is a model to copy instead of building a new one.
     Collective: call on every rank."""
     parts = None

@@ -325,9 +325,12 @@ class CheckpointStore:
         kept, aliases = _split_tied(model_state)
         tensors: dict[str, torch.Tensor] = {}
         document = {
-            "step": step, "meta": pack(dict(meta), {}), "model": fingerprint(model_state), "aliases": aliases,
+            "step": step,
+            "meta": pack(dict(meta), {}),
+            "model": fingerprint(model_state),
+            "aliases": aliases,
             "state": pack(dict(state), tensors),
-        }  # fmt: skip
+        }
         files: dict[str, bytes | memoryview] = {
             STATE_FILE: json.dumps(document, allow_nan=False).encode(),
             MODEL_FILE: self._model_buffer.fill(kept, {**aliases, "format": "pt"}),

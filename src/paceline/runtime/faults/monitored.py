@@ -105,9 +105,12 @@ def _start_process(
     asked |= {"address": os.environ.get("MASTER_ADDR", ""), "hang_timeout_s": hang_timeout_s}
     source = f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime.faults import monitored; monitored.serve()"
     _started = subprocess.Popen(
-        [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+        [sys.executable, "-c", source],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
         env={name: value for name, value in os.environ.items() if name != VARIABLE},
-    )  # fmt: skip
+    )
     assert _started.stdin is not None and _started.stdout is not None
     with _started.stdin, _started.stdout:
         _started.stdin.write(json.dumps(asked).encode())

@@ -25,9 +25,11 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 # Files with functions that wait for other ranks; and files that call such functions in torch's C++, which count only as
 # the innermost frame.
 _COLLECTIVES = (
-    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
-    "torch/distributed/_functional_collectives.py", "paceline/parallel/channel.py",
-)  # fmt: skip
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/_functional_collectives.py",
+    "paceline/parallel/channel.py",
+)
 _CALLERS = ("torch/distributed/utils.py", "torch/nn/parallel/distributed.py")
 
 

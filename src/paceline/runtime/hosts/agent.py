@@ -80,7 +80,9 @@ def tell_facts(folder: str, program: str, script: str) -> dict[str, Any]:
     except OSError as error:
         problem = str(error.strerror)
     return {
-        "python": platform.python_version(), "torch": find_version("torch"), "paceline": find_version("paceline"),
+        "python": platform.python_version(),
+        "torch": find_version("torch"),
+        "paceline": find_version("paceline"),
         "folder": problem,
         "program": not program or shutil.which(program) is not None,
         "script": not script or os.path.exists(script),
@@ -88,7 +90,7 @@ def tell_facts(folder: str, program: str, script: str) -> dict[str, Any]:
         "addresses": list_addresses(),
         "reached_at": os.environ.get("SSH_CONNECTION", "- - 127.0.0.1").split()[2],
         "gpus": len(glob.glob("/dev/nvidia[0-9]*")),
-    }  # fmt: skip
+    }
 
 
 def tell_route(address: str) -> dict[str, Any]:

@@ -208,9 +208,12 @@ class Agent:
 
 @contextlib.contextmanager
 def open_agents(
-    names: Iterable[str], ssh: str = "ssh", python: str = "", variables: Mapping[str, str] | None = None,
+    names: Iterable[str],
+    ssh: str = "ssh",
+    python: str = "",
+    variables: Mapping[str, str] | None = None,
     limit_s: float = CHECK_S,
-) -> Iterator[list[Agent]]:  # fmt: skip
+) -> Iterator[list[Agent]]:
     """Start connecting to an agent on every host. Whether a host can be reached shows in `ask`, within `limit_s`."""
     words = split_words("--ssh", ssh)
     refuse((not words, "--ssh is empty: give the ssh command, as in --ssh 'ssh -p 2222'"))

@@ -71,10 +71,12 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: tuple[Any, ...] = (
             found = f"{_name_place(path)} has the key {odd[0]!r} of type {type(odd[0]).__name__}"
             raise NotPlainError(f"{found}: use str or int")
         pairs = [
-            [key if type(key) in (str, int) else pack(key, tensors, (*path, key), extend),
-             item if type(item) in _PLAIN else pack(item, tensors, (*path, key), extend)]
+            [
+                key if type(key) in (str, int) else pack(key, tensors, (*path, key), extend),
+                item if type(item) in _PLAIN else pack(item, tensors, (*path, key), extend),
+            ]
             for key, item in value.items()
-        ]  # fmt: skip
+        ]
         is_plain = all(type(key) is str and not key.startswith("$") for key in value)
         return dict(pairs) if is_plain else {_DICT: pairs}
     is_tensor = kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -306,9 +306,12 @@ _LOOKS = {
 
 
 def load_data(
-    request: DataRequest, split: str, form: DataForm | None = None,
-    device: torch.device | str = "cpu", model_folder: str | None = None,
-) -> DataSet:  # fmt: skip
+    request: DataRequest,
+    split: str,
+    form: DataForm | None = None,
+    device: torch.device | str = "cpu",
+    model_folder: str | None = None,
+) -> DataSet:
     """Load the split `train` or `test`. `form` is the model's default: the kind and shape of a synthetic set, which is
     generated on `device`, or the context of text. `model_folder` may hold the model's own tokenizer."""
     check_request(request)
