@@ -197,6 +197,17 @@ def skip_frames(code: CodeType, with_calls: bool) -> None:
         frames.set_code_exec_strategy(code, strategy(action.SKIP, action.SKIP if with_calls else action.DEFAULT))
 
 
+def is_delivered(iterator: Any) -> bool:
+    """Whether the workers of this iterator of a DataLoader have delivered the next batch; False if unknown. With
+    several workers, whether all have: the queue does not say whose batch is in it."""
+    waiting, place = vars(iterator).get("_tasks_outstanding", 0), vars(iterator).get("_rcvd_idx")
+    with contextlib.suppress(KeyError, AttributeError, TypeError, NotImplementedError):
+        if len(iterator._task_info[place]) == 2:  # read before its turn
+            return True
+        return bool(0 < (1 if iterator._num_workers == 1 else waiting) <= iterator._data_queue.qsize())
+    return False
+
+
 def is_compiling() -> bool:
     """Whether torch.compile is running in this process, on any thread. Imports nothing. If torch renames its counter,
     this is False, and a long compilation is reported as a slow step."""

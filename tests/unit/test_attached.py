@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.plan import plan_by_cuts, plan_like_torch
-from paceline.predict.accounting import PhaseFinder, RankRow, account_steps, list_waits
+from paceline.predict.accounting import PhaseFinder, RankRow, account_steps, find_slow_part, list_waits
 from paceline.predict.advice import rank_findings, remove_recording
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.race import Interval, Race
@@ -33,6 +33,7 @@ from paceline.verbs import attach as attaching
 from paceline.verbs.attach import _build_record, _Files
 from tests.unit.made_ddp import build_document, made_job, made_on_cpu, made_on_gpu
 from tests.unit.made_traces import MadeTrace
+from tests.unit.test_causes import made_rank
 
 SIZES = (8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB, MIB, MIB, 512 * KIB, 512 * KIB)
 PARTS = ("data_s", "forward_s", "backward_s", "waiting_s", "exposed_s", "optimizer_s", "rest_s")
@@ -508,6 +509,93 @@ def test_the_operator_that_makes_a_rank_late_is_named():
         records.append(replace(step, operators=(OperatorTime("aten::mm", 0.03), OperatorTime("SlowBackward", own_s))))
     finding = build((result.steps, *records)).bottleneck
     assert (finding.kind, finding.rank, finding.operator) == ("late rank", 1, "SlowBackward")
+
+
+def attached_with(slower: float, **extra_s: float) -> AttachedResult:
+    """Two ranks, of which rank 1 takes `slower` times as long for its operators, and `extra_s` for some of them."""
+    result, records = attached_to(late_ms=20.0), []
+    for step in result.only(TracedStepRecord):
+        times = {"mm": 0.009, "relu": 0.005, "copy_": 0.004}
+        if step.rank:
+            times = {name: slower * own_s + extra_s.get(name, 0.0) for name, own_s in times.items()}
+        records.append(replace(step, operators=tuple(OperatorTime(*one) for one in times.items())))
+    return build((result.steps, *records))
+
+
+def test_a_somewhat_slower_core_is_not_a_problem_of_the_program_and_more_work_is():
+    result, records = attached_to(late_ms=20.0), []
+    for step in result.only(TracedStepRecord):  # 40 ms of its own on rank 0, and 60 on rank 1
+        times = {name: (1.5 if step.rank else 1.0) * own_s for name, own_s in
+                 {"mm": 0.018, "relu": 0.012, "copy_": 0.009}.items()}  # fmt: skip
+        records.append(replace(step, operators=tuple(OperatorTime(*one) for one in times.items())))
+    diffuse = build((result.steps, *records))
+    assert [one.kind for one in diffuse.bottlenecks] == ["healthy"]
+    assert any("1.50" in line for line in diffuse.findings)
+    # A GPU is not shared: its clock is lower.
+    gpu = replace(result.steps, device="cuda", backend="nccl")
+    assert build((gpu, *records)).bottleneck.kind == "late rank"
+    # Another program takes half of a core.
+    taken = attached_with(slower=2.0)
+    assert (taken.bottleneck.kind, taken.bottleneck.rank, taken.bottleneck.operator) == ("late rank", 1, "")
+    # A slower core explains 1.8 of the 20 ms, and one operator 17.
+    work = attached_with(slower=1.1, relu=0.017)
+    assert (work.bottleneck.kind, work.bottleneck.rank, work.bottleneck.operator) == ("late rank", 1, "relu")
+    assert work.bottleneck.gain_s == pytest.approx(0.0195 * (1 - 1.8 / 20), rel=0.15)
+
+
+def test_an_interruption_of_another_operator_in_each_step_is_not_more_work():
+    result, records = attached_to(late_ms=20.0), []
+    for step in result.only(TracedStepRecord):
+        times = dict.fromkeys("abcdef", 0.006)
+        if step.rank:
+            times["abcdef"[step.number % 6]] += 0.02
+        records.append(replace(step, operators=tuple(OperatorTime(*one) for one in times.items())))
+    assert find_slow_part(records, 1).share < 0.1 and find_slow_part(records).is_core
+    assert find_slow_part(result.only(TracedStepRecord)[:6]) is None
+    assert build((result.steps, *records)).bottleneck.kind == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("workers", "is_persistent", "delivered", "line"),
+    [
+        (0, False, 0.0, "num_workers=1"),
+        (3, False, 0.0, "num_workers=3"),  # what is new is that they stay
+        (3, True, 0.0, "num_workers=6"),
+        (3, True, 0.9, ""),  # a batch that is there is only transferred
+    ],
+)
+def test_a_loader_is_not_told_to_do_what_it_does(workers, is_persistent, delivered, line):
+    given = {"num_workers": workers, "are_workers_persistent": is_persistent, "delivered_share": delivered}
+    ranks = [replace(made_rank(rank), **given) for rank in (0, 1)]
+    waits = Samples(tuple((0.02, 0.02) for _ in range(9)))
+    steps = made_steps((0.1,) * 9, backend="gloo", device="cpu", data_wait=waits)
+    environment = replace(QUIET, cores=2)
+    found = AttachedResult(Run("profile attach", {"command": ["x"]}, environment, (steps, *ranks))).bottleneck
+    assert (found.kind, found.line[16:29], found.gain_s) == (
+        ("data", line, pytest.approx(0.02)) if line else ("healthy", "", 0.0)
+    )
+
+
+def test_a_gain_from_shorter_messages_must_exceed_the_noise_at_its_lower_end():
+    def tell(kind, low):
+        return rank_findings([Finding(kind, "a", gain_s=0.1, gain_interval_s=(low, 0.2))], 1.0, noise=0.06)[0].kind
+
+    assert [tell("backend", low) for low in (0.055, 0.065)] == ["healthy", "backend"]
+    assert tell("network", 0.055) == tell("batch", 0.055) == "healthy" and tell("threads", 0.01) == "threads"
+
+
+def test_the_gain_of_another_backend_is_as_uncertain_as_what_is_exposed():
+    def find_low(spread_s):
+        job = made_job((MIB,) * 4, (4.0, 5.0, 6.0, 7.5), 8.0, before=4.0)
+        costs = MachineCosts(FamilyCurve("line", 2, 2e-4, 2e8), contention=Contention())
+        made = made_on_cpu(job, costs, (4,), num_steps=6)
+        records = [step for rank in (0, 1) for step in read_steps(read_ranks(build_document(made, rank=rank))[0])]
+        records = [_delay(step, spread_s * (step.number % 2)) for step in records]
+        result = build((made_steps((records[0].step_s,) * 9, backend="gloo", device="cpu"), *records))
+        found = next(one for one in result.bottlenecks if one.kind == "backend")
+        return found.gain_interval_s[0] / found.gain_s
+
+    assert find_low(0.02) < 0.8 * find_low(0.0)
 
 
 def test_the_bars_of_a_rank_add_up_to_its_step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import FrameType
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from paceline import torch_internals as internals
 from paceline.errors import ConfigError
@@ -48,6 +49,33 @@ def test_a_missing_name_is_a_one_line_error(path):
     text = str(caught.value)
     assert caught.value.code == "torch-version" and "\n" not in text
     assert torch.__version__ in text and path in text and "pip install" in text
+
+
+class Held(Dataset):
+    """Its items can be read once `go` is set."""
+
+    def __init__(self):
+        self.go = torch.multiprocessing.get_context("fork").Event()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        self.go.wait()
+        return number
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loader_says_whether_its_workers_have_delivered_the_next_batch(workers):
+    data = Held()
+    batches = iter(DataLoader(data, num_workers=workers, multiprocessing_context="fork", timeout=60))
+    assert not internals.is_delivered(batches)
+    data.go.set()
+    next(batches)
+    while not internals.is_delivered(batches):
+        time.sleep(0.01)
+    assert len(list(batches)) == 3 and not internals.is_delivered(batches)
+    assert not internals.is_delivered(iter(DataLoader([1])))
 
 
 def test_classes():

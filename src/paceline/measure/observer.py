@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.runtime.ranks.moments import between_s, is_past, mark
-from paceline.torch_internals import DataLoaderIterator, is_profiling, register_comm_hook
+from paceline.torch_internals import DataLoaderIterator, is_delivered, is_profiling, register_comm_hook
 
 _MOST_RECORDED = 16  # maximum number of traced ranks
 _FINAL_BUCKETS_STEP = 4  # step after which wrappers have their final buckets
@@ -46,6 +46,8 @@ _MOST_EXITS = 3  # how many times a program may catch the exit that `--stop` req
 _LEAST_TOKENS = 8  # shortest rows of integers that count as sequences
 _MOST_BUFFER_BYTES = 64 * 2**20  # larger buffers are not checked for changes
 _OLDEST = 2  # garbage generation whose collections are pauses; younger ones are short
+# The options of a DataLoader that a rank reports, and their names in its iterators.
+_LOADER = {"num_workers": "num_workers", "are_workers_persistent": "persistent_workers"}
 # Attributes in which wrappers keep their bucket sizes: ours, and torch's in several versions.
 _BUCKET_ATTRIBUTES = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
 
@@ -116,6 +118,8 @@ class Observer:
         self._roots: set[int] = set()  # IDs of wrappers and of the modules in them
         self._buffers: list[tuple[Any, Any]] = []  # buffers and their early values
         self._used: dict[str, float] = {}
+        self._loader: dict[str, Any] = {}
+        self._fetched_s = [0.0, 0.0]  # in loaders that had to wait for a batch, and in those that had it
         self._end_s = 0.0
         self._written_s = 0.0
         self._profiler: Any = None
@@ -158,10 +162,14 @@ class Observer:
         def call(iterator: Any) -> Any:
             if not self._open_span("data"):
                 return original(iterator)
+            is_ready, begin_s = is_delivered(iterator), time.perf_counter()
             try:
                 batch = original(iterator)
             finally:
+                self._fetched_s[is_ready] += time.perf_counter() - begin_s
                 self._close_span()
+            # Read now: the iterator may be gone at the end of the program.
+            self._loader = {name: vars(iterator).get(f"_{key}", 0) for name, key in _LOADER.items()}
             with contextlib.suppress(Exception):  # a batch may be of any type
                 self._note_batch(batch)
             return batch
@@ -310,7 +318,7 @@ class Observer:
             self._head["wrappers"] = list(map(_describe, wrappers))
             self._head["options"] = _describe_options(wrappers[0]) if wrappers else {}
             self._buffers = _copy_buffers(wrappers)
-            self._used = _read_usage()
+            self._used, self._fetched_s = _read_usage(), [0.0, 0.0]
         if self._profiler is not None:
             self._open_range()
         elif settings.record and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED:
@@ -416,6 +424,9 @@ class Observer:
         if self._used:
             self._tail["used"] = {name: value - self._used[name] for name, value in _read_usage().items()}
             self._tail["padded"] = self._padded
+            if self._loader:
+                share = self._fetched_s[1] / max(1e-12, sum(self._fetched_s))
+                self._tail["loader"] = self._loader | {"delivered_share": share}
             with contextlib.suppress(RuntimeError):  # the GPU may have failed
                 self._tail["are_buffers_constant"] = all(torch.equal(one, early) for one, early in self._buffers)
             self._buffers = []

@@ -8,13 +8,14 @@ rank. Durations are compared, not moments, so the clocks of the ranks need not a
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,11 @@ _LAUNCH = "c10d::"
 # The longest steps left out of the mean wait for data: a step that restarts the workers is not typical.
 _TRIM = 0.05
 _MOST_OPERATORS = 20  # how many to keep of each step, with those that cost only some programs time
+# Share of the lateness of a rank that one operator must explain to be its cause, and how many times as slow a core may
+# be without competition from another program, which takes half of it: a busy sibling hyperthread, a hypervisor and a
+# lower clock cost up to about 40 %.
+_EXPLAINS, _COMPETING = 0.4, 1.75
+OUTSIDE = "code outside operators"
 _KEPT = ("torch.distributed.ddp.reducer::search_unused_parameters",)
 
 
@@ -197,14 +203,63 @@ def list_waits(records: Sequence[TracedStepRecord]) -> list[dict[int, float]]:
     return [dict(zip(waits, row, strict=True)) for row in zip(*waits.values(), strict=True)]
 
 
-def find_slow_operator(records: Sequence[TracedStepRecord], rank: int) -> tuple[str, float]:
-    """What a rank spends more time on than the others on average, and how much in a step."""
-    more: defaultdict[str, float] = defaultdict(float)
-    counts = Counter(step.rank == rank for step in records)
-    for step in records:
-        for one in step.operators:
-            more[one.name] += (one.own_s if step.rank == rank else -one.own_s) / counts[step.rank == rank]
-    return max(more.items(), key=lambda pair: pair[1], default=("", 0.0))
+class SlowPart(NamedTuple):
+    """What a late rank spends more time on than the others. Its operators take `slower` times as long, which explains
+    the share `diffuse` of its lateness; beyond that, the part `name` takes `more_s` longer, the share `share`."""
+
+    name: str
+    more_s: float
+    slower: float
+    share: float
+    diffuse: float
+
+    @property
+    def is_named(self) -> bool:
+        return self.share >= _EXPLAINS
+
+    @property
+    def is_core(self) -> bool:
+        """Whether its core is slower rather than its work longer, by less than competition for the core would cost."""
+        return not self.is_named and self.slower < _COMPETING
+
+
+def find_slow_part(records: Sequence[TracedStepRecord], rank: int | None = None) -> SlowPart | None:
+    """What makes this rank late, or the last rank of each step; None if no operators are known. Waits for data are left
+    out. Compares medians over the steps, because an interruption lengthens whatever runs at that moment, and work that
+    a rank does in each step is always the same."""
+    pairs = []
+    for same in group_by(records, lambda record: record.number).values():
+        own = {step.rank: _split_work(step) for step in same if step.operators}
+        last = max(own, key=lambda one: sum(own[one].values()), default=-1) if rank is None else rank
+        if last in own and len(own) > 1:
+            pairs.append((own[last], [times for other, times in own.items() if other != last]))
+    if not pairs:
+        return None
+    median, mean = statistics.median, statistics.fmean
+    names = {name for times, others in pairs for one in (times, *others) for name in one}
+    here = {name: median(times[name] for times, _ in pairs) for name in names}
+    there = {name: median(mean(one[name] for one in others) for _, others in pairs) for name in names}
+    late_s = median(sum(times.values()) - mean(sum(one.values()) for one in others) for times, others in pairs)
+    ratios = sorted((here[name] / there[name], there[name]) for name in names if there[name] > 0 and name != OUTSIDE)
+    passed = list(itertools.accumulate(took_s for _, took_s in ratios))
+    slower = ratios[bisect.bisect(passed, passed[-1] / 2)][0] if passed and passed[-1] > 0 else 1.0
+    usual = max(1.0, slower)
+    more = {name: here[name] - usual * there[name] for name in names}
+    name = max(more, key=more.__getitem__)
+    shares = (
+        min(1.0, max(0.0, part_s / max(late_s, 1e-12))) for part_s in (more[name], (usual - 1) * sum(there.values()))
+    )
+    return SlowPart(name, more[name], slower, *shares)
+
+
+def _split_work(step: TracedStepRecord) -> defaultdict[str, float]:
+    """A rank's own seconds in a step, by operator."""
+    times = defaultdict[str, float](float)
+    for one in step.operators:
+        times[one.name] += one.own_s
+    own_s = step.step_s - step.exposed_s - step.data_s - sum(stall.blocked_s for stall in step.stalls)
+    times[OUTSIDE] = max(0.0, own_s - sum(times.values()))
+    return times
 
 
 def estimate_mean(values: Sequence[float], value: float) -> tuple[float, float] | None:

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any, NamedTuple
 
 from paceline.errors import RecordError
-from paceline.predict.accounting import estimate_mean
+from paceline.predict.accounting import OUTSIDE, SlowPart, estimate_mean
 from paceline.predict.curves import MeasuredCurve, find_interval
 from paceline.predict.predictor import Predictor
 from paceline.predict.simulate import simulate
@@ -24,7 +24,8 @@ WORTH, _IDLE_WORTH, _TURNS_WORTH = 0.05, 0.2, 0.1
 # Assumed time of a shared-memory message during compute, relative to gloo on one host: typical, longest and shortest.
 # Without compute, the ratios in `results` are 0.05 to 0.36.
 _SHM_TIMES = (0.35, 0.6, 0.15)
-_EXPLAINS = 0.4  # share of the lateness of a rank that an operator must explain to be named
+# Kinds whose gain rests on assumptions about messages: the lower end of its interval must exceed the noise.
+_ASSUMED = ("backend", "network", "batch")
 _MORE = 4  # how many times as many samples per message to advise
 _TINY_KERNEL_S = 10e-6
 # A batch that keeps the GPU busy, relative to one that just fills the step.
@@ -126,19 +127,18 @@ def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Finding]:
 
 
 def blame_rank(
-    lateness: Lateness,
-    gain_s: float,
-    interval_s: tuple[float, float] | None = None,
-    slow: tuple[str, float] = ("", 0.0),
+    lateness: Lateness, gain_s: float, interval_s: tuple[float, float] | None = None, slow: SlowPart | None = None
 ) -> Finding:
     """The rank that the others wait for, with the operator that is slower on it if it explains much of the wait."""
     waited = f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}"
     cure = f"check the cores, GPU clock, data and batch sizes of rank {lateness.rank}"
     evidence, operator = f"{waited}, which is last in {lateness.share:.0%} of steps", ""
-    if slow[1] >= _EXPLAINS * lateness.mean_s > 0:
-        operator = slow[0]
-        evidence += f"; {operator} takes {format_duration(slow[1])} longer there"
-        cure = f"make {operator} on rank {lateness.rank} as fast as on the others, or check its cores and clock"
+    if slow is not None and slow.is_named:
+        operator = slow.name if slow.name != OUTSIDE else ""
+        evidence += f"; {slow.name} takes {format_duration(slow.more_s)} longer there"
+        cure = f"make {slow.name} on rank {lateness.rank} as fast as on the others, or check its cores and clock"
+    elif slow is not None and slow.slower > 1:
+        evidence += f"; its operators take {slow.slower:.2f} times as long"
     return Finding(
         "late rank", evidence, cure, gain_s, "at most", rank=lateness.rank, gain_interval_s=interval_s,
         operator=operator,
@@ -318,17 +318,17 @@ def blame_host(idle_s: float, step_s: float) -> Finding:
 
 def blame_messages(
     traced: Predictor, cuts: Sequence[int], backend: str, exposed_s: float, step_s: float, *, on_host: bool,
-    is_ours: bool, is_small: bool,
+    is_ours: bool, is_small: bool, spread: tuple[float, float] = (1.0, 1.0),
 ) -> list[Finding]:  # fmt: skip
     """The cures for exposed communication that this backend allows, each with the simulated gain: another transport on
     one host, fewer bytes, or fewer messages per sample. `cuts` are the buckets in use, and `is_small` means that a step
-    communicates for more than half as long as it computes."""
+    communicates for more than half as long as it computes. `spread` is the interval of `exposed_s` relative to it."""
     share = f"{format_duration(exposed_s)} of communication per step is exposed ({exposed_s / step_s:.0%} of the step)"
     found = []
 
     def add(kind: str, cure: str, line: str, certainty: str, gains: tuple[float, float, float]) -> None:
         gain_s, low_s, high_s = (gain * exposed_s for gain in gains)
-        interval_s = (low_s, high_s)
+        interval_s = (low_s * spread[0], high_s * spread[1])
         found.append(Finding(kind, share, cure, gain_s, certainty, gain_interval_s=interval_s, line=line))
 
     if backend == "gloo" and on_host:
@@ -370,5 +370,7 @@ def rank_findings(found: Iterable[Finding], step_s: float, noise: float = 0.0) -
     below the noise; `healthy` if none is left."""
     worth = max(WORTH, noise)
     kept = [one for one in (replace(one, step_s=one.step_s or step_s) for one in found) if one.is_worth(worth)]
+    low_s = {one: one.gain_interval_s[0] for one in kept if one.kind in _ASSUMED and one.gain_interval_s}
+    kept = [one for one in kept if low_s.get(one, math.inf) >= worth * one.step_s]
     healthy = f"nothing is found that saves more than the noise, {worth:.0%} of a step"
     return sorted(kept, key=lambda one: -one.gain_s) or [Finding("healthy", healthy, step_s=step_s)]

@@ -477,7 +477,8 @@ class RankRecord(Record):
     evaluation and in saving checkpoints, and the elements of the step's batches. The rates are shares of wall time:
     `cpu_share` may exceed 1 with several threads, `queued_share` is waiting for a core and `throttled_share` by the
     limits of a container. `padded_share` is that of the batches of recorded steps. `buffer_bytes` are broadcast in each
-    forward."""
+    forward. `delivered_share` is that of the time in the data loader in which the batch was already there, so that only
+    its transfer from the worker took time."""
 
     kind: ClassVar[str] = "rank"
     rank: int
@@ -501,6 +502,9 @@ class RankRecord(Record):
     is_static: bool = False
     buffer_bytes: Count = 0
     are_buffers_constant: bool = False
+    num_workers: Count = 0
+    are_workers_persistent: bool = False
+    delivered_share: Seconds = 0.0
 
     @property
     def place(self) -> str:

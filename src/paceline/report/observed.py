@@ -19,7 +19,7 @@ from paceline.predict.accounting import (
     average_parts,
     build_rank_row,
     estimate_mean,
-    find_slow_operator,
+    find_slow_part,
     list_waits,
 )
 from paceline.predict.advice import (
@@ -38,7 +38,7 @@ from paceline.predict.predictor import Prediction
 from paceline.predict.race import Interval, Limit, Race, judge, judge_race
 from paceline.predict.search import PLATEAU, choose_caps, enumerate_caps, estimate_caps, find_cuts
 from paceline.predict.traced_job import TracedJob
-from paceline.predict.traces import find_late
+from paceline.predict.traces import Lateness, find_late
 from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records import CapTimeRecord, RankRecord, StepRecord, TracedStepRecord
 from paceline.records.findings import Finding, list_card
@@ -362,7 +362,7 @@ class AttachedResult(Result):
         self.step_s = self.critical.step_s
         self.busy = next((one for one in self.doubts if one.kind == "inconclusive"), None)
         self.buckets: TracedResult | None = None
-        self.doubt, self.race, self.exposed_s = "", None, None
+        self.doubt, self.note, self.race, self.exposed_s = "", "", None, None
         self.verdict, self.saves, self.cap_mib = "", (0.0, 0.0, 0.0), None
         if any(record.messages for record in recorded):
             try:
@@ -406,27 +406,13 @@ class AttachedResult(Result):
 
     def _list_findings(self, recorded: Sequence[TracedStepRecord]) -> Iterator[Finding]:
         waits = [row.data_s for row in self.rows]
-        data_s, cores = max(waits), self.run.environment.cores or 1
-        rank = None if min(waits) > data_s / 2 else self.rows[waits.index(data_s)].rank
-        times = [row[waits.index(data_s)] for row in self.waits.seconds]
-        yield blame_data(data_s, self.step_s, rank, max(1, cores // len(waits)), estimate_mean(times, data_s))
+        yield self._blame_loader(waits)
+        cores = self.run.environment.cores or 1
         causes = list(find_causes(Evidence(self.rows, self.only(RankRecord), recorded, self.idle_s, cores)))
         steps = self._list_waits(recorded)
         late = find_late([one] for one in steps)
-        if late is not None and late.share > _OFTEN:
-            # A rank may be late because it waits for its data.
-            own_s = waits[late.rank] - min(waits) if late.rank < len(waits) else 0.0
-            late_s = [statistics.fmean(s for r, s in one.items() if r != late.rank) - one[late.rank] for one in steps]
-            gain_s = max(0.0, late.mean_s - own_s)
-            interval_s = estimate_mean([s - own_s for s in late_s], gain_s)
-            uneven = (one for one in causes if one.kind == "uneven batches" and one.rank == late.rank)
-            if all(2 * one.gain_s < gain_s for one in uneven):  # otherwise, these explain it
-                yield blame_rank(late, gain_s, interval_s, find_slow_operator(recorded, late.rank))
-        elif late is not None:
-            # What the last rank of a step waits is the transfer itself.
-            rank = self.critical.rank
-            excess_s = [one[rank] - min(one.values()) for one in steps if rank in one]
-            yield from blame_changing_rank(excess_s, late, self.step_s)
+        if late is not None:
+            yield from self._blame_late(late, steps, waits, causes)
         yield blame_host(self.idle_s, self.step_s)
         yield from causes
         saved_s = 0.0
@@ -445,8 +431,54 @@ class AttachedResult(Result):
             yield from blame_messages(
                 self.buckets.model, self.buckets.now.cuts, self.steps.backend, self.exposed_s, self.step_s,
                 on_host=self.buckets.traced.is_on_host, is_ours=self.steps.wrapper == "paceline",
-                is_small=self._is_small(self.buckets.now),
+                is_small=self._is_small(self.buckets.now), spread=self._find_spread(recorded),
             )  # fmt: skip
+
+    def _blame_late(
+        self, late: Lateness, steps: Sequence[Mapping[int, float]], waits: Sequence[float], causes: Sequence[Finding]
+    ) -> Iterator[Finding]:
+        """The rank that is late, or the ranks that are late in turn; a note if a core is merely somewhat slower."""
+        is_one, rank = late.share > _OFTEN, self.critical.rank
+        slow = find_slow_part(self.only(TracedStepRecord), late.rank if is_one else None)
+        # A rank may be late because it waits for its data.
+        own_s = waits[late.rank] - min(waits) if late.rank < len(waits) else 0.0
+        if slow is not None and slow.is_core and self.steps.device != "cuda":
+            if is_one and late.mean_s - own_s > WORTH * self.step_s:
+                who = f"rank {late.rank} is {format_duration(late.mean_s)} late"
+                self.note = f"{who}, in all of its operators: its core is {slow.slower:.2f} times as slow as the others"
+        elif is_one:
+            share = 1 - slow.diffuse if slow is not None and slow.is_named else 1.0
+            late_s = [statistics.fmean(s for r, s in one.items() if r != late.rank) - one[late.rank] for one in steps]
+            gain_s = share * max(0.0, late.mean_s - own_s)
+            interval_s = estimate_mean([share * (s - own_s) for s in late_s], gain_s)
+            uneven = (one for one in causes if one.kind == "uneven batches" and one.rank == late.rank)
+            if all(2 * one.gain_s < gain_s for one in uneven):  # otherwise, these explain it
+                yield blame_rank(late, gain_s, interval_s, slow)
+        else:
+            # What the last rank of a step waits is the transfer itself.
+            excess_s = [one[rank] - min(one.values()) for one in steps if rank in one]
+            yield from blame_changing_rank(excess_s, late, self.step_s)
+
+    def _blame_loader(self, waits: Sequence[float]) -> Finding:
+        """The rank that waits longest for its data loader, without the transfer of batches that workers have ready."""
+        ranks = {one.rank: one for one in self.only(RankRecord)}
+        shares = [1 - ranks[place].delivered_share if place in ranks else 1.0 for place in range(len(waits))]
+        lost_s = [share * wait_s for share, wait_s in zip(shares, waits, strict=True)]
+        place = lost_s.index(data_s := max(lost_s))
+        rank = None if min(lost_s) > data_s / 2 else self.rows[place].rank
+        interval_s = estimate_mean([shares[place] * row[place] for row in self.waits.seconds], data_s)
+        workers = max(1, (self.run.environment.cores or 1) // len(waits))
+        if (loader := ranks.get(place)) is not None and loader.num_workers:
+            # Not what is there: the workers stay from epoch to epoch or, if they do, become twice as many.
+            workers = loader.num_workers * (2 if loader.are_workers_persistent else 1)
+        return blame_data(data_s, self.step_s, rank, workers, interval_s)
+
+    def _find_spread(self, recorded: Sequence[TracedStepRecord]) -> tuple[float, float]:
+        """The interval of the mean exposed communication, relative to it."""
+        steps = account_steps([step for step in recorded if step.messages]).get(self.critical.rank, ())
+        times = [parts["exposed_s"] for parts in steps]
+        low_s, high_s = (times and estimate_mean(times, mean_s := statistics.fmean(times))) or (1.0, 1.0)
+        return (low_s / mean_s, high_s / mean_s) if times and mean_s > 0 and len(times) > 1 else (1.0, 1.0)
 
     def _is_small(self, row: Prediction) -> bool:
         """Whether a step communicates for more than half as long as it computes."""
@@ -572,7 +604,7 @@ class AttachedResult(Result):
             lines.append(f"clock: times are from the GPU; the host takes {spread} per step and may run ahead")
         if self.buckets is not None:
             lines += self.buckets.findings[1:]  # its first line has the times of one rank with the profiler's cost
-        return [*lines, self.doubt] if self.doubt else lines
+        return [*lines, *filter(None, (self.note, self.doubt))]
 
     def tables(self) -> list[Table]:
         found = [Table("where", "time per step", WHERE, self.rows)]

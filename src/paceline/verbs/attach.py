@@ -429,7 +429,7 @@ def _build_ranks(ranks: Sequence[_Rank]) -> list[RankRecord]:
                 can_fuse=optimizer.get("can_fuse", False), find_unused=options.get("find_unused", False),
                 has_unused=options.get("num_unused_bytes", 0) > 0, is_static=options.get("is_static", False),
                 buffer_bytes=options.get("buffer_bytes", 0),
-                are_buffers_constant=about.get("are_buffers_constant", False),
+                are_buffers_constant=about.get("are_buffers_constant", False), **about.get("loader", {}),
                 **{f"{name}_share": max(0.0, share) for name, share in shares.items()},
             )
         )  # fmt: skip
