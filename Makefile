@@ -99,6 +99,7 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/paceline bench allreduce --backend gloo,paceline --ranks 2 --sizes 4B,256B,4KiB,16KiB --iters 300 --warmup 20
 	$(BIN)/paceline bench chunks --backend gloo,paceline
 	$(BIN)/paceline bench wrappers --backend gloo,paceline --wrapper bare,torch,torch-tuned,paceline
+	$(BIN)/python benchmarks/validate_public.py
 	$(BIN)/python benchmarks/validate_networks.py --runs results/*/allreduce* results/*/scale-ranks
 	$(BIN)/python benchmarks/validate_ranks.py results/*/scale-ranks
 	$(BIN)/python benchmarks/verdicts.py

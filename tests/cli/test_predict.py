@@ -232,7 +232,7 @@ def test_a_measured_time_fits_the_one_rate(command, tables, tmp_path):
     before = predict_csv(tables)
     point = before.caps.points[len(before.caps.points) // 2]
     for factor in (0.7, 1.0, 1.6):
-        true = estimate_caps(before.job, before._scale(factor))
+        true = estimate_caps(before.job, before.model.scale(factor))
         took_ms = 1e3 * next(p for p in true.points if p.cuts == point.cuts).backward_s
         asked = f"{point.high_bytes}B={took_ms:.6f}ms"
         result = predict_csv(tables, measured=asked)

@@ -21,6 +21,7 @@ from paceline.predict.predictor import (
     Evidence,
     Prediction,
     Predictor,
+    calibrate,
     fit_job,
 )
 from paceline.predict.simulate import BucketSpan, Contention, MachineCosts, SimulatedStep, simulate
@@ -249,6 +250,23 @@ def test_an_interval_is_around_its_estimate(cap_bytes, noise):
     assert estimate.exposed_s == pytest.approx(estimate.step_s - model.plain_s)
     assert estimate.num_buckets == len(model.job.cut(cap_bytes))
     assert estimate == model.predict(estimate.cuts)
+
+
+def test_a_calibration_reproduces_each_step_and_draws_their_mean_factor():
+    job, cuts = make_job((4 * MIB,) * 4, (4, 8, 12, 16), 16), (1, 2, 3, 4)
+
+    def scale(factor: float) -> MachineCosts:
+        return MachineCosts(line(1e-3 * factor, 1e9 / factor))
+
+    true_s = [simulate(job, cuts, scale(factor)).step_s for factor in (1.5, 2.0, 9.0)]
+    near, other, beyond = (calibrate(job, scale, [(cuts, step_s)], (0.5, 4.0)) for step_s in true_s)
+    assert near.factor == pytest.approx(1.5, rel=1e-5) and near.rests_s[0] == pytest.approx(0, abs=1e-6)
+    assert near.draw(3.0).curve.estimate_s(MIB) == near.draw().curve.estimate_s(MIB)  # one step shows no error
+    assert beyond.factor == 4.0 and beyond.rests_s[0] == pytest.approx(true_s[2] - simulate(job, cuts, scale(4)).step_s)
+    both = calibrate(job, scale, [(cuts, step_s) for step_s in true_s[:2]], (0.5, 4.0))
+    assert both.factors == (near.factor, other.factor) and both.factor == pytest.approx(math.sqrt(3), rel=1e-5)
+    low, middle, high = (both.draw(shift).curve.estimate_s(MIB) for shift in (-1, 0, 1))
+    assert low < middle < high and middle / low == pytest.approx((2 / 1.5) ** 0.5, rel=1e-5)
 
 
 def test_no_prediction_is_negative():

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from paceline.errors import MeasurementError
 from paceline.machine import canonical_backend
@@ -33,7 +36,8 @@ from paceline.records.steps import SERVERS
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes, format_duration, format_ms
 
-_HALVINGS = 20
+# Number of factors that are distinguished between two bounds.
+_FACTORS = 1 << 20
 # A free plan that does not beat a single cap by this share is not worth its complexity.
 _WORTH = 0.002
 # Lower bound for the relative speed of compute and messages while they overlap.
@@ -256,31 +260,45 @@ class Draw:
         return (step.step_s + self.error * max(0.0, step.exposed_s) + self.wait_s) * math.exp(self.noise)
 
 
+class Calibration(NamedTuple):
+    """Costs with one unknown factor, calibrated to measured steps: the factor that each step needs, and the seconds
+    that remain unexplained."""
+
+    scale: Callable[[float], MachineCosts]
+    factors: tuple[float, ...]
+    rests_s: tuple[float, ...]
+
+    @property
+    def factor(self) -> float:
+        return self.factors[0] if len(self.factors) == 1 else statistics.geometric_mean(self.factors)
+
+    def draw(self, shift: float = 0.0) -> MachineCosts:
+        """The costs; with `shift`, at so many standard errors from the mean factor. A single step has none."""
+        logs = [math.log(factor) for factor in self.factors]
+        error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+        return self.scale(self.factor * math.exp(error * shift))
+
+
 def calibrate(
     job: Job,
-    buckets: Layout | Sequence[int],
     scale: Callable[[float], MachineCosts],
-    step_s: float,
+    steps: Sequence[tuple[Layout | Sequence[int], float]],
     bounds: tuple[float, float],
-) -> tuple[float, float]:
-    """Calibrate to one measured step: the factor between these bounds for which a step with the costs `scale(factor)`
-    matches its measured time, and the seconds that remain unexplained."""
+) -> Calibration:
+    """Calibrate to measured steps, given as buckets and seconds: for each, the factor between these bounds for which a
+    step with the costs `scale(factor)` takes as long as measured."""
 
-    def miss(factor: float) -> float:
-        return step_s - simulate(job, buckets, scale(factor)).step_s
+    def find(place: int) -> float:
+        return bounds[0] * math.pow(bounds[1] / bounds[0], place / _FACTORS)
 
-    low, high = bounds
-    if (missed_s := miss(high)) >= 0:
-        return high, missed_s
-    if (missed_s := miss(low)) <= 0:
-        return low, missed_s
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        if miss(middle) >= 0:
-            low = middle
-        else:
-            high = middle
-    return low, miss(low)
+    def fit(buckets: Layout | Sequence[int], step_s: float) -> tuple[float, float]:
+        def estimate_s(place: int) -> float:
+            return simulate(job, buckets, scale(find(place))).step_s
+
+        place = max(0, bisect.bisect_right(range(_FACTORS + 1), step_s, key=estimate_s) - 1)
+        return find(place), step_s - estimate_s(place)
+
+    return Calibration(scale, *zip(*itertools.starmap(fit, steps), strict=True))
 
 
 _NO_STEP = SimulatedStep((), 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -326,7 +326,9 @@ class _ScalingCurve:
         """The factor on message times, relative to the sweep, that explains the measured exposed communication, and the
         remaining seconds."""
         job, layout = self._build_job(world_size)
-        return calibrate(job, layout, self._build_costs(world_size), job.local_s + exposed_s, _FACTORS)
+        steps = [(layout, job.local_s + exposed_s)]
+        _, [factor], [rest_s] = calibrate(job, self._build_costs(world_size), steps, _FACTORS)
+        return factor, rest_s
 
     def find_contention(self, world_size: int) -> Contention:
         here = min(world_size, self.evidence.most_on_host)

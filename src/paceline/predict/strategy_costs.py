@@ -150,8 +150,7 @@ def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float
     sending = costs.sending
     if not isinstance(sending, Sending) or not any(map(sum, sending.parts)):
         return 1.0
-    factor, _ = calibrate(job, cuts, lambda factor: replace(costs, sending=sending.scale(factor)), step_s, _FACTORS)
-    return factor
+    return calibrate(job, lambda by: replace(costs, sending=sending.scale(by)), [(cuts, step_s)], _FACTORS).factor
 
 
 def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:

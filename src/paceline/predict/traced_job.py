@@ -316,7 +316,7 @@ class TracedJob:
             return replace(costs, curve=MeasuredCurve(curve.sizes, tuple(factor * s for s in curve.seconds)))
 
         own_s = simulate(job, cuts, costs).step_s
-        factor, rest_s = calibrate(job, cuts, scale, step_s, _FACTORS)
+        _, [factor], [rest_s] = calibrate(job, scale, [(cuts, step_s)], _FACTORS)
         # If messages are hidden, a factor at its bound explains nothing.
         if factor in _FACTORS and abs(step_s - rest_s - own_s) <= _HIDDEN * step_s:
             factor, rest_s = 1.0, step_s - own_s

@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
-from paceline.predict.curves import DRAWS, MeasuredCurve, Resample, draw, fit_line, smooth_curve
-from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
+from paceline.predict.curves import DRAWS
+from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import (
     AssumedFabric,
     Fabric,
@@ -27,7 +26,7 @@ from paceline.predict.networks import (
     find_network,
     find_networks,
 )
-from paceline.predict.predictor import Draw, Prediction, Predictor, calibrate, find_evidence
+from paceline.predict.predictor import Prediction, find_evidence
 from paceline.predict.search import (
     PLATEAU,
     CapCurve,
@@ -39,8 +38,9 @@ from paceline.predict.search import (
     scale_curve,
 )
 from paceline.predict.sending import Sending
-from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, MachineCosts, SimulatedStep, simulate
 from paceline.predict.strategy_costs import describe_update
+from paceline.predict.tables import TabledJob
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, Tuning, hash_predictions, load_tuning
 from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records import (
@@ -52,7 +52,7 @@ from paceline.records import (
     StepRecord,
 )
 from paceline.records.findings import add_busy
-from paceline.records.samples import Summary, group_by
+from paceline.records.samples import group_by
 from paceline.records.store import load_json
 from paceline.report.plots import (
     COLORS,
@@ -87,8 +87,6 @@ from paceline.units import MIB, format_bytes, format_duration, format_ms, format
 _MOST_ROWS = 24
 # A comparison that needs more seconds than this is not worth running: the plans hardly differ.
 _MOST_BUDGET_S = 600
-# bounds of the factor that measured times are fitted with
-_FACTORS = (0.5, 4.0)
 _ROWS = (256, 1024, 4096)  # assumed distinct tokens per rank, used when the tables do not give the number
 
 
@@ -296,59 +294,29 @@ class CapsResult(Result):
     )
 
     def _derive(self) -> None:
-        untied = self.config.get("untied", False)
-        self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord), untied)
         sweep = self.only(CollectiveRecord)
-        points = [(record.num_bytes, record.time_s) for record in sweep]
-        self.cost = smooth_curve(points)
-        self.line = fit_line(points)
-        device = "cuda" if "nccl" in sweep[0].backend else sweep[0].device  # tables of layers do not name the device
-        costs = MachineCosts(curve=self.cost)
-        self.caps = estimate_caps(self.job, costs)
-        self.changes = estimate_sensitivity(self.job, costs, self.cost)
-        self.free_plan = find_best_cuts(self.job, costs)
-        self.splits = self._estimate_splits(costs, sweep[0].world_size)
-        self.contention, self.is_on_gpu = Contention.assume(device, is_on_host=False), device == "cuda"
-        slowed = replace(costs, contention=self.contention.spread_over(self.cost))
-        self.expected = estimate_caps(self.job, slowed) if self.is_on_gpu else self.caps
+        tables = self.only(LayerSizeRecord), self.only(LayerTimeRecord), sweep, self.only(CapTimeRecord)
+        self.model = model = TabledJob(*tables, self.config.get("untied", False))
+        self.job, self.cost, self.line, self.measured = model.job, model.curve, model.line, model.measured
+        self.is_on_gpu, self.unexplained = model.is_on_gpu, model.unexplained
+        self.caps = estimate_caps(self.job, model.costs)
+        self.changes = estimate_sensitivity(self.job, model.costs, self.cost)
+        self.free_plan = find_best_cuts(self.job, model.costs)
+        self.splits = self._estimate_splits(model.costs, sweep[0].world_size)
+        self.expected = estimate_caps(self.job, model.slowed) if self.is_on_gpu else self.caps
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
-        self.default_s, self.default_expected_s = (simulate(self.job, default, c).over_s for c in (costs, slowed))
+        costs = [model.costs, model.slowed, *([model.calibration.draw()] if model.calibration else [])]
+        self.default_s, self.default_expected_s, *fitted_s = (simulate(self.job, default, c).over_s for c in costs)
         self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
-        self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
-        defaults_s = {"from the tables": self.default_s, "with contention": self.default_expected_s}
-        self.factor: float | None = None
-        self.fitted: CapCurve | None = None
-        self.unexplained = 0.0
-        if self.measured:
-            self.logs, self.unexplained = self._fit()
-            self.factor = math.exp(statistics.fmean(self.logs))
-            fitted = self._scale(self.factor)
-            self.fitted = estimate_caps(self.job, fitted)
-            defaults_s["fitted"] = simulate(self.job, default, fitted).over_s
+        self.factor = model.calibration.factor if model.calibration else None
+        self.fitted = estimate_caps(self.job, model.calibration.draw()) if model.calibration else None
         self.shared, self.recommended, self.risk = self._recommend()
-        self.chosen_default_s = [defaults_s[name] for name in self.bases]
+        self.chosen_default_s = fitted_s or [self.default_s, self.default_expected_s][: len(self.bases)]
         pairs = zip(self.chosen_default_s, self.bases.values(), strict=True)
         self.keeps_default = all(default_s <= curve.best.backward_s * (1 + PLATEAU) for default_s, curve in pairs)
-        self.interval = self._estimate_interval(costs, device)
-
-    def _scale(self, factor: float) -> MachineCosts:
-        """The costs if messages and compute take `factor` times as long while they overlap. Below 1, neither slows the
-        other, and messages are faster than in the table."""
-        rate, seconds = 1 / max(1.0, factor), tuple(min(1.0, factor) * one for one in self.cost.seconds)
-        contention = Contention((1,), (rate,), (rate,), "fitted to the measured times")
-        return MachineCosts(MeasuredCurve(self.cost.sizes, seconds), contention=contention)
-
-    def _fit(self) -> tuple[list[float], float]:
-        """The logarithm of the factor that reproduces each measured time, and the largest share of a time that no
-        factor explains."""
-        logs, shares = [], []
-        for record in self.measured:
-            job = self.job if record.of == "step" else replace(self.job, before_s=0.0, after_s=0.0)
-            cuts, taken_s = self._find_point(record, self.caps).cuts, record.timing.center_s
-            factor, rest_s = calibrate(job, cuts, self._scale, taken_s, _FACTORS)
-            logs.append(math.log(factor))
-            shares.append(abs(rest_s) / taken_s)
-        return logs, max(shares)
+        step = model.build_predictor().predict((self.fitted or self.expected).best.cuts)
+        around_s = self.job.before_s + self.job.after_s
+        self.interval = step.low_s - around_s, step.high_s - around_s
 
     def _recommend(self) -> tuple[list[tuple[int, int]], tuple[int, int], float]:
         """The ranges of sizes within 1 % of the best on every curve that the answer rests on; the widest of them or, if
@@ -362,34 +330,6 @@ class CapsResult(Result):
         ranges = shared or self.caps.list_ranges(lambda point: losses[point.cuts] == min(losses.values()))
         low, high = max(ranges, key=lambda sizes: sizes[1] / sizes[0])
         return shared, (low, high), max(losses[p.cuts] for p in self.caps.points if low <= p.high_bytes <= high)
-
-    def _draw_cost(self, source: random.Random | None) -> MeasuredCurve:
-        """The line through the table or, with a random source, a draw of it within the table's standard deviations."""
-        if source is None:
-            return self.cost
-        points = []
-        for record in self.only(CollectiveRecord):
-            stdev_s = record.timing.stdev_s if isinstance(record.timing, Summary) else None
-            noise = source.gauss(0.0, (stdev_s or 0.0) / record.time_s)
-            points.append((record.num_bytes, record.time_s * math.exp(noise)))
-        return smooth_curve(points)
-
-    def _estimate_interval(self, costs: MachineCosts, device: str) -> tuple[float, float]:
-        """The 90 % interval of backward with the best buckets, in seconds."""
-        job = replace(self.job, before_s=0.0, after_s=0.0)
-        error = 0.0 if len(self.measured) < 2 else statistics.stdev(self.logs) / math.sqrt(len(self.measured))
-
-        def build(resample: Resample) -> Draw:
-            if self.factor is not None:
-                drawn = self._scale(self.factor * math.exp(error * resample.shift))
-            else:
-                curve = self._draw_cost(resample.source)
-                contention = Contention.assume(device, is_on_host=False, source=resample.source).spread_over(curve)
-                drawn = replace(costs, curve=curve, contention=contention)
-            return Draw(job, drawn, MODEL_ERROR * resample.error)
-
-        found = Predictor(*draw(build)).predict((self.fitted or self.expected).best.cuts)
-        return found.low_s, found.high_s
 
     def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
         """From the tables alone, which do not give the number of distinct tokens per rank."""
@@ -485,11 +425,10 @@ class CapsResult(Result):
             return []
         errors = []
         for number, record in enumerate(self.measured):
-            others = self.logs[:number] + self.logs[number + 1 :]
-            costs = self._scale(math.exp(statistics.fmean(others)))
-            step = simulate(self.job, self._find_point(record, self.caps).cuts, costs)
-            took_s = step.step_s if record.of == "step" else step.over_s
-            errors.append(took_s / record.timing.center_s - 1)
+            factors = self.model.calibration.factors if self.model.calibration else ()
+            costs = self.model.scale(statistics.geometric_mean(factors[:number] + factors[number + 1 :]))
+            took_s = simulate(self.job, self._find_point(record, self.caps).cuts, costs).step_s
+            errors.append((took_s - self.model.around_s(record)) / record.timing.center_s - 1)
         off, least, most = statistics.fmean(map(abs, errors)), min(errors), max(errors)
         return [f"predictions fitted to the other measured times are {off:.1%} off ({least:+.1%} to {most:+.1%})"]
 
@@ -502,7 +441,7 @@ class CapsResult(Result):
         if self.factor is None:
             drawn = "contention and of the table within its standard deviations"
             return [
-                f"contention: {self.contention.basis}"
+                f"contention: {self.model.contention.basis}"
                 f"{'; the tables do not include it, but --measured and `paceline tune` do' * self.is_on_gpu}",
                 f"interval: 90 % of {DRAWS} draws of {drawn}, plus {error}",
             ]

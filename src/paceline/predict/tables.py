@@ -1,0 +1,86 @@
+"""A job described by tables of layers and of all-reduce, and what its steps at some bucket sizes add. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.predict.curves import MeasuredCurve, Resample, draw, fit_line, smooth_curve
+from paceline.predict.job import build_job_from_tables
+from paceline.predict.predictor import Calibration, Draw, Predictor, calibrate
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts
+from paceline.records import CapTimeRecord, CollectiveRecord, LayerSizeRecord, LayerTimeRecord
+from paceline.records.samples import Summary
+
+# Bounds of the factor that measured times are fitted with.
+_FACTORS = (0.5, 4.0)
+
+
+class TabledJob:
+    """The job with its costs: `costs` from the tables alone, and `slowed` with the contention that is assumed for NCCL.
+    `calibration` has the one rate at which messages and compute slow each other down that reproduces the `measured`
+    times; None without any."""
+
+    def __init__(
+        self, sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord], sweep: Sequence[CollectiveRecord],
+        measured: Sequence[CapTimeRecord] = (), untied: bool = False,
+    ) -> None:  # fmt: skip
+        self.job = build_job_from_tables(sizes, times, untied)
+        self.measured = sorted(measured, key=lambda record: record.cap_bytes)
+        self._sweep = sweep
+        points = [(record.num_bytes, record.time_s) for record in sweep]
+        self.curve = smooth_curve(points)
+        self.line = fit_line(points)
+        self.costs = MachineCosts(curve=self.curve)
+        self.is_on_gpu = "nccl" in sweep[0].backend or sweep[0].device == "cuda"  # tables of layers do not name it
+        self._device = "cuda" if self.is_on_gpu else sweep[0].device
+        self.contention = Contention.assume(self._device, is_on_host=False)
+        self.slowed = replace(self.costs, contention=self.contention.spread_over(self.curve))
+        self.calibration: Calibration | None = None
+        if self.measured:
+            steps = [(self.job.cut(one.cap_bytes), one.timing.center_s + self.around_s(one)) for one in self.measured]
+            self.calibration = calibrate(self.job, self.scale, steps, _FACTORS)
+
+    def around_s(self, record: CapTimeRecord) -> float:
+        """Seconds of a step that the record does not contain."""
+        return 0.0 if record.of == "step" else self.job.before_s + self.job.after_s
+
+    @property
+    def unexplained(self) -> float:
+        """The largest share of a measured time that no rate explains."""
+        rests_s = self.calibration.rests_s if self.calibration else ()
+        pairs = zip(rests_s, self.measured, strict=True)
+        return max((abs(rest_s) / record.timing.center_s for rest_s, record in pairs), default=0.0)
+
+    def scale(self, factor: float) -> MachineCosts:
+        """The costs if messages and compute take `factor` times as long while they overlap. Below 1, neither slows the
+        other, and messages are faster than in the table."""
+        rate, seconds = 1 / max(1.0, factor), tuple(min(1.0, factor) * one for one in self.curve.seconds)
+        contention = Contention((1,), (rate,), (rate,), "fitted to the measured times")
+        return MachineCosts(MeasuredCurve(self.curve.sizes, seconds), contention=contention)
+
+    def build_predictor(self) -> Predictor:
+        """Predicts steps, with draws of what is not known."""
+
+        def build(resample: Resample) -> Draw:
+            if self.calibration is not None:
+                drawn = self.calibration.draw(resample.shift)
+            else:
+                curve, assumed = self._draw_curve(resample.source), (self._device, False, 0.0, resample.source)
+                drawn = replace(self.costs, curve=curve, contention=Contention.assume(*assumed).spread_over(curve))
+            return Draw(self.job, drawn, MODEL_ERROR * resample.error)
+
+        return Predictor(*draw(build))
+
+    def _draw_curve(self, source: random.Random | None) -> MeasuredCurve:
+        """The line through the table or, with a random source, a draw of it within the table's standard deviations."""
+        if source is None:
+            return self.curve
+        points = []
+        for record in self._sweep:
+            stdev_s = record.timing.stdev_s if isinstance(record.timing, Summary) else None
+            noise = source.gauss(0.0, (stdev_s or 0.0) / record.time_s)
+            points.append((record.num_bytes, record.time_s * math.exp(noise)))
+        return smooth_curve(points)
