@@ -255,6 +255,15 @@ def test_ask_returns_the_value_of_rank_0_and_shows_its_cells(tmp_path, capfd):
     assert lines == [f"paceline: bench x: {number + 1} of 3 cells (cell {number})" for number in range(3)]
 
 
+def test_long_runs_say_their_time_before_they_start_and_short_ones_do_not(capfd):
+    for times_s, said in (((100.0, 50.0), "2 min 30 s"), ((10.0, 5.0), ""), ((None, 5.0), "2 cells"), ((None,), "")):
+        tasks = [Task(f"cell {n}", answer, (n + 1,), expected_s=time_s) for n, time_s in enumerate(times_s)]
+        with open_session("test", {}, progress=True, here=True) as session:
+            session.run(tasks)
+        first = capfd.readouterr().err.splitlines()[0]
+        assert said in first and ("Ctrl-C" in first) == bool(said)
+
+
 def test_progress_lines_estimate_the_time_left(capfd):
     display = ProgressDisplay("scale batch", True, [make_task(4), make_task(8)])
     display._begin_s -= 10  # as if the first task had taken this long
@@ -447,7 +456,7 @@ def test_ranks_are_asked_to_save_and_stop(play):
     job = play("save", "listening")
     job.stderr.readline()  # output of the other rank
     out, err = finish(job, signal.SIGTERM)
-    assert (job.returncode, out.split()) == (0, ["saved", "15"]) and "interrupt once more" in err
+    assert (job.returncode, out.split()) == (0, ["saved", "15"]) and "interrupt again" in err
 
 
 @pytest.mark.slow

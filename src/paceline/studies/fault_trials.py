@@ -110,6 +110,7 @@ FAULTS: dict[str, Fault] = {
 _JOB = Path(__file__).with_name("fault_job.py")
 _LONG_STEPS = 1_000_000  # the fault ends the job
 _START_S = 120.0
+_TRIAL_S = 20.0  # about how long a trial takes: two starts, the fault, and the end of all processes
 _WARM_S = 8.0  # how long a spare may take to get ready before the fault
 _SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # large enough that writing it takes a while
 _STOP_S = 60.0  # how long a job may take to end after SIGTERM
@@ -271,7 +272,7 @@ def _list_tasks(config: dict[str, Any]) -> list[Task]:
                 restart=config["restart"] and number == 0, policy=policy if system == "train" else "stop",
                 state_bytes=config["state_bytes"], device=config["device"],
             )  # fmt: skip
-            tasks.append(Task(trial.name, _measure, (trial,)))
+            tasks.append(Task(trial.name, _measure, (trial,), expected_s=_TRIAL_S))
     return tasks
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NO_PREDICTION = "No prediction for"
+_CELL_S = 30.0  # about how long a cell takes, with the start of its ranks
 _three = "{:.3f}".format
 
 
@@ -218,7 +219,7 @@ class ScaleSettings(StudySettings):
         if self.backends and most > 1:
             sweep = here + "measure_allreduce"
             tasks.append(Task("allreduce", sweep, ranks=most, weight=2.0, follow=sweep_up_to_all))
-        return session.run(tasks)
+        return session.run([dataclasses.replace(task, expected_s=_CELL_S) for task in tasks])
 
 
 def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from paceline.report.result import Result, build_result
 from paceline.runtime.ranks.place import read_place
 from paceline.runtime.ranks.session import Session, open_session
 from paceline.units import MIB, format_bytes, format_ms
-from paceline.verbs.jobs import Place, Sizes, finish, list_sizes, say_long
+from paceline.verbs.jobs import Place, Sizes, finish, list_sizes
 from paceline.verbs.watch import Follower, serve, show_address
 
 if TYPE_CHECKING:
@@ -93,6 +93,9 @@ def attach(
         # In the folder of the run, which other hosts may share.
         tempfile.TemporaryDirectory(dir=session.folder, prefix=".attach-", ignore_cleanup_errors=True) as folder,
     ):
+        if session.progress and steps and not (asked["stop"] or every):
+            text = f"observing the first {steps} steps; the program then runs to its end (--stop ends it sooner)"
+            print(f"paceline: {verb}: {text}", file=sys.stderr, flush=True)
         seen = Path(folder) / "observed"
         first = max(2, recorded["warmup"]) + 1  # traced steps are slower, and so is the next one, which writes a file
         slower = range(first, first + recorded["record"] + 1)
@@ -460,8 +463,7 @@ def _compare_plans(
     # Alternate the direction, so that each plan comes first as often as last.
     turns = [turn for number in range(rounds) for turn in range(len(plans))[:: 1 if number % 2 == 0 else -1]]
     steps = _WARMUP + length * len(turns)
-    if session.progress:
-        say_long("tune", seen.step_s * steps)
+    session.say_long(seen.step_s * steps)
     race = {"plans": list(plans.values()), "turns": turns, "first": _WARMUP, "length": length}
     ranks = _run(session, folder, {"steps": steps, "stop": True, "race": race})
     if not all(rank.about.get("num_steps") == steps for rank in ranks):

@@ -15,7 +15,7 @@ from paceline.records.store import Run, is_run_path, load_run
 from paceline.runtime.ranks.place import read_place
 from paceline.runtime.ranks.session import joins_world, open_session
 from paceline.units import parse_size
-from paceline.verbs.jobs import Counts, Names, Place, Sizes, choose_up_to, finish, list_names, list_sizes, say_long
+from paceline.verbs.jobs import Counts, Names, Place, Sizes, choose_up_to, finish, list_names, list_sizes
 
 if TYPE_CHECKING:
     from paceline.report.step_tables import WrappersResult
@@ -138,7 +138,6 @@ def _measure(
     config = dataclasses.asdict(settings)
     with open_session(verb, config, ranks=most, out=given["out"], progress=given["progress"]) as session:
         session.warnings += notes
-        if given["progress"] and session.is_leader:
-            say_long(verb, settings.limit_s or 0.0)
+        session.say_long(settings.limit_s or 0.0)
         measured = session.ask(f"paceline.measure.{load}", (settings,))
         return finish(session, measured.records, measured.details, build)

@@ -15,7 +15,7 @@ from paceline.records.store import Run
 from paceline.runtime.ranks.place import is_launched, read_place
 from paceline.runtime.ranks.session import Session, find_place, open_session
 from paceline.training.train_settings import NAMES, TrainSettings, check_job
-from paceline.units import format_duration, parse_size, parse_sizes
+from paceline.units import parse_size, parse_sizes
 from paceline.workloads.data import is_own, is_own_data
 
 Place = str | Path | None
@@ -23,14 +23,6 @@ Build = Callable[[Run, Path | None], Any]
 Counts = int | Sequence[int]
 Names = str | Sequence[str]
 Sizes = str | Sequence[str | int]
-_LONG_S = 60.0
-
-
-def say_long(verb: str, limit_s: float) -> None:
-    """Say before a measurement starts that it may take more than a minute."""
-    if limit_s > _LONG_S:
-        text = f"this may take {format_duration(limit_s)}; Ctrl-C saves what is finished; --quick takes less"
-        print(f"paceline: {verb}: {text}", file=sys.stderr, flush=True)
 
 
 def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:

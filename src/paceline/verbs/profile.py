@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.report.result import Result
 
 _ROOM = "paceline.measure.job_profile:"
+_PART_S = 15.0  # about how long each part of a profile takes
 
 
 def profile(
@@ -91,6 +92,8 @@ def profile(
         jobs = [given]
     with opened as session:
         session.warnings += list_job_warnings(jobs[0]) if is_named else []
+        if iters is None:
+            session.say_long(_PART_S * (1 + len(jobs) * (4 if kind == "all" else 1)))
         records = _measure_together(session, jobs[0], iters, warmup) if kind != "phases" else []
         for number, given in enumerate(jobs):
             arguments = (given, kind, iters, warmup, number, len(jobs), max(sizes, default=0))

@@ -10,7 +10,7 @@ from paceline.predict.strategy_costs import EVERY, list_strategies
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.ranks.place import is_launched
 from paceline.training.train_settings import TrainSettings, takes_cap_lists
-from paceline.verbs.jobs import Place, Sizes, brings_data, choose_world, finish, list_sizes, open_job, say_long
+from paceline.verbs.jobs import Place, Sizes, brings_data, choose_world, finish, list_sizes, open_job
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,9 +75,8 @@ def tune(
     parts = given.batches.accumulate if isinstance(given, TrainSettings) else 1
     refuse((parts != 1, f"--accumulate {parts}: gradients are only sent with the last micro-batch; tune without it"))
     with opened as session:
-        if progress and session.is_leader and confirm and not quick:
-            limit_s = settings.amount.budget_s + (settings.race_s or settings.amount.confirm_s)
-            say_long("tune", limit_s)
+        if confirm and not quick:
+            session.say_long(settings.amount.budget_s + (settings.race_s or settings.amount.confirm_s))
         records, *found = session.ask("paceline.measure.plan_bench:tune_job", (settings, given))
         session.config |= settings.to_json(*found)
         return cast("TuneResult", finish(session, records))

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 # Seconds between lines in a log, without a terminal to draw on.
 _LINE_S = 10.0
+_LONG_S = 60.0  # longer measurements are announced
 
 # The function that ranks call, or "package.module:name", which only the ranks import.
 Function = str | Callable[..., Any]
@@ -79,7 +80,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Task:
-    """One cell of a run: a function that ranks call and that returns records; `weight` is its share of the work.
+    """One cell of a run: a function that ranks call and that returns records; `weight` is its share of the work, and
+    `expected_s` about how long it takes, None if only the job decides.
 
     `follow` builds its arguments from the records of earlier tasks. `on_death` provides its records if its ranks were
     killed; if it is None or returns None, the error ends the run. A function that `saves` receives the first Ctrl-C,
@@ -92,6 +94,7 @@ class Task:
     arguments: tuple[Any, ...] = ()
     ranks: int = 1
     weight: float = 1.0
+    expected_s: float | None = None
     follow: Callable[[Sequence[Record]], tuple[Any, ...]] | None = None
     on_death: Callable[[LaunchError], list[Record] | None] | None = None
     saves: bool = False
@@ -138,6 +141,11 @@ class Session:
     def is_leader(self) -> bool:
         return self.place is None or self.place.rank == 0
 
+    def say_long(self, limit_s: float, advice: str = "--quick takes less") -> None:
+        """Say before a measurement starts that it may take more than a minute."""
+        if self.progress and limit_s > _LONG_S:
+            self._say(f"{self.verb}: this may take {format_duration(limit_s)}; Ctrl-C saves what is finished; {advice}")
+
     def ask(self, function: Function, args: tuple[Any, ...] = (), ranks: int | None = None, **options: Any) -> Any:
         """Call the function on the ranks and return the value of rank 0 (in a launched world, of this rank).
 
@@ -161,9 +169,19 @@ class Session:
         if missing:
             if self.place is None and not self.here:
                 check_rank_count(max(task.ranks for task in missing) * at_once)
+            self._say_cells_ahead(missing, at_once)
             with ProgressDisplay(self.verb, self.progress, tasks, tuple(kept), describe) as display:
                 self._run_missing(missing, kept, min(at_once, len(missing)), display)
         return [record for task in tasks for record in kept[task.name]]
+
+    def _say_cells_ahead(self, tasks: Sequence[Task], at_once: int) -> None:
+        many = format_number_of(len(tasks), "cell")
+        times_s = [task.expected_s for task in tasks if task.expected_s is not None]
+        if len(times_s) == len(tasks):
+            self.say_long(sum(times_s) / at_once, many)
+        elif self.progress and len(tasks) > 1:
+            text = f"{many}, which may take minutes; the time left is shown after the first; Ctrl-C saves them"
+            self._say(f"{self.verb}: {text}")
 
     def _run_missing(
         self, tasks: Sequence[Task], kept: dict[str, list[Record]], at_once: int, display: ProgressDisplay
