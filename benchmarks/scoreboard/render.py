@@ -14,7 +14,17 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from score import PACELINE, TOOLS, Score, count, find_gain, find_reason, is_healthy, score_answer  # noqa: E402
+from score import (  # noqa: E402
+    MOST_STOLEN,
+    PACELINE,
+    TOOLS,
+    Score,
+    count,
+    find_gain,
+    find_reason,
+    is_healthy,
+    score_answer,
+)
 
 PAGE = ROOT / "docs" / "scoreboard.md"
 INTRODUCTION = """# The scoreboard
@@ -25,9 +35,13 @@ name, and runs without its ailment with `--cured`.
 Two ranks train in each, on the CPU with gloo or on a GPU with NCCL.
 
 - **Cause**: the first finding names the planted cause.
+- **Inconclusive**: the answer says that the machine was too busy, names what stands out and claims no gain.
+  It counts as the right cause if it names it, and is no false finding in a healthy program.
 - **Rank**: the rank is right too, where one is the culprit.
 - **Gain**: the predicted gain is within 5 points of what the cure saves, measured by applying it.
 - **Overhead**: the mean step with the tool relative to the one without it, over 200 steps, recording included.
+- **Disturbed**: other guests of the host took more than 5 % of the CPU time of a run that counts, in each of three
+  trials.
 
 Paceline runs as `paceline profile -- torchrun ...`, TraceML as `traceml run` with its two lines in the program.
 torch.profiler and HTA leave tables, which `benchmarks/scoreboard/peers.py` reads by rules without knowledge of what is
@@ -49,6 +63,12 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 def format_share(share: float | None) -> str:
     return "" if share is None else f"{share:+.1%}".replace("%", " %")
+
+
+def is_disturbed(document: Mapping[str, Any]) -> bool:
+    """Whether too much CPU time was stolen in a run that Paceline's row rests on."""
+    runs = [run for name in ("plain", "cured", PACELINE) for run in document["runs"].get(name, ())]
+    return any(run.get("stolen", 0.0) > MOST_STOLEN for run in runs)
 
 
 def format_count(values: Sequence[bool | None]) -> str:
@@ -79,10 +99,11 @@ def summarise(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, float 
             format_count([score.is_cause for score in ailing]),
             format_count([score.is_rank for score in ailing]),
             format_count([not score.is_cause for one, score in scored if is_healthy(one)]),
+            str(sum(not score.is_conclusive for _, score in scored)),
             format_count([score.is_gain for score in ailing]),
             format_share(statistics.median(overheads)) if overheads else "",
         ])  # fmt: skip
-    return format_table(["tool", "cause", "rank", "false findings", "gain", "overhead (median)"], rows)
+    return format_table(["tool", "cause", "rank", "false findings", "inconclusive", "gain", "overhead (median)"], rows)
 
 
 def list_programs(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, float | None]) -> str:
@@ -91,9 +112,11 @@ def list_programs(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, fl
     for one in documents:
         answer, score = one["answers"].get(PACELINE), score_answer(one, PACELINE, gains.get(one["name"]))
         if answer is None or score is None:
-            rows.append([one["title"], "**failed**", "", "", "", "", ""])
+            rows.append([one["title"], "**failed**", *[""] * 6])
             continue
         said = ", ".join(answer["causes"]) + ("" if answer["rank"] is None else f", rank {answer['rank']}")
+        if not score.is_conclusive:
+            said += " (inconclusive)"
         is_right = score.is_cause and score.is_rank is not False
         peers = [tool for tool in TOOLS[1:] if (their := score_answer(one, tool)) is not None and their.is_cause]
         expected = one["causes"][0] + ("" if one["culprit"] is None else f", rank {one['culprit']}")
@@ -105,9 +128,19 @@ def list_programs(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, fl
             format_share(gains.get(one["name"])),
             predicted if score.is_gain is not False else f"**{predicted or 'none'}**",
             format_share(score.overhead),
+            "yes" if is_disturbed(one) else "",
             ", ".join(peers),
         ])  # fmt: skip
-    header = ["program", "planted", "Paceline", "cure saves", "predicted", "overhead", "peers that are right"]
+    header = [
+        "program",
+        "planted",
+        "Paceline",
+        "cure saves",
+        "predicted",
+        "overhead",
+        "disturbed",
+        "peers that are right",
+    ]
     return format_table(header, rows)
 
 

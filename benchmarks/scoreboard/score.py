@@ -13,6 +13,7 @@ from typing import Any
 HEALTHY = ("healthy", "computing", "bound")  # kinds without a fix
 LEAST_GAIN = 0.03  # a planted problem that costs less on this machine is not scored
 MOST_ERROR = 0.05  # of a predicted gain, as a share of a step
+MOST_STOLEN = 0.05  # share of a run's CPU time that the hypervisor may give to other guests
 PACELINE = "Paceline"
 TOOLS = (PACELINE, "TraceML", "torch.profiler", "HTA")
 
@@ -20,12 +21,13 @@ TOOLS = (PACELINE, "TraceML", "torch.profiler", "HTA")
 @dataclass(frozen=True)
 class Answer:
     """A tool's first answer. Peers have verdicts of their own, which may stand for several `causes`; an empty tuple
-    means no answer. `gain` is a share of the step."""
+    means no answer. `gain` is a share of the step. An inconclusive answer names what stands out, but claims nothing."""
 
     causes: tuple[str, ...] = ()
     rank: int | None = None
     gain: float | None = None
     text: str = ""
+    is_conclusive: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -37,13 +39,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """A tool's score for one program. A field is None if it does not apply: no culprit, no fix, or no baseline run."""
+    """A tool's score for one program. A field is None if it does not apply: no culprit, no fix, or no baseline run.
 
-    is_cause: bool | None
+    An inconclusive answer is wrong about a planted problem unless it names it, and no false finding in a healthy
+    program."""
+
+    is_cause: bool
     is_rank: bool | None = None
     is_gain: bool | None = None
     gain_error: float | None = None
     overhead: float | None = None
+    is_conclusive: bool = True
 
 
 def read_answer(document: Mapping[str, Any]) -> Answer:
@@ -51,7 +57,7 @@ def read_answer(document: Mapping[str, Any]) -> Answer:
     first = document["bottlenecks"][0]
     gain = first["gain_s"] / first["step_s"] if first.get("step_s") and first["gain_s"] else None
     text = " ".join(f"{name}: {line}." for name, line in document["card"].items() if line)
-    return Answer((first["kind"],), first.get("rank"), gain, text)
+    return Answer((first["kind"],), first.get("rank"), gain, text, not document["is_inconclusive"])
 
 
 def is_healthy(facts: Mapping[str, Any]) -> bool:
@@ -94,16 +100,17 @@ def score_answer(document: Mapping[str, Any], tool: str, gain: float | None = No
     is_cause = bool(set(expected) & set(answer.causes))
     ratio = compare_runs(document["runs"], tool)
     overhead = None if ratio is None else ratio - 1
+    known = {"overhead": overhead, "is_conclusive": answer.is_conclusive}
     if is_healthy(document):
-        return Score(is_cause, overhead=overhead)
+        return Score(is_cause or not answer.is_conclusive, **known)
     is_rank = None if culprit is None else is_cause and answer.rank == culprit
     real = find_gain(document) if gain is None else gain
     if real is None:
-        return Score(is_cause, is_rank, overhead=overhead)
+        return Score(is_cause, is_rank, **known)
     error = None if answer.gain is None else answer.gain - real
     # The gain predicted for a different cause says nothing about this fix.
     is_gain = is_cause and error is not None and abs(error) <= MOST_ERROR
-    return Score(is_cause, is_rank, is_gain, error if is_cause else None, overhead)
+    return Score(is_cause, is_rank, is_gain, error if is_cause else None, **known)
 
 
 def count(values: Sequence[bool | None]) -> tuple[int, int]:

@@ -195,12 +195,41 @@ def test_an_ailment_that_costs_nothing_here_is_left_out_with_its_reason(board):
 def test_the_first_finding_is_the_answer(board):
     slow = Finding("data", "it waits", "load ahead", 0.02, rank=1)
     first, *others = rank_findings([Finding("buckets", "many", "fewer", 0.01), slow], 0.1)
-    document = {"bottlenecks": [one.to_json() for one in (first, *others)], "card": first.card}
+    ranked = [one.to_json() for one in (first, *others)]
+    document = {"bottlenecks": ranked, "card": first.card, "is_inconclusive": False}
     answer = board["score"].read_answer(document)
     assert (answer.causes, answer.rank, answer.gain) == (("data",), 1, pytest.approx(0.2))
     (healthy,) = rank_findings([Finding("data", "it waits", "load ahead", 0.9 * WORTH * 0.1)], 0.1)
-    answer = board["score"].read_answer({"bottlenecks": [healthy.to_json()], "card": healthy.card})
-    assert answer.causes == ("healthy",) and answer.gain is None
+    document = {"bottlenecks": [healthy.to_json()], "card": healthy.card, "is_inconclusive": True}
+    answer = board["score"].read_answer(document)
+    assert answer.causes == ("healthy",) and answer.gain is None and not answer.is_conclusive
+
+
+def test_an_inconclusive_answer_is_no_false_finding_and_needs_the_right_cause(board):
+    def score(**changed):
+        document = build_document(**changed)
+        document["answers"]["Paceline"]["is_conclusive"] = False
+        return board["score"].score_answer(document, "Paceline")
+
+    assert score(cause="healthy", culprit=None, answer=("late rank",)).is_cause
+    assert score().is_cause and not score(answer=("network",)).is_cause
+
+
+def test_a_disturbed_run_is_repeated_and_the_least_disturbed_one_counts(board, monkeypatch, tmp_path):
+    module, clock = board["run"], {"now": 0.0, "stolen": 0.0}
+    shares = iter([0.30, 0.10, 0.20, 0.01, 0.30])
+
+    def call(run):
+        clock["now"] += 10.0
+        clock["stolen"] += 10.0 * module.os.cpu_count() * next(shares)
+        return board["score"].Answer(text=run.folder.name)
+
+    monkeypatch.setattr(module, "read_stolen_s", lambda: clock["stolen"])
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock["now"])
+    stolen, run, answer = module.try_tool(call, "healthy_mlp", tmp_path / "first", 80)
+    assert (stolen, run.folder.name, answer.text) == (pytest.approx(0.10), "1", "1")
+    stolen, run, answer = module.try_tool(call, "healthy_mlp", tmp_path / "second", 80)
+    assert (stolen, run.folder.name) == (pytest.approx(0.01), "0")
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -234,7 +263,7 @@ def test_a_run_that_fails_is_recorded_and_tried_again(board, tmp_path):
 
 def test_healthy_programs_are_not_cured_and_only_paceline_runs_beside_a_busy_core(board, tmp_path):
     module, names = board["run"], []
-    tools = {name: lambda run: names.append(run.folder.name) for name in ("plain", "cured")}
+    tools = {name: lambda run: names.append(run.folder.parent.name) for name in ("plain", "cured")}
     module.run_program(module.describe("healthy_mlp"), tools, 80, 1)
     assert names == ["plain"]
     nowhere = tmp_path / "bin" / "python"
@@ -291,7 +320,7 @@ def test_the_page_shows_misses(board, tmp_path):
     failed = build_document() | {"name": "failed", "title": "failed", "answers": {}}
     write_runs(tmp_path, [build_document(), healthy, failed])
     page = board["render"].render(tmp_path)
-    assert "| Paceline | 1 of 1 | 1 of 1 | 1 of 1 | 1 of 1 |" in page
+    assert "| Paceline | 1 of 1 | 1 of 1 | 1 of 1 | 0 | 1 of 1 |" in page
     assert "| fine | healthy | **network** |" in page and "| failed | **failed** |" in page
 
 
