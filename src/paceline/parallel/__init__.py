@@ -1,4 +1,4 @@
-"""The data-parallel wrapper. Start with `backward`, which follows one backward pass from beginning to end."""
+"""The data-parallel wrapper. Start with `backward`, which contains one backward pass from beginning to end."""
 
 from paceline.parallel.batchnorm import GhostBatchNorm, SyncBatchNorm
 from paceline.parallel.ddp import DDP, DataParallel, is_torchs, swap_wrapper

@@ -44,7 +44,7 @@ _get_grad = operator.attrgetter("grad")
 # by then the host is a whole step ahead, and the GPU never runs out of work.
 _EAGER_STEPS = 10
 # How long a failed rank waits for the others to receive its report. The shorter limit applies if they may be waiting
-# for it inside forward, where they only learn of the failure once it leaves.
+# for it inside forward, where they notice the failure only when it exits.
 _REPORT_S, _SHORT_REPORT_S = 60.0, 5.0
 # On a CPU, a gradient of at least this size is copied into its view as it arrives, while it is still in the cache.
 _SEPARATE_BYTES = 256 << 10
@@ -140,8 +140,8 @@ class GradientSync:
                 self._completes = False
 
     def before_forward(self, change: str, is_training: bool = True) -> None:
-        """Finish the last step's pending work. The next step reports `change`, a change to the model, to every
-        rank."""
+        """Finish the last step's pending work. `change` describes a change to the model, which the next step reports to
+        every rank."""
         if self.schedule is not None:
             self._unusable = self._unusable or self.schedule.unusable
         if self._unusable:
@@ -152,7 +152,7 @@ class GradientSync:
         if self.schedule is not None and is_training:
             self.schedule.run()
             self.schedule.outer.begin_round()
-        elif self.schedule is not None:  # may be an evaluation on some ranks only; otherwise a backward follows
+        elif self.schedule is not None:  # may be an evaluation on some ranks only, so leave a due sync to the backward
             self.schedule.is_overdue = self.schedule.is_due
         if self._task is not None and current_graph_task() == -1:
             was_interrupted = self._syncing
@@ -345,7 +345,7 @@ class GradientSync:
                     writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
                     buffers.write(control.statistics(words), writes, hold)
             reducer.exchange()
-            if late is not None:  # after this step's messages, some of which were sent during backward
+            if late is not None:  # only now, because some of this step's messages were already sent during backward
                 self._act_on(*late, None, is_late=True)
             self.num_steps += local is None
             self.is_pending = False
@@ -359,14 +359,14 @@ class GradientSync:
                     reports = control.read_reports(values)
                     if not do_all_read:
                         self._send_empty()
-                    if local is not None:  # ranks may have stopped at different steps: all report the same one
+                    if local is not None:  # ranks may have stopped at different steps: report the last one on all
                         self.num_steps += max(r.samples for r in reports) - report.samples
                     is_applied = False
                     try:
                         is_applied = self._act_on(reports, missing, failure)
                     finally:
                         if not is_applied and self.codec is not None:
-                            self.codec.discard(None)  # it must not count these averages as sent
+                            self.codec.discard(None)  # its residuals must not count these averages as applied
                     if not is_applied:
                         if failure is not None and failure.place != IN_FORWARD:  # forward's error is already raised
                             raise failure.error
@@ -444,8 +444,8 @@ class GradientSync:
     def _act_on(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
     ) -> bool:
-        """Raise the errors reported by any rank on every rank, and share changed buffers. False if every rank has
-        failed."""
+        """Raise the errors reported by any rank on every rank, and broadcast changed buffers. Returns False if every
+        rank has failed."""
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
         self._all_finished = not active
@@ -590,7 +590,7 @@ class BucketedReducer:
             pack.free()
 
     def _note_versions(self) -> None:
-        """Record the versions of gradients before backward, and move gradients that belong in a view there first."""
+        """Record the versions of gradients before backward, after moving gradients into their views."""
         self._before.clear()
         params, views = self.replica.params, self._flat.views
         if all(map(operator.is_, map(_get_grad, params), repeat(None))):
@@ -657,8 +657,8 @@ class BucketedReducer:
     def _fill(
         self, bucket: LiveBucket, zeros: FlatGradients | None = None
     ) -> tuple[FlatGradients, list[torch.Tensor], bool]:
-        """Gather one bucket, or take it from `zeros` if `.grad` must not change. Returns its memory, the gradients that
-        are sent from elsewhere, and whether the reduction averages."""
+        """Gather one bucket, or take it from `zeros` if `.grad` must not change. Returns its buffers, the gradients to
+        send from outside them, and whether the backend averages."""
         self._next = bucket.number + 1
         self.timeline.mark("ready", bucket.number)
         flat = zeros or self._flat
@@ -843,7 +843,7 @@ class BucketedReducer:
     def learn(self) -> None:
         """Make the plan after the first step (collective). Later, record the ready order again if it has changed."""
         if self.rows.drop_misfits():
-            # These gradients are sent whole from now on and become ready last, so the plan is made again.
+            # These gradients are sent dense from now on and become ready last, so make the plan again.
             self.is_planned, self._is_recording = False, True
             self.stop()
             self._lay_out()
@@ -886,7 +886,7 @@ class BucketedReducer:
         self.plan = plan
         least = 0 if stays else _SEPARATE_BYTES if self.channel.device.type == "cpu" else math.inf
         uncopied, separate = choose_separate(plan, least, stays)
-        allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for lasting buffers
+        allocate = self.channel.allocate if self.is_planned else torch.zeros  # only long-lived buffers are shared
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         params = self.replica.params
         self._uncopied_strides = {index: find_strides(params[index]) for index in uncopied}

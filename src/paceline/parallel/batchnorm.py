@@ -21,7 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class _AnyInputBatchNorm(BatchNorm):
-    """Base of both layers: accepts inputs (N, C, ...), and updates running statistics once per forward."""
+    """Base class of both layers: accepts inputs (N, C, ...), and updates running statistics once per forward."""
 
     _replaceable: tuple[Callable[..., Any], ...] = (BatchNorm.forward,)  # forward methods that `convert` may replace
 
@@ -161,7 +161,7 @@ class SyncBatchNorm(_AnyInputBatchNorm):
         self._check_input_dim(input)
         mean, squares, total = _gather_statistics(input.detach(), self.process_group)
         # Reading the total waits for a GPU. A rank with at least two values need not read it. If there are fewer than
-        # two values in all, every rank reads the total, and all of them raise.
+        # two values on all ranks together, every rank reads the total, so that either all of them raise or none does.
         known = int(total) if input.numel() < 2 * self.num_features else None
         if known == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got 1 on {size} ranks")

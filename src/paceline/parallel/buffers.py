@@ -15,7 +15,7 @@ from paceline.parallel.batchnorm import SYNC_LAYERS
 from paceline.parallel.channel import Channel
 from paceline.torch_internals import BatchNorm
 
-_MANY_RANKS = 1 << 20  # more ranks than any world has
+_MANY_RANKS = 1 << 20  # more than any world has
 
 
 class SharedBuffers:
@@ -59,7 +59,7 @@ class SharedBuffers:
         return [part.view_as(statistic) for part, statistic in zip(parts, self._statistics, strict=True)]
 
     def write(self, words: torch.Tensor, take_part: bool, hold: bool) -> None:
-        """Write this rank's statistics and a count of 1; or zeros and, with `hold`, a count that voids it."""
+        """Write this rank's statistics and a count of 1, or zeros and, with `hold`, a count that voids the average."""
         if take_part:
             torch._foreach_copy_(self._split(words[:-1]), self._statistics)
         else:

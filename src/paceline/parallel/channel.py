@@ -24,7 +24,7 @@ from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
 _BROADCAST_BYTES = 64 << 20
-# From this size up, two ranks send their messages to each other at the same time. Programs do not use this tag.
+# Two ranks exchange messages of at least this size with concurrent sends, under a tag that programs do not use.
 _CROSSING_BYTES, _TAG = 16 << 10, 0x70616365
 # The shortest and the longest pause between two store requests while waiting for other ranks.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.002, 0.1
@@ -32,7 +32,7 @@ _WORD_BITS = 62  # a store's counters have 64 bits
 
 
 class Sent(NamedTuple):
-    """The all-reduces of a rank: the number of calls, and the bytes of their gradients."""
+    """A rank's gradient messages: their number, and the bytes of their gradients."""
 
     num_messages: int
     num_bytes: int
@@ -62,7 +62,7 @@ class Channel:
         self._many = {average: _build_options(dist.AllreduceCoalescedOptions(), average) for average in (False, True)}
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros, in memory that the backend can reduce in place, if it has any. Collective."""
+        """Allocate zeros, in memory that ranks share if the backend supports that. Collective."""
         if device.type == "cpu" and isinstance(self.group, PacelineGroup) and self.group.shares_memory:
             return self.group.allocate(numel * dtype.itemsize).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -93,8 +93,8 @@ class Channel:
         store.add(f"arrived/{word}", 1 << bit)
         if store.add("count", 1) == self.world_size:
             store.compare_set("end", "", "all")
-        # Few requests, with growing pauses, because hundreds of ranks may share one store: each rank sets its bit in a
-        # counter, so that a late rank costs every other rank a request per counter, not per rank.
+        # Hundreds of ranks may share one store, so keep requests few: pauses grow, and each rank sets its bit in a
+        # counter, so that finding the late ranks takes a request per counter, not per rank.
         pause_s = _MIN_PAUSE_S
         while not store.check(["end"]):
             if time.monotonic() <= until_s:
@@ -109,8 +109,8 @@ class Channel:
         return [] if end == "all" else [int(rank) for rank in end.split()]
 
     def report_failure(self, step: object) -> None:
-        """Warn ranks that are waiting for messages other than ours, which may never be sent in this step."""
-        with contextlib.suppress(RuntimeError):  # the rank that served the store has left
+        """Report in the store that this rank failed, since others may wait for messages that it never sends."""
+        with contextlib.suppress(RuntimeError):  # the rank that hosts the store has exited
             self._failures.set(str(step), "")
 
     def has_failure(self, step: object) -> bool:
@@ -120,7 +120,7 @@ class Channel:
             return True
 
     def start_sum(self, *tensors: torch.Tensor, average: bool = False, gradient_bytes: int = 0) -> dist.Work:
-        """Start to sum over all ranks, in place (or to average, if the backend supports it). `gradient_bytes` counts
+        """Start summing over all ranks, in place (or averaging, if the backend supports it). `gradient_bytes` counts
         the gradients in the message, without control words, statistics or padding. Only NCCL takes several tensors."""
         if self.world_size == 1:
             return FinishedWork(list(tensors))  # a backend call would take as long as with many ranks
@@ -137,7 +137,7 @@ class Channel:
         return self.group.allreduce(real, self._one[average])
 
     def start_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
-        """Start to gather one tensor per rank, all of the same size, into `output` in rank order."""
+        """Start gathering one tensor per rank, all of the same size, into `output` in rank order."""
         if self.world_size == 1:
             return FinishedWork([output.copy_(tensor)])
         self._count(tensor.nbytes)
@@ -151,7 +151,7 @@ class Channel:
         return is_cpu and isinstance(self.group, PacelineGroup) and self.group.shares_memory
 
     def start_rounded(self, tensor: torch.Tensor, words: torch.Tensor, gradient_bytes: int) -> dist.Work:
-        """Start to average float32 values in bfloat16, in place, and to sum control words. Requires `shares_memory`."""
+        """Start averaging float32 values in bfloat16, in place, and summing control words. Requires `shares_memory`."""
         self._count(gradient_bytes)
         group: Any = self.group
         return cast(dist.Work, group.average_rounded(tensor, words, self._one[False]))
@@ -194,7 +194,7 @@ class Channel:
         # A complex tensor is sent as two real ones, because it may be conjugated. gloo does not support bool.
         real = [part for t in tensors if t.numel() for part in ((t.real, t.imag) if t.is_complex() else (t,))]
         known = [part.detach().view(torch.uint8) if part.dtype == torch.bool else part.detach() for part in real]
-        if self.rank == source:  # torch writes to the source too, which must not count as a change of the tensor
+        if self.rank == source:  # torch writes to the source too, which must not count as a change to the tensor
             known = [alias(part.resolve_neg()) for part in known]
         with torch.no_grad(), naming_lost_peers(f"the values of rank {source} cannot be broadcast"):
             if known:
@@ -225,8 +225,8 @@ def start_exchange(rows: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
     one, is_gather = rows[0], given.dim() == 1
     if len(rows) == 2 and one.nbytes >= _CROSSING_BYTES and _is_gloo_on_cpu(rows, group):
         # gloo sends its data before it tells the peer that it is ready to receive, and that notice queues behind the
-        # data. So the later rank sends first, and the other one only afterward. Posting the receive first avoids this.
-        # The all-to-all follows on the same connection, so it ends after the messages; unlike them it has a Future.
+        # data, so the two ranks would send one after the other. Posting the receive first avoids this. The all-to-all
+        # follows on the same connection, so it ends after the messages; unlike them, it has a Future.
         rank, peer = group.rank(), 1 - group.rank()
         parts = [group.recv([rows[peer]], peer, _TAG), group.send([given if is_gather else given[peer]], peer, _TAG)]
         end = group.alltoall_base(*torch.zeros(2, 2, dtype=torch.uint8), [], [])

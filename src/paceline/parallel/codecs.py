@@ -1,9 +1,9 @@
 """Gradient compression with error feedback: bfloat16, int8 and int4 blocks, top-k, and PowerSGD.
 
 A codec averages one bucket in a generator. It yields messages, each a collective's name and a tensor, and receives the
-collective's result. So the same code runs between ranks, with futures (`Exchanges`), and for replicas in one process
-(`run_together`). On a GPU nothing here makes the host wait, and a bucket is handled as one vector: each call launches a
-kernel, which takes longer than processing most gradients.
+collective's result. The same code therefore runs between ranks, with futures (`Exchanges`), and for replicas in one
+process (`run_together`). On a GPU nothing here makes the host wait, and a bucket is handled as one vector: each call
+launches a kernel, which takes longer than processing most gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.strategy import BLOCK, QUANTIZED_BITS, Strategy, as_matrix, count_
 from paceline.transport import native
 
 SUM, GATHER, SWAP = "all-reduce", "all-gather", "all-to-all"
-SCATTER = "reduce-scatter"  # a collective that some backends lack: each rank gets the sum over the ranks of its row
+SCATTER = "reduce-scatter"  # not supported by every backend: each rank gets its row, summed over the ranks
 MOMENTUM = "momentum "  # prefix of a parameter's name in `errors`: DGC's momentum
 Exchange = Generator[tuple[str, torch.Tensor], torch.Tensor, None]
 Vectors = Sequence[torch.Tensor]
@@ -131,7 +131,7 @@ class Codec:
         raise NotImplementedError
 
     def check(self, averages: torch.Tensor) -> None:
-        """Include `averages` in the check whether this step is finite."""
+        """Include `averages` in this step's check for values that are not finite."""
         if self.strategy.codec not in ("dense", "bf16"):  # these keep no state
             self._finite.append(_are_finite(averages))
 

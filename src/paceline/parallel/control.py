@@ -82,7 +82,7 @@ class ControlWords:
             self.write_used(words, missing)
 
     def write_report(self, words: torch.Tensor, report: RankReport) -> None:
-        """Fill the slots of all ranks: this rank's report, and zeros where the sum will hold the others."""
+        """Fill the slots of all ranks: this rank's report, and zeros for the others, which the sum fills in."""
         # Most steps repeat a report. Caching the tensor avoids building it and, on a GPU, copying it from the host.
         key = (report, words.device, words.dtype)
         if key not in self._encoded:

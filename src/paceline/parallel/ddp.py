@@ -1,7 +1,7 @@
 """`DDP`: a drop-in for torch's DistributedDataParallel, which averages a module's gradients over all ranks.
 
-This file is the public interface: options, forward, saving, copying, and torch's names. `backward` has the backward
-pass.
+This file is the public interface: options, forward, saving, copying, and torch's names. The backward pass is in
+`backward`.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ from paceline.units import MIB
 
 # All wrappers in this process. Each except the first uses its own process group.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
-# Attributes that are None in a copy of a wrapper, until it is set up again.
+# Attributes that are reset to None in a copied wrapper, until it is set up again.
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding")
-# Process groups, and objects that may hold one, cannot be copied: a copy of the wrapper shares them.
+# Process groups, and objects that may contain one, cannot be copied, so a copied wrapper shares them.
 _SHARED = ("_group", "_comm_hook", "_buffer_hook", "device_mesh")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 
 
 class DDP(DistributedDataParallel):
-    """Wraps a module. After each backward its gradients are the average over all ranks.
+    """Wrap a module so that each backward averages its gradients over all ranks.
 
-    This is a subclass of torch's wrapper because frameworks check for that class. It has torch's names but not its
-    implementation, so the constructor does not call torch's. Collective: call it on every rank, and likewise every
-    method whose docstring says so.
+    This is a subclass of torch's wrapper because frameworks check for that class. It keeps torch's names but not its
+    implementation, so the constructor does not call torch's. The constructor is collective: call it on every rank,
+    like every method marked "Collective".
 
     Args:
         module: The module whose gradients are averaged.
@@ -77,18 +77,18 @@ class DDP(DistributedDataParallel):
             DistributedDataParallel, unless `docs/ddp.md` says otherwise.
         reducer: `bucketed`, or `simple`: one message per parameter, after backward.
         plan: The buckets to use, instead of a bucket cap.
-        init: `broadcast` rank 0's values, `verify` that all ranks are equal, or `none`.
+        init: `broadcast` rank 0's values, `verify` that all ranks have equal values, or `none`.
         average: `ranks` weights ranks equally. `samples` weights them by their number of samples.
-        samples_of: `samples_of(*args, **kwargs)` counts the samples of a forward. The default is the first dimension of
+        samples_of: `samples_of(*args, **kwargs)` counts the samples in a forward. The default is the first dimension of
             the first tensor.
         manual: Average gradients only in `sync_gradients()`.
         check_replicas_every: Compare the parameters of the ranks every N synchronized steps (0: never).
         statistics_every: Average BatchNorm's running statistics every N synchronized steps (0: never).
         ignore: Full names of parameters and buffers not to synchronize.
-        embeddings: `auto` sends embedding gradients as rows if that pays off, and `dense` never does. `rows` also
-            does so on a GPU (where the host then waits for the row counts in each step), between ranks that share
-            memory, and where the other part of a tied weight is sent last anyway.
-        strategy: What is sent and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
+        embeddings: `auto` sends embedding gradients as rows where that pays off, and `dense` never does. `rows` also
+            sends rows on a GPU (where the host then waits for the row counts in each step), between ranks that share
+            memory, and for tied weights whose dense part is sent last anyway.
+        strategy: What to send and when, such as `bf16`, `powersgd:4` or `diloco:100+int8` (`docs/strategies.md`).
     """
 
     logger = mixed_precision = None
@@ -145,7 +145,7 @@ class DDP(DistributedDataParallel):
             raise ConfigError(f"ignore={sorted(unknown)}: the module has no parameter or buffer with this name")
         # As in torch, the module's attribute may list names that do not exist.
         self.parameters_to_ignore = ignored | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        if not sync_buffers and forward_sync_buffers is None:  # as in torch, not even broadcast when wrapping
+        if not sync_buffers and forward_sync_buffers is None:  # as in torch, not even broadcast at construction
             self.parameters_to_ignore |= {name for name, _ in module.named_buffers()}
         self._assign_modules_buffers()
         self._samples_of = samples_of or _count_samples
@@ -176,13 +176,13 @@ class DDP(DistributedDataParallel):
     def rebuild(self) -> None:
         """Rescan the module after parameters were added, frozen, unfrozen or moved. Collective."""
         if self._sync is not None and self._sync.join is not None:
-            raise ConfigError("rebuild() inside join(): ranks without data cannot take part in it")
+            raise ConfigError("rebuild() does not work inside join(): ranks without data cannot take part")
         if self._sync is not None:
             self._sync.check_last_step()
             self._sync.sync_parameters()
         replica = read_replica(self.module, self.parameters_to_ignore)
         channel = self._open_channel()
-        # torch can create only one more group for a subset of ranks: users who need several must pass them.
+        # torch can create only one extra group for a subset of ranks, so users who need several must pass them in.
         is_shared = self._group is None and any(other is not self for other in _wrappers)
         if self._gradient_group is None and any(channel.share(syncs_in_forward(self.module) or is_shared)):
             # Ranks may send a bucket at different times, so other messages must not be interleaved.
@@ -205,7 +205,7 @@ class DDP(DistributedDataParallel):
         return Channel(self._gradient_group or self.process_group, first)
 
     def _set_up(self) -> GradientSync:
-        """Build everything that this rank's steps need. Sends nothing, so that one rank can load or copy a model."""
+        """Build everything this rank needs for its steps. Sends nothing, so a single rank can load or copy a model."""
         do_sync = self._sync is None or self._sync.do_sync
         total = None if self._sync is None else self._sync.expected_total
         self._detach()
@@ -242,7 +242,7 @@ class DDP(DistributedDataParallel):
             reducer = BucketedReducer(replica, channel, control.num_words, planner, rows, hook, sharding, rounds)
             reducer.is_weighted = options.average == "samples"
         if self._comm_hook is not None:
-            options = replace(options, check_every=0)  # a hook may let replicas differ on purpose, as local SGD does
+            options = replace(options, check_every=0)  # some hooks let replicas differ on purpose, such as local SGD
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule, codec)
         self._sync.do_sync = do_sync
         if options.average == "samples" and total is not None:  # the unit of a codec's residuals
@@ -303,7 +303,7 @@ class DDP(DistributedDataParallel):
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             self._call_buffer_hook(sync, is_before=True)
-            # torch.compile looks here for the bucket size, and ignores sizes below that of the first bucket.
+            # torch.compile reads the bucket size of the active wrapper, and rejects one below that of the first bucket.
             is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
             inside = self._inside_ddp_forward() if is_split else contextlib.nullcontext()
             with inside, sync.reducer.rows.watch():
@@ -368,8 +368,8 @@ class DDP(DistributedDataParallel):
             sync.synchronize()
 
     def check_last_step(self) -> None:
-        """Raise errors that other ranks reported in the last step; on a GPU they are otherwise read one step later.
-        For programs that run their own collectives between steps. Collective: every rank must call this."""
+        """Raise errors that other ranks reported in the last step, which on a GPU are otherwise raised one step later.
+        Call this before your own collectives between steps. Collective: every rank must call this."""
         self._ready.check_last_step()
 
     def sync_parameters(self) -> None:
@@ -385,8 +385,9 @@ class DDP(DistributedDataParallel):
         """Train with uneven numbers of batches in this context: a rank without data contributes zeros.
 
         With `average='samples'` every sample has the same weight. With `average='ranks'` the sum is divided by the
-        number of all ranks or, with `divide_by_initial_world_size=False`, of those that still have data. At the end all
-        ranks get the parameters of a rank that was active last. Collective: every rank must enter and leave.
+        number of ranks or, with `divide_by_initial_world_size=False`, by the number that still have data. At the end,
+        all ranks get the parameters of one that had data until the last step. Collective: every rank must enter and
+        leave.
         """
         if not enable:
             yield
@@ -418,12 +419,12 @@ class DDP(DistributedDataParallel):
         overlap: bool = False,
         **options: Any,
     ) -> ShardedOptimizer:
-        """Build the optimizer for `strategy="zero1"`. Each rank holds the optimizer state of its own shard only.
+        """Build the optimizer for `strategy="zero1"`. Each rank stores optimizer state only for its own shard.
 
         Pass an optimizer class with its options (and `params`, by default all trained parameters), or an optimizer that
         has not taken a step, which is modified. `step` and `state_dict` of the result are collective. The parameters
-        are gathered in `step` or, with `overlap=True`, during the next forward. A program that reads them before that
-        without the wrapper (for a moving average, say) must first call `wait()` on the optimizer. Collective.
+        are gathered in `step` or, with `overlap=True`, during the next forward. A program that reads them earlier and
+        outside the wrapper (for a moving average, say) must first call `wait()` on the optimizer. Collective.
         """
         self._ready  # noqa: B018
         sharding = self._sharding
@@ -443,8 +444,8 @@ class DDP(DistributedDataParallel):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the gradients by their total norm, and return the norm. With a sharded optimizer a rank holds only its
-        shard of the averages, and torch's function would also count unaveraged gradients. Collective."""
+        """Clip the gradients by their total norm, and return the norm. With a sharded optimizer, only this rank's shard
+        is averaged, and torch's function would also count the unaveraged gradients. Collective."""
         if self._sharding is None:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         return self._sharding.clip(max_norm, norm_type, error_if_nonfinite)
@@ -474,12 +475,12 @@ class DDP(DistributedDataParallel):
         return None if age is None or times is None else (age, times)
 
     def time_next_step(self) -> None:
-        """Time the end of every bucket in the next synchronized step. By default only a few steps are timed."""
+        """Record bucket times in the next synchronized step. By default only some steps are recorded."""
         if self._planned is not None:
             self._planned.timeline.sample_next = True
 
     def count_sent(self) -> Sent:
-        """All gradient messages since the wrapper was built or rebuilt, except those of a communication hook."""
+        """Count gradient messages since the wrapper was built or rebuilt, except those of a communication hook."""
         sent = self._ready.channel.sent
         more = Sent(0, 0) if self._strategy is None else self._strategy.sent
         return Sent(sent.num_messages + more.num_messages, sent.num_bytes + more.num_bytes)
@@ -490,7 +491,7 @@ class DDP(DistributedDataParallel):
         return self._ready.reducer.memory
 
     def report(self) -> Report:
-        """Where the time of a recent step went on this rank. Cheap, and sends no messages."""
+        """Report where a recent step spent its time on this rank. Cheap, and sends no messages."""
         sync = self._ready
         channel, reducer = sync.channel, sync.reducer
         times = reducer.timeline.read() if reducer.is_planned else None
@@ -504,7 +505,7 @@ class DDP(DistributedDataParallel):
         )
 
     def strategy_state(self) -> dict[str, Any]:
-        """State from which the strategy continues exactly: `rank` is this rank's part, and the rest is the same on all
+        """The state that the strategy needs to resume exactly: `rank` is this rank's part; the rest is the same on all
         ranks."""
         plan = self.plan
         if self._strategy is None:
@@ -594,13 +595,13 @@ class DDP(DistributedDataParallel):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Accepts the keys of the wrapper as well as those of the module."""
+        """Load a state dict whose keys may have or lack the prefix `module.`."""
         if state_dict and self._lacks_prefix(state_dict):
             return self.module.load_state_dict(state_dict, strict, assign)
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """torch calls this if the wrapper is a submodule of the loaded model. Also accepts both kinds of keys."""
+        """Called by torch if the wrapper is a submodule of the loaded model. Accepts both kinds of keys, too."""
         if self._lacks_prefix(state_dict, prefix):
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
@@ -686,7 +687,7 @@ class DDP(DistributedDataParallel):
         self._set_up()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Use another group from the next step onward, such as in a new world. Call it on all ranks of the group."""
+        """Use another group from the next step onward, such as that of a new world. Call it on all ranks of it."""
         self._group, self._gradient_group = new_process_group, None
         self._set_up()
 
@@ -712,7 +713,7 @@ class DDP(DistributedDataParallel):
         raise ConfigError("manual finalization of backward: not supported, gradients are final when backward returns")
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """The fields of torch's logger that exist here. `report` has the timings."""
+        """The fields of torch's logger that apply here. See `report` for timings."""
         sync, planned = self._ready, self._planned
         gradients = sync.replica.gradients
         flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "is_multi_device_module")
@@ -752,7 +753,7 @@ class _TorchReducer:
         self._model = model
 
     def prepare_for_backward(self, outputs: object) -> None:
-        """Prepare for a backward, possibly one that no forward output announces."""
+        """Prepare for a backward, which may not start from the output of a forward."""
         self._model._ready.expect_backward()
 
     def _rebuild_buckets(self) -> bool:
@@ -777,7 +778,7 @@ _BUCKETS = frozenset({"plan", "bucket_cap_mb", "bucket_cap_mb_list"})  # mutuall
 def swap_wrapper(enable: bool = True, **options: Any) -> None:
     """Make torch's DistributedDataParallel build a `paceline.DDP` from now on.
 
-    This works no matter under which name, or when, a program or framework has imported the class. It does not affect
+    This works regardless of when, and under what name, a program or framework imported the class. It does not affect
     subclasses, existing models, or torch's `replicate`.
 
     Args:
@@ -828,7 +829,7 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def _patch_torch_wrapper() -> None:
-    """Make torch's class call `_new`, once a wrapper of ours is built or requested, but not on import. This is never
+    """Make torch's class call `_new`, once one of our wrappers is built or requested, but not on import. This is never
     undone: a class that has had a `__new__` refuses arguments without it."""
     if "__new__" in vars(DistributedDataParallel):
         return
@@ -837,7 +838,7 @@ def _patch_torch_wrapper() -> None:
 
 
 def _is_distributed_checkpoint() -> bool:
-    """Whether torch's distributed checkpoints request the state: they expect the wrapper's prefix, and remove it."""
+    """Whether the caller is torch's distributed checkpoint, which expects the wrapper's prefix and removes it."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back  # type: ignore[assignment]
@@ -850,7 +851,7 @@ class _TorchJoinHook(JoinHook):
     def __init__(self, model: DDP, divide_by_world: bool) -> None:
         self._model, self._sync = model, model._ready
         model._refuse_join()
-        # torch announces a step in forward. Here only backward shows that ranks without data must take part.
+        # torch announces a step in forward. We know only in backward whether ranks without data must take part.
         self._sync.join = JoinOptions(divide_by_world, announce=lambda: Join.notify_join_context(model))
 
     def main_hook(self) -> None:

@@ -92,7 +92,7 @@ class FlatGradients:
 
 
 def choose_separate(plan: Plan, least_bytes: float, stays: bool) -> tuple[set[int], set[int]]:
-    """The gradients that stay where autograd leaves them until they are sent, and all that are not gathered by a fused
+    """Two sets: gradients that stay where autograd put them until they are sent, and all gradients outside the fused
     copy: those of at least `least_bytes`, and split ones, which need one contiguous vector."""
     pieces = Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
     split = {index for index, count in pieces.items() if count > 1}
@@ -168,9 +168,9 @@ class Pack:
 
     The message and its views, which serve as gradients, are created once: creating a view per parameter in every step
     would cost a small model several percent of the step. Their memory is freed before the next forward unless some
-    parameter has its gradient here, so that it does not add to the peak. Memory that the program still uses is left to
-    it. For large gradients the opposite is true: views are cheap compared with memory, so a message is created for each
-    step and freed with its gradients.
+    parameter has its gradient here, so that it does not add to the peak. Memory that the program still uses is not
+    freed. For large gradients, views are cheap compared with memory, so a message is created for each step and freed
+    with its gradients.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], like: torch.Tensor, num_words: int) -> None:
@@ -185,7 +185,7 @@ class Pack:
         self._drop()
 
     def _drop(self) -> None:
-        """Forget the message. Its memory stays with the gradients and any other user."""
+        """Drop the message. Gradients and other users keep its memory alive."""
         self.views: list[torch.Tensor] = []
         self.message = self._gradients = self._like
         self._storage = self._like.untyped_storage()
@@ -240,7 +240,7 @@ class Pack:
         return [place for place, (grad, view, then) in enumerate(found) if grad is not view or view._version != then]
 
     def end_step(self) -> None:
-        """Call this when the message has arrived."""
+        """Call this once the message has arrived."""
         if not self._lasts:
             self._drop()
 
@@ -264,7 +264,7 @@ class Pack:
 
 
 def _count_elements(num_words: int, dtype: torch.dtype) -> int:
-    """The number of elements that hold the control words. A complex element holds two."""
+    """The number of elements that the control words need. A complex element stores two."""
     return -(-num_words // (2 if dtype.is_complex else 1))
 
 

@@ -83,7 +83,7 @@ def check_hook(hook: object) -> None:
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
     """Before the first message, check that either every rank has a hook or none has. Collective. With hooks, the
-    control words use their own group, because the messages that hooks send in the other group are unknown."""
+    control words use their own group, because hooks may send any messages in the other one."""
     if channel.world_size == 1:
         return
     marks = torch.zeros(channel.world_size, device=channel.device)

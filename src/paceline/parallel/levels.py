@@ -2,7 +2,7 @@
 
 Every gradient is split into equal parts, one per rank of a host. Each rank gets the host's average of its part,
 exchanges it through its codec with the ranks that have the same local rank on other hosts, and the host gathers the
-parts. So all ranks encode, and residuals belong to parts of parameters, not of buckets.
+parts. All ranks therefore encode, and residuals belong to parts of parameters, not of buckets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Levels:
     strategy: Strategy
     hosts: tuple[tuple[int, ...], ...]
     rank: int
-    scatters: bool  # ranks of a host have a reduce-scatter that rounds once
+    scatters: bool  # the backend inside a host has a reduce-scatter that rounds once
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -107,7 +107,7 @@ class Levels:
         parts = [part.view(shape) for part, shape in zip(mine.split(sizes), shapes, strict=True)]
         yield from codec.average(names, parts, step)
         gathered = yield Inside(GATHER), mine
-        codec.check(gathered)  # other parts may not be finite, and all ranks must keep residuals or none
+        codec.check(gathered)  # other parts may not be finite, and either all ranks keep their residuals or none does
         for grad, piece in zip(grads, gathered.split(sizes, 1), strict=True):
             flat = self._flatten(grad)
             for part, value in _match(flat, piece):
@@ -126,7 +126,7 @@ class Levels:
         return (flat.view(-1, shape[0]).t() if self._is_transposed(shape) else flat).reshape(shape)
 
     def cut(self, whole: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-        """This rank's part of each value, which belongs to the parameter named in its key."""
+        """This rank's part of each value. Keys end with the name of a parameter."""
         num, at = self.per_host, self.places[self.rank][1]
         found = {}
         for name, value in whole.items():
@@ -140,7 +140,7 @@ class Levels:
     def join(
         self, parts: Sequence[Mapping[str, torch.Tensor]], shapes: Mapping[str, torch.Size]
     ) -> dict[str, torch.Tensor]:
-        """The mean over hosts of the values that their ranks (`parts`) hold for each parameter. Missing entries count
+        """The mean over hosts of each parameter's values, joined from the `parts` of their ranks. Missing entries count
         as zeros."""
         mean = {}
         for name in dict.fromkeys(name for part in parts for name in part):
@@ -158,7 +158,7 @@ class Levels:
 
 
 def _match(flat: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair parts of a vector with the places in `rows` that they fill."""
+    """Pair the parts of a vector with their places in `rows`."""
     each = rows.size(1)
     full, rest = divmod(flat.numel(), each) if each else (0, 0)
     if full:

@@ -139,7 +139,7 @@ class Outer:
         self.base, self.is_fresh, self.has_drifted = self.step, True, False
 
     def restart(self) -> None:
-        """Restart the count from the last sync, after an error at which ranks were at different steps."""
+        """Restart the count from the last sync, after an error that left ranks at different steps."""
         self.step, self.has_drifted, self.to_apply, self.to_begin = self.base, True, [], []
         self.begun = dict.fromkeys(self.begun, self.base + self.strategy.delay)
 
@@ -208,7 +208,7 @@ class Outer:
         for index, mean in zip(self.fragment(number), gone, strict=True):
             start, name, update = self.start[index], self.names[index], mean.to(self.start[index].dtype)
             lr = 1.0 if strategy.outer != "slowmo" or not b else lrs[index]
-            # With a learning rate of 0 the difference says nothing about gradients, so momentum stays unchanged.
+            # With a learning rate of 0 the difference contains no gradients, so momentum stays unchanged.
             if b and lr:
                 before = self.momentum.get(name)
                 # SlowMo's momentum is in units of gradients, because the learning rate may change between rounds.
@@ -261,7 +261,7 @@ class OuterState(StrategyState):
         self._words = torch.zeros(num_words, device=channel.device)
         self._allows_missing = options.allow_missing
         self._missing: set[int] = set()  # parameters without a gradient in some step since the last control words
-        # A separate group from the control words, because an error may leave messages of the codec behind.
+        # The codec's messages get a group separate from the control words, because an error may leave some unfinished.
         self._moving = Channel(channel.group, channel.device)
         self.exchanges = Exchanges(self._moving, kinds=self.codec.kinds)
         self._calls = HookCalls((self.exchanges, _start), channel)
@@ -272,7 +272,7 @@ class OuterState(StrategyState):
         self._num_controls, self._looked_s = 0, time.monotonic()
         self._compared: int | None = None  # the step of the last comparison between ranks
         self._compares = self._has_warned = False
-        self.unusable = ""  # why the ranks are out of sync for good, if they are
+        self.unusable = ""  # why the ranks are permanently out of sync, if they are
         self.outer = Outer(strategy, list(self._names.values()), replica.params, self.codec)
         if isinstance(before, OuterState):
             self._follow_outer(before)

@@ -47,7 +47,7 @@ class NothingToTrainError(ConfigError, RuntimeError):
 
 
 def list_some(items: Sequence[str], separator: str = "; ", most: int = 5) -> str:
-    """The first items and the number of remaining items."""
+    """List the first items, and count the rest."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
 
@@ -126,7 +126,7 @@ class Options:
         elif with_hook:
             caps = [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES]
         elif channel.device.type != "cpu" or _has_spare_cores(channel.world_size):
-            # Small buckets are sent early if there are spare cores to move them. Otherwise they only add latency.
+            # Small buckets help only if spare cores can send them during backward. Otherwise they only add latency.
             largest = min(channel.world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)
             caps = [TORCH_FIRST_CAP_BYTES, min(share, largest)]
         else:
@@ -175,8 +175,8 @@ def _has_spare_cores(world_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Replica:
-    """The tensors that are kept equal on all ranks. A tied parameter is one entry with several names, in definition
-    order. `layouts` describe the trained parameters at the time of wrapping."""
+    """The tensors to keep equal on all ranks. A tied parameter is one entry with several names, in definition order.
+    `layouts` are those of the trained parameters at the time of wrapping."""
 
     params: tuple[nn.Parameter, ...]
     names: tuple[tuple[str, ...], ...]
@@ -221,7 +221,7 @@ class Replica:
 
 
 def find_strides(param: torch.Tensor) -> tuple[int, ...]:
-    """The strides of new tensors like this one, such as its gradient: the tensor's own strides if it is dense."""
+    """The strides that torch gives a new tensor like this one, such as its gradient: its own strides if it is dense."""
     return torch.empty_like(param, device="meta").stride()
 
 

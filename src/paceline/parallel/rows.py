@@ -3,9 +3,9 @@
 These gradients are ready last. An output head that shares the weight adds a dense gradient, which is ready early.
 
 Inside the wrapper's forward an embedding looks up an alias of its weight: a separate autograd leaf with the same
-memory. Autograd therefore delivers two gradients: that of all other uses of the weight arrives at the weight, as usual,
-and that of the lookups arrives here, as rows. Rows are sent after the last bucket, whose control words tell all ranks
-how many rows there are.
+memory. Autograd therefore delivers two gradients: the gradient of all other uses accumulates in the weight, as usual,
+and the gradient of the lookups arrives here, as rows. Rows are sent after the last bucket, whose control words contain
+every rank's row counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.units import format_bytes
 
 # A table below this size is not worth a message.
 _LEAST_BYTES = 256 << 10
-# Once rows have failed to save bytes in this many consecutive steps, the table is sent dense permanently.
+# After this many consecutive steps in which rows saved no bytes, the table is sent dense permanently.
 _PATIENCE = 3
 # Reported in place of a row count: this rank's gradient may be dense.
 DENSE = 2**32 - 1
@@ -180,8 +180,8 @@ class Table:
 
 class Lookups:
     """The embedding tables of a model, in module order. While attached, it intercepts lookups and calls
-    `arrive(index, rows)` for each gradient. A non-empty `why_dense` says why no table is split; a non-empty
-    `why_not_worth` says why only tables with sparse gradients are."""
+    `arrive(index, rows)` for each gradient. `why_dense`, if not empty, is the reason for splitting no table;
+    `why_not_worth` is the reason for splitting only tables with sparse gradients."""
 
     def __init__(
         self, module: nn.Module, params: Sequence[torch.Tensor], why_dense: str = "", why_not_worth: str = ""
@@ -416,7 +416,7 @@ class EmbeddingRows(Lookups):
             table.multiply(factor)
 
     def describe(self) -> list[str]:
-        """A description for the user of how each table is sent."""
+        """Describe for the user how each table is sent."""
         params = self.replica.params
         places: dict[torch.Tensor, int] = {param: index for index, param in enumerate(params)}
 

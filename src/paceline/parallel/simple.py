@@ -14,8 +14,8 @@ from paceline.runtime.faults import pulse
 
 
 class SimpleReducer:
-    """Averages the gradients of one step: `collect` after backward, then `exchange`. It has the methods of
-    `BucketedReducer`, and is the reference that it is tested against."""
+    """Averages the gradients of one step: `collect` after backward, then `exchange`. It has the same methods as
+    `BucketedReducer`, and serves as its reference in tests."""
 
     hook_calls = sharding = None
     is_planned = True
@@ -40,7 +40,7 @@ class SimpleReducer:
     def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
         """Replace each gradient by the sum over all ranks of `factor` times their gradients. A rank without a gradient,
         or with an invalid one, sends zeros, so that no other rank waits for it. Collective."""
-        if not self._is_timed:  # there was no backward to announce this step
+        if not self._is_timed:  # no backward announced this step
             self.timeline.begin()
         self.timeline.backward_over()
         self._is_timed = False

@@ -44,7 +44,7 @@ class Exchanges:
     def __init__(self, channel: Channel, levels: Levels | None = None, kinds: Sequence[str] = ()) -> None:
         self._channel, self._kinds = channel, kinds
         self._levels = levels if levels is not None and levels.are_two else None
-        # The group at this time: the channel may later get its own, for control words that report errors.
+        # The current group: the channel may later switch to its own, for control words that report errors.
         self._groups: list[tuple[dist.ProcessGroup, int]] = [(channel.group, channel.world_size)]
         self._is_open = False
         self._lock = threading.RLock()
@@ -396,7 +396,7 @@ class StrategyState:
         self._take(states[0], levels.cut(errors, self._shapes))
 
     def _fits(self, name: str, error: torch.Tensor) -> bool:
-        """Whether this residual is as large as one of the model's parameters, or as this rank's part of one."""
+        """Whether the size of this residual matches its parameter, or this rank's part of it."""
         shape = self._shapes.get(name.rpartition(" ")[2])
         if shape is not None and self.levels is not None:
             shape = torch.Size(self.strategy.cut(shape, self.levels.per_host)[0])
@@ -448,7 +448,7 @@ class StrategyState:
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
         if any(id(param) not in self._names for param in params):
-            raise ConfigError("comm_hook() was given a different model than the one that is wrapped", code="strategy")
+            raise ConfigError("comm_hook() was given a model other than the wrapped one", code="strategy")
         names = [self._names[id(param)] for param in params]
         if self._is_first:
             with self.exchanges.side.borrowed():
@@ -513,7 +513,7 @@ def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGro
     """
     parsed = Strategy.parse(strategy)
     if not parsed.is_hook:
-        text = "does more than a communication hook can do: use paceline.DDP"
+        text = "needs more than a communication hook can do: use paceline.DDP"
         raise ConfigError(f"strategy {parsed.text!r} {text}", code="strategy")
     params = [param for param in model.parameters() if param.requires_grad]
     device = params[0].device if params else torch.device("cpu")

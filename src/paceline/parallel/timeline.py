@@ -43,7 +43,7 @@ class StepTimes:
 
     @property
     def busy_s(self) -> float:
-        """How long at least one bucket was in flight."""
+        """The time during which at least one message was in flight."""
         busy_s, until_s = 0.0, 0.0
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.launch_s):
             busy_s += max(0.0, bucket.done_s - max(bucket.launch_s, until_s))
@@ -78,7 +78,7 @@ class Timeline:
         self.mark("begin")
 
     def mark(self, name: str, number: int = 0) -> None:
-        """Record that this event happens now, to the bucket with this number."""
+        """Record the current time for this event of a bucket."""
         if self._marks is None:
             return
         if self._on_gpu:

@@ -35,9 +35,9 @@ _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD")
 )
-# How long a rank waits for the others to gather the state: a rank that calls alone must not wait forever.
+# Timeout for gathering the state: if only one rank requests it, that rank must not wait forever.
 _STATE_TIMEOUT_S = 120.0
-# Entries of an optimizer's state that hold one number per parameter. The parameter may be a scalar itself.
+# Entries of an optimizer's state with one number per parameter, even if the parameter is itself a scalar.
 _COUNTERS = ("step", "eta", "mu", "mu_product")
 
 
@@ -54,7 +54,7 @@ class Range(NamedTuple):
 
 
 def cut_plan(flat: FlatGradients, plan: Plan, rank: int, world_size: int) -> list[list[Range]]:
-    """The ranges of a rank, by bucket. Empty parameters belong to rank 0."""
+    """A rank's ranges, by bucket. Empty parameters belong to rank 0."""
     cuts = []
     for bucket, span in zip(plan.buckets, flat.ranges, strict=True):
         each = count_each(span.numel(), span.element_size(), world_size)
@@ -111,7 +111,7 @@ def join(pieces: Sequence[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
 
 
 class Sharding:
-    """Which elements each rank updates, where the parameters are stored, and the messages required."""
+    """Assigns elements to ranks, and exchanges their gradients and updated values."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -133,7 +133,7 @@ class Sharding:
         """Start over with this replica. `rounds`: the all-reduce rounds to bfloat16. Sends nothing."""
         self.wait()
         self.replica, self.channel, self.is_planned = replica, channel, False
-        self._rows.clear()  # they belong to the group
+        self._rows.clear()  # they belong to the previous group
         is_rounded = self.strategy.codec == "bf16"
         self.exchanges = Exchanges(channel, kinds=(SCATTER, SWAP, GATHER) if is_rounded else (SCATTER, GATHER))
         # Whether gradients are reduce-scattered. In shared memory an all-reduce is just as fast.
@@ -156,7 +156,7 @@ class Sharding:
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
     def lay_out(self, flat: FlatGradients, plan: Plan, is_planned: bool) -> None:
-        """Cut the buckets. With a plan this is collective: the optimizer's state moves to its new owners."""
+        """Cut the buckets. Collective with a plan, because the optimizer's state moves to its new owners."""
         self.wait()
         self.flat, self.plan, self.is_planned = flat, plan, is_planned
         n = self.channel.world_size
@@ -187,7 +187,7 @@ class Sharding:
         return self._mark
 
     def check_mark(self) -> None:
-        """Warn once if whole gradients were scaled since backward, as by torch's clipping, which uses a local norm."""
+        """Warn once if whole gradients were scaled since backward, for example by torch's clipping (a local norm)."""
         if self._mark is None or not self.is_reduced or self._has_warned:
             return
         if (factor := self._mark.item()) not in (0, 1):
@@ -315,7 +315,7 @@ class Sharding:
                     at += size
 
     def watch(self, module: nn.Module) -> None:
-        """Wait for new values in forward, and before saving or loading."""
+        """Hook the module to wait for new values in forward, and before saving or loading."""
         while self._hooks:
             self._hooks.pop().remove()
         for part in module.modules():
@@ -497,7 +497,7 @@ class ShardedOptimizer(Optimizer):
         raise _error("a group was added after sharding: pass all groups to shard_optimizer")
 
     def wait(self) -> None:
-        """With `overlap=True`, wait for new values before the program reads parameters outside the wrapper."""
+        """Wait for the new values. With `overlap=True`, call this before reading parameters outside the wrapper."""
         self._sharding.wait()
 
     def compute_norms(self, params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -539,7 +539,7 @@ class ShardedOptimizer(Optimizer):
         """The state of whole parameters, by their position in the groups. Collective."""
         channel, params = self._sharding.channel, self._params
         place_of = {id(param): place for place, param in enumerate(self.members)}
-        mine: dict[int, dict[str, Any]] = {}  # a dtype stands for a tensor with a value per element
+        mine: dict[int, dict[str, Any]] = {}  # tensors with a value per element are replaced by their dtype
         for own, (param, _) in self._parts.items():
             if own in self.state:
                 found = {key: _describe(value, own) for key, value in self.state[own].items()}
@@ -615,7 +615,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def _describe(value: Any, own: torch.Tensor) -> Any:
-    """The dtype of a tensor with a value per element of the parameter; anything else unchanged."""
+    """The dtype of a tensor with a value per element of the parameter. Other values are returned unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype if value.shape == own.shape else value.cpu()
@@ -654,7 +654,7 @@ def shard(sharding: Sharding, optimizer: Optimizer) -> ShardedOptimizer:
 def _agree_on_overflow(scaler: Any, optimizer: Optimizer, found_inf: torch.Tensor, flags: Any) -> Any:
     """Let a GradScaler skip a step on all ranks if one of them found an infinity in its ranges."""
     if isinstance(optimizer, ShardedOptimizer):
-        flags = flags or {found_inf.device: found_inf}  # none of its ranges has a gradient
+        flags = flags or {found_inf.device: found_inf}  # no gradient in this rank's ranges
         mine = torch.stack([flag.double().reshape(()) for flag in flags.values()]).amax()
         worst = optimizer._sharding.gather_words(mine).amax()
         for flag in flags.values():
