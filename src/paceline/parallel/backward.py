@@ -282,7 +282,8 @@ class GradientSync:
             schedule.restart()
 
     def _count_weight(self) -> int:
-        """1, or the samples of all forwards since the last step, including those whose backward has not run yet."""
+        """This rank's weight: 1, or its samples in all forwards since the last step, even if their backward has not run
+        yet."""
         if self.options.average == "ranks":
             return 1
         ahead = [forward.samples for forward in self._open if forward.is_training]
@@ -292,7 +293,7 @@ class GradientSync:
 
     @property
     def _factor(self) -> float:
-        """The factor for this rank's gradients that makes their sum the average if the total is as expected."""
+        """Factor for this rank's gradients, such that the sum over ranks is the average if the total is as expected."""
         return self._weight / self.expected_total
 
     def step_without_data(self, keep_gradients: bool = False) -> bool:
@@ -594,7 +595,7 @@ class BucketedReducer:
         self._before.clear()
         params, views = self.replica.params, self._flat.views
         if all(map(operator.is_, map(_get_grad, params), repeat(None))):
-            return  # for example after `zero_grad`
+            return  # there are no gradients, for example after `zero_grad`
         try:
             with torch.no_grad():
                 for index, param in enumerate(params):
@@ -772,7 +773,7 @@ class BucketedReducer:
         params, has_rows = self.replica.params, self.rows.find_arrived()
         if not self._active:
             return [index for index, param in enumerate(params) if param.grad is None]
-        # Buckets that have been sent were complete.
+        # Buckets that have already been sent were complete.
         missing = [index for index in self.plan.alone if params[index].grad is None]
         for bucket in self._buckets[self._next :]:
             if any(map(operator.is_, bucket.read_grads(), repeat(None))):

@@ -92,7 +92,7 @@ class SharedBuffers:
         return [(id(buffer), buffer._version) for buffer in self._others]
 
     def have_changed(self) -> bool:
-        """Whether any other buffer was written on this rank since the last broadcast."""
+        """Whether any buffer except the statistics was written on this rank since the last broadcast."""
         return bool(self._places) and self._read_versions() != self._versions
 
     def broadcast(self, channel: Channel, source: int) -> None:

@@ -84,8 +84,8 @@ class Channel:
         return self._store("failures")
 
     def wait_for_ranks(self, name: str, limit_s: float) -> list[int]:
-        """Wait, through the store and without messages, until every rank has called this with the same name. A name may
-        be used once. Returns the ranks that missed the limit; a rank that calls this later gets the same list."""
+        """Wait, through the store and without messages, until every rank has called this with the same name. Use each
+        name only once. Returns the ranks that missed the limit; a rank that calls this later gets the same list."""
         if self.world_size == 1:
             return []
         store, until_s = self._store(f"meeting-{name}"), time.monotonic() + limit_s

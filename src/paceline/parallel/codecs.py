@@ -36,8 +36,8 @@ _LEAST_SCALE = 1e-37
 
 
 class Codec:
-    """Averages gradients over the ranks, in place. `errors` holds residuals, by parameter name and in units of
-    gradients: what has not been sent yet. `common` holds state that is equal on all ranks. A step updates both only if
+    """Averages gradients over the ranks, in place. `errors` contains the residuals (gradients not sent yet), by
+    parameter name and in units of gradients. `common` is state that is equal on all ranks. A step updates both only if
     all its averages are finite; otherwise no rank applies the averages. Read and set both between steps."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # dtypes of vectors; other gradients are converted to the first
@@ -275,7 +275,7 @@ class Quantized(Codec):
 
 
 class TopK(Codec):
-    """Sends the largest elements of each gradient with their indices, and keeps the rest as residual. Biases and norms
+    """Sends the largest elements of each gradient with their indices. The rest is the residual. Biases and norms
     are sent whole. `dgc` applies Nesterov momentum first (Deep Gradient Compression): the optimizer must then use no
     momentum."""
 
@@ -427,7 +427,7 @@ def build_codec(strategy: Strategy, rank: int, world_size: int) -> Codec:
 
 
 def run_together(exchanges: Sequence[Exchange]) -> None:
-    """Run the exchanges of replicas in one process, as ranks would."""
+    """Run the exchanges of several replicas in one process, as separate ranks would."""
     values: list[Any] = [None] * len(exchanges)
     while True:
         messages = []
@@ -453,7 +453,7 @@ def run_together(exchanges: Sequence[Exchange]) -> None:
 def reduce_scatter(
     rows: torch.Tensor, at_once: bool, name: Callable[[str], str] = str
 ) -> Generator[tuple[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """An exchange that returns this rank's row summed over the ranks: by the backend, or here, in rank order."""
+    """An exchange that returns this rank's row, summed by the backend if `at_once`, otherwise here, in rank order."""
     if at_once:
         return (yield name(SCATTER), rows)
     received = yield name(SWAP), rows
@@ -524,7 +524,7 @@ def _add(values: torch.Tensor, errors: torch.Tensor, into: torch.Tensor) -> None
 
 
 def find_largest(flat: torch.Tensor, sizes: Sizes, counts: Sizes) -> torch.Tensor:
-    """For each part of the vector, the indices within it of its `counts` elements with the largest magnitude."""
+    """For each part of the vector, the indices of its `counts` largest elements by magnitude, relative to the part."""
     parts = flat.abs().split(list(sizes))
     alike: dict[tuple[int, int], list[int]] = {}
     for index, key in enumerate(zip(sizes, counts, strict=True)):

@@ -54,7 +54,7 @@ from paceline.torch_internals import BufferHookLocation, JoinConfig, StopRecompu
 from paceline.transport.works import keep_from_compiler
 from paceline.units import MIB
 
-# All wrappers in this process. Each except the first uses its own process group.
+# All wrappers in this process. Each one after the first uses a separate process group.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
 # Attributes that are reset to None in a copied wrapper, until it is set up again.
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding")
@@ -200,7 +200,7 @@ class DDP(DistributedDataParallel):
         _wrappers.add(self)
 
     def _open_channel(self) -> Channel:
-        # A module on a GPU sends from that GPU.
+        # Messages use the device of the first trained parameter.
         first = next((p.device for p in self.module.parameters() if p.requires_grad), torch.device("cpu"))
         return Channel(self._gradient_group or self.process_group, first)
 
@@ -209,7 +209,7 @@ class DDP(DistributedDataParallel):
         do_sync = self._sync is None or self._sync.do_sync
         total = None if self._sync is None else self._sync.expected_total
         self._detach()
-        self._sync = None  # after a failure below, the wrapper must not seem to average gradients
+        self._sync = None  # if the setup fails, the wrapper must not appear to average gradients
         channel, options, ignored = self._open_channel(), self._options, self.parameters_to_ignore
         replica = read_replica(self.module, ignored)
         is_precise = all(param.dtype in _PRECISE for param in replica.params)
@@ -245,7 +245,7 @@ class DDP(DistributedDataParallel):
             options = replace(options, check_every=0)  # some hooks let replicas differ on purpose, such as local SGD
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule, codec)
         self._sync.do_sync = do_sync
-        if options.average == "samples" and total is not None:  # the unit of a codec's residuals
+        if options.average == "samples" and total is not None:  # a codec's residuals are in this unit
             self._sync.expected_total = total
         if sharding is not None:
             sharding.sync = weakref.ref(self._sync)
@@ -568,7 +568,7 @@ class DDP(DistributedDataParallel):
             with torch.no_grad(), keep_versions(tuple(self.modules_buffers)):
                 sync.futures += hook(state, self.named_module_buffers) or ()
         if not is_before:
-            self.require_forward_param_sync = sync.do_sync  # as in torch: from the preceding forward
+            self.require_forward_param_sync = sync.do_sync  # as in torch: whether the last forward was synchronized
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -687,7 +687,7 @@ class DDP(DistributedDataParallel):
         self._set_up()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Use another group from the next step onward, such as that of a new world. Call it on all ranks of it."""
+        """Switch to another group from the next step onward, for example in a new world. Call it on all its ranks."""
         self._group, self._gradient_group = new_process_group, None
         self._set_up()
 

@@ -34,7 +34,7 @@ class Failure(NamedTuple):
 
 
 class HookBucket:
-    """A bucket of the plan with the methods of `torch.distributed.GradBucket`. A hook divides by the world size."""
+    """A bucket of the plan with the methods of `torch.distributed.GradBucket`. The hook divides by the world size."""
 
     def __init__(self, number: int, flat: FlatGradients, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         self._index, self._is_last = number, number == len(plan.buckets) - 1
@@ -164,7 +164,7 @@ class HookCalls:
                 checked_s = time.monotonic()
                 if self._channel.has_failure(self._step):
                     self.is_over = self._is_aborted = True
-                    # Not the group of these words: the ranks still have to agree on the error.
+                    # Do not abort the group of these words: the ranks still have to agree on the error.
                     exchanges = getattr(self._hook[0], "exchanges", self._hook[0])
                     abort_groups(getattr(exchanges, "groups", [self._group]))
         return kept.tolist()  # type: ignore[no-any-return]

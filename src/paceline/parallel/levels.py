@@ -70,7 +70,7 @@ class Levels:
 
     @classmethod
     def find(cls, strategy: Strategy, channel: Channel) -> Levels | None:
-        """Find the rank layout for a strategy between hosts, in the store, so that a single rank can set up later."""
+        """Find the rank layout for a strategy between hosts through the store, so that a rank can set up on its own."""
         if not strategy.between_hosts:
             return None
         store = dist.PrefixStore("paceline-hosts", get_default_store())

@@ -33,7 +33,7 @@ _GLOO_BYTES_PER_RANK = 4 * MIB
 # models. This gives about four messages; with more, the added latency would cancel the gain from overlap.
 _SHARE = 2 / 7
 # On NCCL over sockets, the latency of a message costs as much as about this many bytes per rank, for up to 8 ranks (not
-# measured beyond). The first bucket is at least as large as one latency, the others as large as four.
+# measured beyond). The first bucket is worth at least one such latency, the others at least four.
 _NCCL_LATENCY_BYTES, _MEASURED_RANKS = 5 * MIB // 16, 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -39,7 +39,7 @@ _LATE = "the bucket with its dense part is also the last to be complete; smaller
 
 
 class Table:
-    """The weight of one or more embeddings. `is_sparse`: the user asked for sparse gradients."""
+    """The weight of one or more embeddings. `is_sparse`: the user requested sparse gradients."""
 
     def __init__(self, index: int, param: torch.Tensor, is_sparse: bool) -> None:
         self.index, self.param, self.is_sparse = index, param, is_sparse
@@ -388,8 +388,8 @@ class EmbeddingRows(Lookups):
         return found
 
     def delay(self, ready_order: Sequence[int], rows: Sequence[Rows]) -> list[int]:
-        """The ready order if `rows` are sent separately: other tables come last, because their lookups are not
-        recorded."""
+        """Adjust the ready order for a plan that sends `rows` separately: other tables come last, because their lookups
+        are not recorded."""
         kept = {part.gradient for part in rows}
         late = {
             table.index
@@ -438,7 +438,7 @@ class EmbeddingRows(Lookups):
 
 
 class _LookupHooks:
-    """The hooks of one embedding. After a module is copied or loaded, its hooks do nothing."""
+    """The hooks of one embedding. In a copied or loaded module they do nothing."""
 
     def __init__(self, own: Lookups | None = None, table: Table | None = None) -> None:
         self._own: Callable[[], Lookups | None] = (lambda: None) if own is None else weakref.ref(own)

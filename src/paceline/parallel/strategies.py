@@ -381,7 +381,7 @@ class StrategyState:
 
     def _load_parts(self, states: Sequence[dict[str, Any]], levels: Levels) -> None:
         """On the same hosts, each rank loads its own part, including the state shared by ranks with the same local
-        rank. On other hosts, the mean over the hosts is split anew."""
+        rank. On other hosts, the mean over the hosts is split again."""
         places = [tuple(state["place"]) for state in states]
         if places == levels.places:
             self._take(states[self._rank], states[self._rank]["rank"])
@@ -430,8 +430,8 @@ class StrategyState:
         self.step = found["step"]
 
     def _reorder(self, name: str, error: torch.Tensor, is_saved: bool) -> torch.Tensor:
-        """A copy of a residual: codecs keep it in the order of its parameter's memory, which is unusual for
-        channels_last, and states in the usual order. Part of a parameter is copied unchanged."""
+        """Copy a residual and change its memory order: codecs use that of the parameter, such as channels_last, and
+        saved states the contiguous one. Part of a parameter is copied unchanged."""
         if self.levels is not None or self.strategy.outer:
             return error.clone()
         name = name.rpartition(" ")[2]

@@ -1,4 +1,4 @@
-"""When each bucket of a step was ready, launched and done, and the report for the user."""
+"""Records when each bucket of a step was ready, launched and done, and reports it to the user."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Timeline:
             self._marks[name, number] = time.perf_counter() - self._begin_s
 
     def follow(self, number: int, work: Any) -> None:
-        """Record the end of a message."""
+        """Record when this message ends."""
         if self._marks is not None and work is not None and not self._on_gpu:
             marks, begin_s = self._marks, self._begin_s
             future = work if isinstance(work, torch_internals.Future) else work.get_future()
@@ -117,7 +117,7 @@ class Timeline:
 
     @property
     def age(self) -> int | None:
-        """The age of the last recorded step in steps (0: the last step); None if there is none."""
+        """How many steps ago the last recorded step was (0: the last step); None if no step was recorded."""
         return self._num_steps - self._recorded if self._recorded >= 0 else None
 
     def read(self) -> StepTimes | None:
@@ -151,7 +151,7 @@ _COLUMNS = (
 @dataclass(frozen=True)
 class StrategyCosts:
     """Cost of a strategy on a rank: mean bytes sent (the same number is received) and host seconds per step.
-    `memory_bytes` includes all state that it keeps, including a sharded optimizer's state on this rank."""
+    `memory_bytes` counts all state that it keeps, including a sharded optimizer's state on this rank."""
 
     text: str
     sent_bytes: int

@@ -82,7 +82,7 @@ def _flatten(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 def scatter(
     buffer: torch.Tensor, rank: int, world_size: int, rounds: bool = False, sums: bool = False, is_whole: bool = False
 ) -> Exchange:
-    """Average a vector: this rank gets its shard, or everything if `is_whole`. `rounds`: to bfloat16. `sums`: the
+    """Average a vector: this rank gets its shard, or everything if `is_whole`. `rounds`: round to bfloat16. `sums`: the
     backend sums; otherwise the ranks do, in rank order."""
     n, each = world_size, count_each(buffer.numel(), buffer.element_size(), world_size)
     flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
@@ -101,7 +101,7 @@ def scatter(
 
 
 def join(pieces: Sequence[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
-    """Concatenate vectors in `given`, padded with zeros, because all ranks must send equal sizes."""
+    """Concatenate vectors into `given`, padded with zeros, because all ranks must send equal sizes."""
     at = 0
     for piece in pieces:
         given[at : at + piece.numel()] = piece
@@ -124,7 +124,7 @@ class Sharding:
         self._hooks: list[Any] = []
         self._called: set[nn.Module] = set()  # blocks that were called in the recorded forward
         self._needs: dict[nn.Module, set[int]] = {}  # by module: the buckets to wait for
-        self.is_reduced = False  # gradients since `zero_grad` are averages, in this rank's shard
+        self.is_reduced = False  # in this rank's shard, gradients since `zero_grad` are averages
         self._mark: torch.Tensor | None = None  # a gradient element outside this rank's shard
         self._has_warned = False
         self.sync: Callable[[], Any] = lambda: None  # the step logic, which tracks unaveraged gradients
@@ -197,8 +197,8 @@ class Sharding:
             warnings.warn(f"zero1: {text}, but holds only its shard of the averages: {advice}", stacklevel=4)
 
     def find_misuse(self) -> ConfigError | None:
-        """The error for accumulating into reduced gradients: a rank may hold only its shard of the averages. Zeros are
-        allowed. Ranks that share memory hold all averages, but a program must not depend on the placement of its
+        """The error for accumulating into reduced gradients, which may be averages only in this rank's shard. Zeros are
+        allowed. Ranks that share memory have all averages, but a program must not depend on the placement of its
         ranks."""
         grads = [param.grad for param in self.replica.params if param.grad is not None] if self.is_reduced else []
         if not any(grad.any() for grad in grads):
