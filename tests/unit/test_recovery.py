@@ -77,7 +77,7 @@ def test_a_run_that_keeps_failing_before_its_first_step_is_not_retried_forever()
     heard: list[str] = []
     recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))
     assert [decide(recovery, None) for _ in range(2)] == ["restart", "restart"]
-    assert decide(recovery, None).startswith("stop: like the previous 2 faults")
+    assert decide(recovery, None).startswith("stop: the previous 2 faults were also before the first step")
     assert heard[0].endswith("all ranks start again")  # there is no checkpoint
     # Once a step has completed, any number of faults may follow.
     recovery = Recovery("restart", 2, (), lambda faults, line: heard.append(line))

@@ -1,1 +1,1 @@
-"""Faults: the status of ranks, the monitor that names a dead or hung one, and recovery."""
+"""Faults: the status of ranks, the monitor that detects dead and hung ranks, and recovery."""

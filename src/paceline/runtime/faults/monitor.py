@@ -1,12 +1,12 @@
-"""The monitor of one host: which rank is dead, suspended or hung, where, since when and why.
+"""The monitor of one host finds out which rank is dead, suspended or hung, and where, since when and why.
 
-`Monitor` takes snapshots of the ranks of one host, from their pages (`pulse`) and their processes in /proc, and
-`HangDetector` decides from the snapshots so far. The launcher monitors its own ranks; elsewhere a separate process does
-(`monitored`), which outlives every rank. Does not import torch.
+`Monitor` takes snapshots of the ranks of one host, from their status pages (`pulse`) and their processes in /proc, and
+`HangDetector` decides from the snapshots so far. The launcher monitors its own ranks; under other launchers, a separate
+process does (`monitored`), which outlives every rank. Does not import torch.
 
 There is one rule. A proven fault ends the job: a rank is dead or suspended, or all ranks are waiting for different
-things. Anything else may be a healthy but slow rank: it is named in a warning within seconds, and ended only after the
-hang timeout.
+things. Anything else may be a healthy but slow rank: a warning reports it within seconds, and it is ended only after
+the hang timeout.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from paceline.runtime.faults.processes import (
 from paceline.runtime.faults.pulse import BETWEEN, LEFT, SLOW, START, WAIT
 from paceline.units import name_ranks, parse_duration
 
-# Environment variables: whether to monitor a program that does not request it, and its hang timeout.
+# Environment variables: whether to monitor a program that does not request it itself, and its hang timeout.
 VARIABLE, TIMEOUT_VARIABLE = "PACELINE_MONITOR", "PACELINE_HANG_TIMEOUT"
-# How long a rank may stay in one phase of a step before it is ended: the default timeout of a collective (`init`),
-# which would then fail on the other ranks anyway.
+# How long a rank may stay in one phase of a step before it is ended. Equal to the default timeout of a collective
+# (`init`), which would then fail on the other ranks anyway.
 HANG_S = 600.0
 LOOK_S = 0.1
-# Time counts only while the monitor runs: if the machine is too loaded for that, ranks get more time.
+# The interval between two snapshots counts as at most this long, so that ranks get more time on an overloaded machine.
 _MOST_S = 2.5 * LOOK_S
-_STOPPED_S = 1.5  # shorter stops are harmless
+_STOPPED_S = 1.5  # shorter suspensions are harmless
 _OOM_S = 1.0  # a rank's end is attributed to an OOM kill within the last one or two of these periods
-# A process that keeps running this long after an error of its world has handled the error.
+# A process that keeps running for this long after its world failed has handled the error.
 _HANDLED_S = 1.0
 _EXIT_S = 30.0  # the exit of a process with an error may take this long, or the hang timeout if that is longer
 # A rank is reported once a phase of a step takes this many times as long as a slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
-# The same limit before the first step and for the first few, when there are not enough steps to learn from.
+# The same limit before the first step, and during the first few, which are not enough to learn from.
 _FIRST_S, _EARLY_S, _NUM_EARLY = 1800.0, 30.0, 8
 _NUM_FIRST = 3
-# Between steps a program loads, evaluates or saves, possibly on one rank only. This may take at least this long, or as
-# long as it already took before. Pickling a large state holds the GIL.
+# Between steps a program loads, evaluates or saves, possibly on one rank only. The limit is this long, or several times
+# the longest such pause so far. The shorter limit is for holding the GIL, for example to pickle a large state.
 _BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
 _PATIENCE = 5.0  # factor on the limits if no other rank waits for this one
 _CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
-# Share of snapshots in which a blocked process sleeps. A process that waits for a core is runnable, not hung.
+# A blocked process sleeps for at least this share of the time. One that waits for a core is runnable, not hung.
 _BLOCKED = 0.8
 _MOST_FRAMES = 20  # maximum number of printed frames
 _MARK = "mark long-running work with paceline.slow()"
@@ -86,7 +86,7 @@ _ADVICE = {
     "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",
     "kernel": "a kernel that it launched never finishes, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all ranks must make the same calls in the same order",
-    "desynchronised": "all ranks must make the same collectives in the same order",
+    "desynchronised": "all ranks must call the same collectives in the same order",
     "left": "give every rank the same number of batches, or train inside `with model.join():`",
     "all-wait": "no rank is missing: they called different collectives, or the network between them is cut",
 }
@@ -99,7 +99,7 @@ def why_not() -> str:
 
 
 def is_wanted() -> bool:
-    """Whether the environment asks for a monitor."""
+    """Whether the environment requests a monitor."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
@@ -108,12 +108,12 @@ def find_hang_timeout(given: str | None = None) -> float:
     text, name = given or os.environ.get(TIMEOUT_VARIABLE, ""), "--hang-timeout" if given else TIMEOUT_VARIABLE
     limit_s = parse_duration(text, name) if text else HANG_S
     if not limit_s > 0:
-        raise ConfigError(f"{name} {text}: must be above 0; to monitor without ending ranks, use one such as 30d")
+        raise ConfigError(f"{name} {text}: must be above 0; to monitor without ending ranks, use a long one like 30d")
     return limit_s
 
 
 class Suspicion(NamedTuple):
-    """A suspected rank, based on numbers alone; None stands for all ranks. The job must end after `end_s`, with a
+    """A suspected fault of a rank (None: all ranks), found from snapshots only. The job must end after `end_s`, with a
     warning before that; None means that the fault is proven. If `is_certain` is False, the rank's stack must also be
     inside a collective."""
 
@@ -149,7 +149,7 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """The sentence without its subject, which is the rank."""
+        """A sentence about the rank, without its subject."""
         since = f" for {self.since_s:.1f} s" if self.since_s else ""
         at = f"it is at {self.place}" if self.place else ""
         text = "; ".join(filter(None, (f"{self.what}{since} {self.where}".strip(), self.waiting, at)))
@@ -165,7 +165,7 @@ class Verdict:
 
 
 class RankSnapshot(NamedTuple):
-    """The state of one rank at one time: the state of its process (R, S, D, T; "" if it is gone), and its page."""
+    """The state of one rank at one time: that of its process (R, S, D, T; "" if it is gone), and its status page."""
 
     state: str
     cpu_s: float
@@ -183,8 +183,8 @@ class RankSnapshot(NamedTuple):
 
 
 class _Span:
-    """A period without change: its seconds, and the fractions spent asleep and waiting for a disk. The CPU time is that
-    at its start."""
+    """A period without change: its duration, and the seconds spent asleep and waiting for a disk. `cpu_s` is the CPU
+    time at its start."""
 
     def __init__(self, cpu_s: float) -> None:
         self.cpu_s = cpu_s
@@ -257,7 +257,7 @@ class HangDetector:
         self.has_others, self.hang_timeout_s = has_others, hang_timeout_s
         self.seen: dict[int, _History] = {}
         self._looked_s = math.inf
-        self._named: dict[int | None, list[int]] = {}  # rank to the phase in which it was named
+        self._named: dict[int | None, list[int]] = {}  # the phase in which each rank was reported
 
     def look(self, now_s: float, snapshots: Mapping[int, RankSnapshot]) -> Suspicion | None:
         took_s, self._looked_s = min(max(0.0, now_s - self._looked_s), _MOST_S), now_s
@@ -272,7 +272,7 @@ class HangDetector:
         return self._find_stopped() or self._find_hung() or self._find_unmatched()
 
     def note_named(self, rank: int | None) -> None:
-        """Record that this rank was reported; None stands for all ranks waiting."""
+        """Record that this rank was reported; None if the report was that all ranks wait."""
         self._named[rank] = self._list_serials(rank)
 
     def _list_serials(self, rank: int | None) -> list[int]:
@@ -318,7 +318,7 @@ class HangDetector:
         limits = {SLOW: (snapshot.most_s, snapshot.most_s), START: (_FIRST_S, _FIRST_S)}
         limits[BETWEEN] = max(_HELD_BETWEEN_S, between_s), max(_BETWEEN_S, between_s)
         held_s, limit_s = (patience * each for each in limits.get(snapshot.phase, (step_s, step_s)))
-        # A program that never takes a step, such as inference, can be healthy for hours.
+        # A program that never takes a step, such as inference, may run normally for hours.
         end_s = {SLOW: limit_s, START: math.inf}.get(snapshot.phase, max(limit_s, self.hang_timeout_s))
         cpu_s = max(_CPU_S, 2 * _TIMES * one.step_cpu_s) * patience
         phase, silence = one.phase, one.silence
@@ -368,8 +368,8 @@ class HangDetector:
 
     @staticmethod
     def _find_odd(waiting: Mapping[int, _History]) -> int | None:
-        """The rank that has started a different number of collectives than most ranks; of two ranks, the one with more.
-        NCCL matches calls by order alone: after one extra call, all ranks wait for different things."""
+        """The rank that has started a different number of collectives than most; with two ranks, the one with more.
+        NCCL matches calls only by their order: after one extra call, all ranks wait for different things."""
         counts = {rank: one.snapshot.num_started for rank, one in waiting.items()}
         if not all(counts.values()):
             return None
@@ -379,7 +379,7 @@ class HangDetector:
 
 
 class _Process:
-    """One rank: its page, its stacks, its process."""
+    """One rank: its status page, its stacks, its process."""
 
     def __init__(self) -> None:
         self.page_fd, self.stacks_fd = (os.memfd_create(f"paceline-{name}") for name in ("page", "stacks"))
@@ -423,7 +423,7 @@ class _Process:
         return float(time.monotonic_ns() - self.words[pulse.SINCE_NS]) / 1e9
 
     def find_most_s(self) -> float:
-        """The time limit of a marked pause; a compilation has none."""
+        """The time limit of a marked pause; infinite for a compilation."""
         most_ns = self.words[pulse.MOST_NS]
         return math.inf if self.words[pulse.IS_COMPILING] or not most_ns else most_ns / 1e9
 
@@ -492,7 +492,7 @@ class _Process:
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
-    """The ranks of one host. Call `look` ten times a second. `find_pages` tells a rank where its page is."""
+    """Monitors the ranks of one host. Pass each rank its pages (`find_pages`), and call `look` ten times a second."""
 
     def __init__(self, ranks: Sequence[int], world_size: int, hang_timeout_s: float = HANG_S) -> None:
         self.world_size = world_size
@@ -524,7 +524,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def announce(self, text: str, rank: int | None = None, stack: str = "") -> None:
         """Print this on stderr with the main thread's stack, and have ranks with a different stderr print it, so that
-        it appears in every rank's log. The given `rank` may be unable to print, so it is asked last."""
+        it appears in every rank's log. The given `rank` may be unable to print, so it comes last."""
         frames = "".join(f"\n  {name} ({file}:{line})" for file, line, name in find_frames(stack)[:_MOST_FRAMES])
         print(f"paceline: {text}{frames}", file=sys.stderr, flush=True)
         outputs = {None, _find_output("self")}
@@ -541,7 +541,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return {rank: one.handle.pid for rank, one in self._processes.items() if one.handle is not None}
 
     def wait(self, limit_s: float) -> None:
-        """Wait until a rank ends, at most this long."""
+        """Wait until a rank ends, for at most `limit_s`."""
         handles = [one.handle.fd for one in self._processes.values() if one.handle is not None and not one.is_gone]
         multiprocessing.connection.wait(handles, limit_s)
 
@@ -552,7 +552,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 handle.signal(number)
 
     def tell_lost(self) -> None:
-        """Tell the ranks that another rank is lost, since some collectives would wait for it forever."""
+        """Tell the ranks that one of them is lost, since some collectives would wait for it forever."""
         for one in self._processes.values():
             one.words[pulse.IS_LOST] = 1
 
@@ -661,7 +661,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             history.is_in_collective = is_inside
             again = self._detector.find() if is_inside and not is_certain else None
             return self._make_verdict(again) if again is not None and again.is_certain else None
-        if kind == "collective" and not is_inside:  # it has left the collective since
+        if kind == "collective" and not is_inside:  # it has since left the collective
             history.is_in_collective = False
             return None
         self._imports = kind in ("blocked", "loop", "disk") and since_s < _FIRST_S and is_importing(stack)

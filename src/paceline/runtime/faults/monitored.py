@@ -1,8 +1,8 @@
 """A monitor for ranks that another launcher started: one process per host, which outlives every rank.
 
 Programs call `monitor`; PACELINE_MONITOR=1 calls it in any program that opens a process group. The first rank of a host
-starts the process, and the others find it through their group's store. It names a rank that is dead, suspended, slow or
-hung, and ends all ranks if the job cannot continue (`monitor`). Monitors of several hosts are connected over TCP
+starts the process, and the others find it through their group's store. It reports ranks that are dead, suspended, slow
+or hung, and ends all ranks if the job cannot continue (`monitor`). Monitors of several hosts are connected over TCP
 (`Links`).
 """
 
@@ -47,10 +47,10 @@ _started: subprocess.Popen[bytes] | None = None
 
 
 def monitor(hang_timeout_s: float | None = None) -> None:
-    """Monitor the ranks of the open process group. A slow or hung rank is named within seconds, in a warning with its
-    step, phase and stack. All ranks are terminated if one is dead or suspended, if they wait for different collectives,
-    or if one hangs for `hang_timeout_s` (by default PACELINE_HANG_TIMEOUT, or 10 minutes). Call this on every rank once
-    the group is open; it sends no message."""
+    """Monitor the ranks of the open process group. A warning reports a slow or hung rank within seconds, with its step,
+    phase and stack. All ranks are terminated if one is dead or suspended, if they wait for different collectives, or if
+    one hangs for `hang_timeout_s` (by default PACELINE_HANG_TIMEOUT, or 10 minutes). Call this on every rank once the
+    group is open; it sends no message."""
     import torch.distributed as dist
 
     from paceline.torch_internals import get_default_store
@@ -123,7 +123,7 @@ def _start_process(
 
 
 def _note_errors(rank: int) -> None:
-    """Report an error that ends this process to the monitor, and close the world as failed: with NCCL, a normal close
+    """If an error ends this process, report it to the monitor, and close the world as failed: with NCCL, a normal close
     at exit would wait for collectives that never end."""
     from paceline.runtime.ranks.world import current_world
 
@@ -142,7 +142,7 @@ def _note_errors(rank: int) -> None:
 
 
 def attach() -> None:
-    """Implements PACELINE_MONITOR=1 when torch is imported: calls `monitor` for the first process group, and marks the
+    """Implement PACELINE_MONITOR=1, when torch is imported: call `monitor` for the first process group, and mark the
     steps of torch's own wrapper."""
     import torch
     import torch.distributed as dist
@@ -171,8 +171,8 @@ def attach() -> None:
         self.register_forward_hook(lambda *_: pulse.enter(pulse.BETWEEN))
 
     def mark_wait_at_end(_: Any) -> None:
-        """Runs in the first hook of a backward pass. The callback runs after all gradients are ready, but before the
-        one in which torch's wrapper waits for its buckets, because that one is queued later."""
+        """Queue a callback, from the first hook of a backward pass. It runs after all gradients are ready, but before
+        the one in which torch's wrapper waits for its buckets, because that one is queued later."""
         engine.queue_callback(lambda: pulse.enter(pulse.WAIT))
 
     @functools.wraps(backward)
@@ -240,7 +240,7 @@ class _Host:
             self.monitor.wait(LOOK_S)
 
     def _find_ended(self) -> Verdict | None:
-        """The rank that failed first; an error that only reports a lost rank is held back briefly."""
+        """The rank that failed first. An error that only reports a lost rank is held back briefly."""
         now_s, ended = time.monotonic(), self.monitor.find_ended()
         for rank in ended:
             self._failed_s.setdefault(rank, now_s)
@@ -288,12 +288,12 @@ def _explain_end(pid: int, text: str) -> None:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         for path in [os.fsdecode(one.removeprefix(name)) for one in variables if one.startswith(name)]:
             about = {"message": f"ended by Paceline: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
-            with open(path, "x") as file:  # an existing file is the rank's own
+            with open(path, "x") as file:  # an existing file is the rank's own report
                 json.dump({"message": about}, file)
 
 
 class Links(contextlib.AbstractContextManager["Links"]):
-    """JSON lines between the monitors of several hosts; rank 0's monitor listens and forwards what it receives.
+    """Exchanges JSON lines between the monitors of several hosts; rank 0's monitor listens, and forwards every line.
 
     Both ends of a connection prove that they know a secret from the ranks' store. Each end sends heartbeats; a host
     that falls silent without leaving counts as lost. A thread reads each connection.
@@ -311,7 +311,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         self._warnings: list[str] = []
         self._verdict: str | None = None
         self._lock = threading.Lock()
-        # How long to look for the root cause of an error that another rank may have caused.
+        # How long to look for the root cause of an error, which may be on another rank.
         self.aftermath_s = _AFTERMATH_S if len(self._hosts) == 1 else _SILENT_S + 2 * _AFTERMATH_S
         self._sent_s, self.address = 0.0, ""
         if len(self._hosts) == 1:

@@ -158,7 +158,7 @@ _PEER_LOST = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank returned no value, in a form that survives the rank."""
+    """Why a rank returned no value. Outlives the rank."""
 
     rank: int | None  # None if no single rank is to blame
     when_s: float
@@ -194,7 +194,7 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
 
 
 def make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
-    """The error of the rank that failed first; if it only lost a peer, that may be a rank that `returned`."""
+    """The error of the rank that failed first. If it only lost a peer, the peer may be one that has `returned`."""
     lost = f" (rank {', '.join(map(str, returned))} had already returned)" if failure.is_secondary and returned else ""
     if failure.error is not None and not lost:
         failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")

@@ -1,6 +1,6 @@
 """A rank's status on a shared page: its step, phase, bucket and heartbeat, for the monitor.
 
-Updating it takes a few memory writes, without a lock, message or system call. Without a monitor it does nothing.
+An update takes a few memory writes, without a lock, message or system call. Without a monitor it does nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = ("start", "between two steps", "forward", "backward", "wait", "optimizer
 # Indices of words (int64) on the page.
 PID, SERIAL, STEP, PHASE, BUCKET, SINCE_NS, BEAT_NS, NUM_STEPS, IN_STEP_NS, IS_SECONDARY, NUM_BUCKETS = range(11)
 LONGEST_NS = 16  # for each phase
-COUNTED, BEGUN, COMPLETE = 11, 1, 2  # index of a word that is 0 if steps are not marked, and its other values
+COUNTED, BEGUN, COMPLETE = 11, 1, 2  # index of a word, and its values if steps are marked (0: they are not)
 IS_BUSY = 12  # whether the GPU has unfinished work of this rank while it waits for other ranks
 IS_COMPILING = 13  # in any phase
 IS_ENDING = 14  # the interpreter is exiting, which may take seconds
@@ -51,7 +51,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _words: Any = None  # the page as int64, while a monitor reads it
 _rank: _Rank | None = None
 _before: mmap.mmap | None = None  # page of the previous world
-_is_done: Callable[[], bool] | None = None  # whether the GPU is idle, once this rank has one
+_is_done: Callable[[], bool] | None = None  # returns whether the GPU is idle; None without a GPU
 _count_started: Callable[[], int] | None = None
 _on_lost: Callable[[], bool] | None = None
 
@@ -61,7 +61,7 @@ def map_page(descriptor: int) -> mmap.mmap:
 
 
 def enter(phase: int, bucket: int = -1) -> None:
-    """Enter this phase; `bucket` is the one that the rank waits for."""
+    """Enter this phase. `bucket` is the bucket that the rank waits for, if any."""
     words = _words
     if words is None:
         return
@@ -76,9 +76,9 @@ def enter(phase: int, bucket: int = -1) -> None:
 
 
 def watch_device(is_done: Callable[[], bool], count_started: Callable[[], int] | None = None) -> None:
-    """Watch a GPU that works independently of other ranks; `is_done` says whether it has finished. `count_started`
-    returns the number of collectives that this rank has started. Both are called from another thread, and only while
-    this rank waits for others, when no CUDA graph is being captured."""
+    """Watch the GPU work that does not depend on other ranks; `is_done` returns whether it has finished.
+    `count_started` returns the number of collectives that this rank has started. Both are called from another thread,
+    and only while this rank waits for others, when no CUDA graph is being captured."""
     global _is_done, _count_started
     _is_done, _count_started = is_done, count_started
 
@@ -98,7 +98,7 @@ def begin_step(number: int) -> None:
 
 
 def complete_step() -> None:
-    """Mark the current step as complete; the time after it does not belong to it."""
+    """Mark the current step as complete. The time that follows does not belong to it."""
     if _words is not None:
         _words[COUNTED] = COMPLETE
 
@@ -129,8 +129,8 @@ def within(phase: int, label: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow(label: str, at_most: float | None = None) -> Iterator[None]:
-    """Mark a pause of any length: an evaluation, a download, a save. Neither the monitor nor the ranks that wait for
-    this one mistake it for a hang. `at_most` limits it, in seconds. Has no other effect, and works without a
+    """Mark a pause of any length (an evaluation, a download, a save), so that neither the monitor nor the ranks that
+    wait for this one mistake it for a hang. `at_most` is its limit in seconds. Has no other effect, and works without a
     monitor."""
     if at_most is not None and not at_most > 0:
         raise ConfigError(f"at_most must be a number of seconds above 0, not {at_most!r}", code="at_most")
@@ -175,7 +175,7 @@ def read_text(page: mmap.mmap, place: tuple[int, int]) -> str:
 
 
 def fail(summary: str, is_secondary: bool) -> None:
-    """Record that this rank ends with an error; a secondary error only reports that another rank is lost."""
+    """Record the error that ends this rank. A secondary error only reports that another rank is lost."""
     if _words is not None and _rank is not None and not read_text(_rank.page, ERROR):
         _words[IS_SECONDARY] = int(is_secondary)
         write_text(_rank.page, ERROR, summary)

@@ -1,5 +1,5 @@
 """The launcher's side of a world of local ranks: it sends them their job, receives their messages, diagnoses failures,
-and decides after a fault which ranks are in the next world.
+and decides after a fault which ranks join the next world.
 
 Surviving ranks have left the old world and wait for their new places (`worker.stand_by`); a spare waits for one from
 the start. The ranks themselves decide which state they keep, and how they agree on it. Does not import torch.
@@ -56,7 +56,7 @@ _VARIABLES = {
 
 @dataclass
 class Fault:
-    """One fault and its outcome. `time_s` is when it was reported, as `time.time`. `step` is None before the first step
+    """One fault and its outcome. `time_s` is when it was reported, by `time.time`. `step` is None before the first step
     of a world. `policy` is "restart", "spare" or "shrink", or "stop" if it ended the run. `recovered_s` is the time
     until `ranks_after` ranks took the next step; None if they did not, or if another fault came first. `steps_lost` is
     the number of repeated steps, if known."""
@@ -75,8 +75,8 @@ class Fault:
 @dataclass
 class Recovery:
     """The policy of one run, and its faults so far. `arguments` are for a job that resumes from the last checkpoint,
-    and `modules` are what it imports. `fit(count)` is how many of these ranks can be used, and `is_over` whether the
-    run was asked to stop. `report(faults, line)` is called after each fault, and again after recovery."""
+    and `modules` are those it imports. `fit(count)` returns how many of `count` ranks can be used, and `is_over()`
+    whether the run was asked to stop. `report(faults, line)` is called after each fault, and again after recovery."""
 
     policy: str  # "stop" ends the run at the first fault, without a report
     num_ranks: int
@@ -89,7 +89,7 @@ class Recovery:
     is_over: Callable[[], object] = lambda: False
     faults: list[Fault] = field(default_factory=list)
     num_failed: int = 0
-    # Faults without a subsequent step, and the number of complete steps at each.
+    # Faults after which no step has been taken yet, and the number of complete steps at each.
     _open: list[tuple[Fault, int | None]] = field(default_factory=list)
 
     @property
@@ -126,7 +126,7 @@ class Recovery:
         returned."""
         if self.policy == "stop":
             return "stop"
-        # Errors that the user must fix, and errors that all ranks raise together: no rank could be replaced.
+        # Errors that the user must fix, and errors that all ranks raise together: replacing a rank would not help.
         if self.is_over() or not isinstance(failure.error or LaunchError(""), CollectiveError | LaunchError):
             return "stop"
         step, done = at or (None, None)
@@ -150,7 +150,7 @@ class Recovery:
         if step is not None and step in [fault.step for fault in self.faults if fault.step is not None][-1:]:
             return f"the previous fault was also in step {step}: the run keeps failing there"
         if step is None and not self._has_begun and len(self.faults) >= _MOST_EARLY:
-            return f"like the previous {_MOST_EARLY} faults: the run keeps failing before its first step"
+            return f"the previous {_MOST_EARLY} faults were also before the first step: the run keeps failing there"
         return ""
 
     def note_spare_failed(self, failure: Any) -> None:
@@ -261,7 +261,7 @@ def _explain_start() -> str:
     """Why a new process may have failed before it became a rank: it imports the script that starts it."""
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     if not script.is_file():
-        return "ranks import the script that starts them, which is impossible on standard input: save it in a file"
+        return "ranks import the script that starts them, so it cannot come from standard input: save it in a file"
     if "__main__" in script.read_text(errors="replace"):
         return f"its error is above; ranks import {script.name}, which must work in a new process"
     return "a script must start ranks under `if __name__ == '__main__':`"
@@ -313,7 +313,7 @@ class LocalJob:
 
 
 class Spares:
-    """Processes that wait for a place in a world. `start` adds a process to the list and makes it prepare."""
+    """Processes that wait for a place in a world. `start` adds a process to the list and lets it prepare."""
 
     def __init__(self, processes: list[RankProcess], recovery: Recovery, start: Callable[[], None]) -> None:
         self.processes = processes
@@ -356,7 +356,7 @@ class Spares:
 
 
 class LocalWorld:
-    """A world of local ranks, from its start until it has values, a fault, or too few ranks."""
+    """A world of local ranks, from its start until it returns values, fails, or makes way for a larger world."""
 
     def __init__(self, ranks: Sequence[RankProcess], job: LocalJob, monitor: Monitor | None, spares: Spares) -> None:
         self.ranks = ranks
@@ -370,7 +370,7 @@ class LocalWorld:
 
     def run(self, variables: dict[str, str]) -> str:
         """Run the job and decide what follows: "stop" (with `values`, or `error`), "restart", or the policy of the
-        recovery. The world's store must stay open meanwhile: closing it would wake stuck ranks, whose stacks would be
+        recovery. Keep the world's store open meanwhile: closing it would wake stuck ranks, whose stacks would be
         lost."""
         recovery = self._job.recovery
         for number, rank in enumerate(self.ranks):
@@ -413,7 +413,7 @@ class LocalWorld:
                 elif kind in ("value", "failure", "ended"):
                     pending.pop(rank, None)
                     self._take_last(number, kind, content)
-            is_open = all(failure.is_secondary for failure in self.failures)  # the cause may still be found
+            is_open = all(failure.is_secondary for failure in self.failures)  # the cause is still unknown
             if is_open and (verdict := self._look()) is not None:
                 failure = Failure(verdict.rank, time.monotonic(), verdict.summary, verdict.stack, code="hung")
                 self.failures.append(failure)
@@ -437,7 +437,7 @@ class LocalWorld:
         return any(failure.code in _CERTAIN for failure in self.failures)
 
     def _take_last(self, number: int, kind: str, content: Any) -> None:
-        """The last message of a rank: its value, its failure, or its exit code."""
+        """Store the last message of a rank: its value, its failure, or its exit code."""
         if kind == "value":
             self.values[number] = content
         elif kind == "ended":
@@ -475,7 +475,7 @@ class LocalWorld:
 
     def regroup(self) -> list[RankProcess]:
         """The ranks of the next world in their new order; the others are spares or ended. Empty if all ranks must start
-        again. Remaining ranks that received a signal stop in the next world."""
+        again. A surviving rank that has received a signal stops in the next world."""
         recovery, spares = self._job.recovery, self._spares
         stay = self._await_survivors()
         if recovery.policy == "spare" and stay:
@@ -505,7 +505,7 @@ class LocalWorld:
         for number in {failure.rank for failure in self.failures if failure.rank is not None}:
             self.ranks[number].process.kill()
             late.pop(self.ranks[number])
-        if self.failures and monitor is not None:  # as soon as it is dead, so that the others learn in time
+        if self.failures and monitor is not None:  # as soon as it is dead, so that the others learn of it in time
             monitor.tell_lost()
         stay = {rank for rank in late if rank.step is not None}
 

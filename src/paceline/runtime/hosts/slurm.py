@@ -31,7 +31,7 @@ def render_script(
     command: Sequence[str], name: str, nodes: int, ranks_per_node: int, gpus_per_node: int, time: str, partition: str,
     sbatch: str, variables: Mapping[str, str], folder: str, grace_s: float,
 ) -> str:  # fmt: skip
-    """The script for `sbatch`. `sbatch` holds further options as typed; empty and 0 leave the choice to the cluster.
+    """The script for `sbatch`. `sbatch` is further options as typed; empty and 0 leave the choice to the cluster.
 
     The job is asked to save `grace_s` before its time limit.
     """

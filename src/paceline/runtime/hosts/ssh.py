@@ -1,4 +1,4 @@
-"""Several hosts over ssh: an agent on each starts torchrun, forwards its output, and leaves nothing behind."""
+"""Runs ranks on several hosts over ssh: an agent on each starts torchrun, forwards its output, and cleans up."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def parse_hosts(text: str) -> dict[str, int | None]:
             what = f"--hosts {text!r}: {part.strip()!r} is not a host"
             raise ConfigError(f"{what}; write NAME or NAME:RANKS, as in a:8,b:8")
         name = match[1].replace("[", "").replace("]", "")
-        refuse((name in hosts, f"--hosts {text!r} names {name} twice: give all its ranks at once, as in {name}:2"))
+        refuse((name in hosts, f"--hosts {text!r} lists {name} twice: give all its ranks at once, as in {name}:2"))
         hosts[name] = int(match[2]) if match[2] else None
     return hosts
 
@@ -183,7 +183,7 @@ class Agent:
         return self._process.poll()
 
     def _join(self, all_of_it: bool = True) -> None:
-        """Wait until the output is read, `all_of_it` however slowly it is shown. ssh may leave the pipes open."""
+        """Wait until the output is read: with `all_of_it`, however slowly it is shown. ssh may leave the pipes open."""
         until_s = time.monotonic() + _LEAVE_S
         while any(reader.is_alive() for reader in self._readers) and time.monotonic() < until_s:
             if all_of_it and self._showing:
@@ -214,7 +214,7 @@ def open_agents(
     variables: Mapping[str, str] | None = None,
     limit_s: float = CHECK_S,
 ) -> Iterator[list[Agent]]:
-    """Start connecting to an agent on every host. Whether a host can be reached shows in `ask`, within `limit_s`."""
+    """Start connecting to an agent on every host. `ask` raises an error if a host is not reached within `limit_s`."""
     words = split_words("--ssh", ssh)
     refuse((not words, "--ssh is empty: give the ssh command, as in --ssh 'ssh -p 2222'"))
     agents: list[Agent] = []

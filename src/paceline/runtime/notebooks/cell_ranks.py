@@ -41,7 +41,7 @@ Show = Callable[[int, Any], None]  # a rank, and an Output, a Shown or a Cleared
 _OPEN_S = 180.0  # how long ranks may take to start and open their world
 _ABORT_S = 0.6  # how long an interrupted rank may take before its collectives are aborted
 _UNRESPONSIVE_S = 4.0  # and before it is reported as unresponsive
-_STUCK_S = 2.0  # after one rank has failed, a rank that has been blocked for this long waits for it
+_STUCK_S = 2.0  # after a rank has failed, one that has been blocked for this long counts as waiting for it
 _NOTICE_S = 10.0  # report a possible deadlock once every rank has been blocked for this long
 _TICK_S = 0.1  # how often to check these limits
 _LOCATE_S = 0.2  # how often to ask ranks for their position
@@ -62,7 +62,7 @@ class CellError(LaunchError):
 
 
 class CellInterrupted(KeyboardInterrupt):
-    """A cell was interrupted; the text says where each rank was."""
+    """A cell was interrupted; the text describes where each rank was."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
@@ -91,7 +91,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
     def __init__(self, settings: CellSettings, show: Show, notice: Callable[[str], None]) -> None:
         if settings.gpu_ids and len(settings.gpu_ids) < settings.num_ranks:
             text = f"{settings.num_ranks} ranks on {format_number_of(len(settings.gpu_ids), 'GPU')}"
-            raise ConfigError(f"{text}: name one for each rank", code="gpu-ids")
+            raise ConfigError(f"{text}: list one for each rank", code="gpu-ids")
         self.settings = settings
         self._show = show
         self._notice = notice
@@ -384,7 +384,8 @@ def describe_end(failures: dict[int, Ended], num_ranks: int, is_interrupted: boo
     """The error of a cell: that of the rank that failed first. It lists the ranks with the same traceback, then all
     other failed ranks."""
     if is_interrupted:
-        lines = [f"rank {rank} was at {end.place or 'no line of a cell'}" for rank, end in sorted(failures.items())]
+        places = {rank: f"at {end.place}" if end.place else "not in a cell" for rank, end in sorted(failures.items())}
+        lines = [f"rank {rank} was {place}" for rank, place in places.items()]
         return CellInterrupted("\n".join(["interrupted", *lines]))
     found = {rank: end.failure for rank, end in sorted(failures.items()) if end.failure is not None}
     if not found:

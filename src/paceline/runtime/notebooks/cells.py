@@ -106,7 +106,7 @@ class Cleared(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """Asks where the main thread is in this cell. Always answered."""
+    """Asks for the position of the main thread in this cell. Every rank answers."""
 
     number: int
 
@@ -185,7 +185,7 @@ class _Capture:
 
 
 class _Compiler(CachingCompiler):
-    """Names code as the notebook numbers its cells."""
+    """Names code after the cell numbers in the notebook."""
 
     name = ""
 

@@ -1,6 +1,6 @@
-"""Pickle functions and classes that were typed into a notebook or at a prompt by value, with cloudpickle.
+"""Pickles functions and classes defined in a notebook or at a prompt by value, with cloudpickle.
 
-Pickle sends a function as a name to import, and another process cannot import a session.
+Plain pickle sends a function as a name to import, but another process cannot import an interactive session.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Session:
 
 
 def _load_session(data: bytes) -> Any:
-    """In a rank: give the job a `__main__` with the session's names, to pickle its instances, and cells' lines."""
+    """In a rank: create a `__main__` with the session's names, so that pickle finds them, and register cells' lines."""
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
     value, names, sources = pickle.loads(data)
     vars(main).update(names)

@@ -1,6 +1,6 @@
-"""Local ranks: started, monitored, and ended without orphans.
+"""Starts, monitors and ends local ranks, without leaving orphans.
 
-They get torchrun's environment variables, and are forked by a server that has imported torch, or spawned if forking is
+Ranks get torchrun's environment variables, and are forked by a server that has imported torch, or spawned if forking is
 not possible.
 """
 
@@ -94,7 +94,7 @@ class _Server:
         self.close = weakref.finalize(self, _end_server, os.getpid(), self.process, self._control)
 
     def is_usable(self, modules: Sequence[str]) -> bool:
-        """Whether a rank forked by this server would be equivalent to one that starts and imports these modules now."""
+        """Whether a rank forked by this server would behave like one that starts and imports these modules now."""
         is_fresh = (self.owner, self.imports) == (os.getpid(), _describe_imports())
         return is_fresh and self.process.poll() is None and self.modules >= set(modules)
 
@@ -161,7 +161,7 @@ class _Forked:
         self.kill(signal.SIGTERM)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        # Without an exit code the id was not free when the handle was opened, so the handle is for this process.
+        # Without an exit code, the id was still in use when the handle was opened, so the handle is for this process.
         if self.exitcode is None and self._handle is not None:
             self._handle.signal(number)
 
@@ -209,7 +209,7 @@ def _join(ranks: Sequence[RankProcess], timeout_s: float) -> None:
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """Warm local ranks that run one job after another, replaced after a failure. `modules` are imported once."""
+    """Warm local ranks that run one job after another, and are replaced after a failure. `modules` are imported once."""
 
     def __init__(self, num_ranks: int, modules: Sequence[str] = ()) -> None:
         check_rank_count(num_ranks)
@@ -233,15 +233,15 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         `fn` may be given as "package.module:name", which only the ranks import, so the launcher needs no torch. The
         function opens its own world (`paceline.init()`). `on_message(rank, message)` receives what ranks `post`. Raises
         LaunchError with the rank that failed first and its traceback; a PacelineError raised by a rank is raised here
-        as itself. With `hang_timeout_s` or PACELINE_MONITOR, the ranks are monitored (`faults/monitor.py`): a rank that
-        is suspended, or hangs for that long, counts as failed. With `recovery`, ranks may continue or restart
-        after a fault (`runtime/faults/recovery.py`), and the values are those of the last world.
+        unchanged. With `hang_timeout_s` or PACELINE_MONITOR, the ranks are monitored (`faults/monitor.py`): a rank that
+        is suspended, or hangs for that long, counts as failed. With `recovery`, ranks may continue or restart after a
+        fault (`runtime/faults/recovery.py`), and the values are those of the last world.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
             raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
         if hang_timeout_s is None and num_ranks > 1 and is_wanted():
-            # Not in the ranks: the process that ends a rank must also report it.
+            # Monitor here rather than in the ranks: the process that ends a rank must also report it.
             hang_timeout_s = find_hang_timeout()
         recovery = recovery or Recovery("stop", num_ranks)
         job = LocalJob(_pickle_job(fn, args), timeout_s, on_message, hang_timeout_s, recovery)
@@ -320,7 +320,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     def close(self, at_once: bool = False) -> None:
         """End the ranks and wait until they are gone; idempotent.
 
-        Unless `at_once`, idle ranks may exit by themselves: killed ones leave their locks behind, and tqdm has one.
+        Unless `at_once`, idle ranks may exit by themselves: killed ranks leave locks behind, such as tqdm's.
         """
         ranks = [*self._ranks, *self._spares]
         self._ranks = []
@@ -342,7 +342,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
 
     def _start_process(self, ranks: list[RankProcess], number: int) -> None:
         """Add a process to these ranks."""
-        # First, because it raises in a script without a main guard, before any server is started.
+        # This comes first, because it raises in a script without a main guard, before any server is started.
         preparation = multiprocessing.spawn.get_preparation_data(f"paceline-rank-{number}")
         preparation["authkey"] = bytes(preparation["authkey"])
         if not self._ranks:
@@ -390,17 +390,17 @@ def run_ranks(
 ) -> list[Any]:  # fmt: skip
     """Call `fn(*args)` on local ranks and return their values in rank order.
 
-    In a plain program this starts local ranks, and ends all of them before it returns, whatever happens; see
-    `RankPool.run` for the rest, and use a pool to run several jobs on the same ranks. In a process that a launcher
-    (torchrun, Slurm, mpirun, or Paceline itself) started as one rank, no rank is started: `fn` runs here, as this rank
-    of that world, and every rank gets the list of all values. Collective there: every rank must call this.
+    In a plain program this starts local ranks, and always ends them before it returns; see `RankPool.run` for details,
+    and use a pool to run several jobs on the same ranks. In a process that a launcher (torchrun, Slurm, mpirun, or
+    Paceline itself) started as one rank, no rank is started: `fn` runs here, as this rank of that world, and every rank
+    gets the list of all values. In that case it is collective: every rank must call this.
 
     Args:
-        fn: A function that can be pickled, or one that was typed into a notebook or at a prompt.
+        fn: A function that can be pickled, or one defined in a notebook or at a prompt.
         num_ranks: Number of ranks; a launched world must have the same number.
         args: Its arguments, the same on every rank.
-        timeout_s: Ends ranks that take longer. In a launched world it bounds the wait for the other ranks after `fn`
-            returned here.
+        timeout_s: Time limit, after which ranks are ended. In a launched world it limits the wait for the other ranks
+            after `fn` has returned here.
         on_message: `on_message(rank, message)` is called with every message that ranks `post`.
     """
     if not is_launched():
@@ -483,7 +483,7 @@ def handle_requests(
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the block, for imports: torch's import does not survive an interrupt."""
+    """Defer SIGINT and SIGTERM to the end of the block, such as an import: torch's does not survive an interrupt."""
     came: list[tuple[int, FrameType | None]] = []
     with handle_signals(lambda *signal_and_frame: came.append(signal_and_frame), signal.SIGINT, signal.SIGTERM):
         yield

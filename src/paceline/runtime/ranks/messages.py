@@ -1,4 +1,4 @@
-"""Values as JSON and tensors, which cannot run code when loaded: for messages between ranks, and checkpoint state.
+"""Encodes messages between ranks, and checkpoint state, as JSON and tensors, which cannot run code when loaded.
 
 `pack` turns plain values and tensors into a structure that `json` can write. Messages add arrays, sets, and Paceline's
 own records and errors. Nothing from another rank is unpickled.
@@ -30,7 +30,7 @@ from paceline.errors import CollectiveError, ConfigError, LaunchError, PacelineE
 _TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
 _PLAIN = (bool, int, str, type(None))
 _MOST_LEVELS = 100  # far deeper than any real value
-_HEAD = struct.Struct("<QQ")  # sizes in bytes: of the list of tensors, and of the structure
+_HEAD = struct.Struct("<QQ")  # sizes in bytes of the list of tensors and of the structure
 _INVALID = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, struct.error)
 # Returns the tag and content for a value of a type unknown to `pack`; None if the type is not supported.
 Extend = Callable[[Any], tuple[str, Any] | None]
@@ -44,7 +44,7 @@ class NotPlainError(ConfigError):
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor], path: tuple[Any, ...] = (), extend: Extend | None = None) -> Any:
-    """Turn a value into a structure that `json` can write. Tensors go into `tensors` under flat names, uncopied.
+    """Turn a value into a structure that `json` can write. Tensors go into `tensors` under flat names, without a copy.
 
     Accepts dicts (keys: strings and integers), lists, tuples, tensors, int, float, bool, str and None, but not
     subclasses, and values for which `extend` returns a tag; an OrderedDict comes back as a dict. Anything else raises a
@@ -291,8 +291,8 @@ def gather(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[A
 
 
 def _announce(value: Any, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """The encoded value, padded to the longest, and all sizes. If a value cannot be sent, every rank raises an
-    error."""
+    """The encoded value, padded to the size of the longest, and all sizes. If a value cannot be sent, every rank raises
+    an error."""
     problem = ""
     try:
         mine = encode(value)

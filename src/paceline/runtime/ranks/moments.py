@@ -1,7 +1,7 @@
 """Timestamps of a device: readings of the host's clock or, on a GPU, events in its stream. Needs only torch.
 
-The host launches work and runs ahead of the GPU, so its clock does not show when that work is done. An event does,
-without anything having to wait for it.
+The host launches work and runs ahead of the GPU, so its clock does not show when that work is done. An event does, and
+nothing has to wait for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """The current time; on a GPU, when everything launched so far on the current stream is done."""
+    """The current time; on a GPU, the time when everything launched so far on the current stream is done."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ class Place:
     master_port: int | None = None
 
 
-# Name, and the variables of rank, world size, local rank and local world size. If there are several for one value, the
+# Name, and the variables of rank, world size, local rank and local world size. If several are listed for one value, the
 # first that is set is used.
 _Launcher = tuple[str, str, tuple[str, ...], str, tuple[str, ...]]
 # In order of precedence: torchrun may itself run inside a Slurm job.
@@ -91,7 +91,7 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
         hint = f"start with torchrun or srun, or unset {found} to run alone"
         raise ConfigError(f"{found} is set but {missing} is not: {hint}")
     if world_size < 1 or rank >= world_size:
-        raise ConfigError(f"{rank_name}={rank} and {size_name}={world_size}: ranks count from 0 to {size_name} - 1")
+        raise ConfigError(f"{rank_name}={rank} and {size_name}={world_size}: ranks are numbered 0 to {size_name} - 1")
 
     local_rank = _read_int(variables, local_rank_name)
     local_name = next((n for n in local_size_names if variables.get(n)), "")
@@ -101,7 +101,7 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
         local_world_size = _read_int(variables, local_name)
     if local_rank is not None and local_world_size is not None and local_rank >= local_world_size:
         size = f"{local_name}={variables[local_name]}"
-        raise ConfigError(f"{local_rank_name}={local_rank} and {size}: local ranks count from 0")
+        raise ConfigError(f"{local_rank_name}={local_rank} and {size}: local ranks are numbered from 0")
 
     master_addr, master_port = variables.get("MASTER_ADDR") or None, _read_int(variables, "MASTER_PORT")
     if name == "slurm":

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: a store that is open only to them, and what they exchange on it before any group exists."""
+"""Rendezvous of ranks: a store that is open only to them, and their exchanges through it before any group exists."""
 
 import atexit
 import contextlib
@@ -36,8 +36,8 @@ from paceline.transport import proof
 # How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.
 _STORE_S, _LINGER_S = 120.0, 3.0
 _STALE = "{0} is left over from an earlier run, or in use by another run: remove it and {0}.*, or use a new path"
-# Stores by address and job, with how often each was opened. A second world at the same address reuses the store under
-# its own prefix: the keys of the first are still there, and a store that rank 0 reopened could be mistaken for the old.
+# Stores by address and job, with the number of times each was opened. A second world at the same address reuses the
+# store under a new prefix: it still has the keys of the first, and a reopened store could be mistaken for the old one.
 _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
 # The address of our launcher's store, and the secret that ranks on several hosts must know.
 STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
@@ -138,7 +138,7 @@ def _find_failure(store: Any) -> Failure | None:
 
 
 def _leave(store: Any, place: Place) -> None:
-    """Rank 0 may serve the store, so it must not exit before the others have read it."""
+    """On rank 0, which may serve the store, wait until the other ranks have read it."""
     left, deadline = store.add("left", 1), time.monotonic() + _LINGER_S
     while place.rank == 0 and left < place.world_size and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -198,7 +198,7 @@ class PrivateStore(dist.Store):
         return float((timeout or self.timeout).total_seconds())  # type: ignore[attr-defined]
 
     def _await(self, kind: int, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
-        """The answer to GET or CHECK, once all keys are there. Other threads can use the store meanwhile."""
+        """The answer to GET or CHECK, once all keys exist. Other threads can use the store meanwhile."""
         deadline, pause_s = time.monotonic() + self._limit_s(timeout), 0.001
         while not (answer := self._ask(kind, *keys, limit_s=max(0.0, deadline - time.monotonic()) + _ANSWER_S)):
             if time.monotonic() > deadline:
@@ -312,7 +312,7 @@ def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Stor
         raise ConfigError(f"rendezvous {rendezvous!r} lacks a host or a port: use tcp://HOST:PORT")
     if url.scheme == "file":
         if not url.path or url.netloc or url.fragment or url.query or Path(url.path).is_dir():
-            raise ConfigError(f"rendezvous {rendezvous!r} is not a file: use file:///PATH, absolute, without # and ?")
+            raise ConfigError(f"rendezvous {rendezvous!r} is not a file: use an absolute file:///PATH without # or ?")
         return _open_file(Path(url.path), place, timeout_s)
     raise ConfigError(f"rendezvous {rendezvous!r} is unknown: use env://, tcp://HOST:PORT or file:///PATH")
 
@@ -510,7 +510,7 @@ def _check_owner(path: Path) -> None:
 def _leave_file(store: dist.Store, file: Path, world_size: int) -> None:
     store.set_timeout(timedelta(seconds=1))
     with contextlib.suppress(RuntimeError, OSError):  # the disk is full, or the folder is no longer writable
-        # A store recreates its file: it may be gone with its folder, or rank 0 may have opened the next one here.
+        # Using a store recreates its file, but the folder may be gone, or rank 0 may have opened the next store here.
         if file.exists() and store.add("closed", 1) >= world_size:
             file.unlink(missing_ok=True)
 
@@ -526,7 +526,7 @@ def _claim(path: Path) -> str:
     _closers.callback(os.close, handle)
     _closers.callback(path.unlink, missing_ok=True)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    # Remove files of dead processes. Before the token is written: after that, another rank may open the new one.
+    # Remove files of dead processes, before writing the token: after that, another rank may open the new file.
     for old in path.parent.glob(f"{glob.escape(path.name)}.paceline-*"):
         old.unlink(missing_ok=True)
     token = secrets.token_hex(4)
@@ -535,7 +535,7 @@ def _claim(path: Path) -> str:
 
 
 def _read_claim(path: Path) -> str:
-    """The token of a living rank 0, or "" while there is none; raises if a dead one left the file."""
+    """The token of a running rank 0, or "" if there is none yet; raises if the file belongs to a dead one."""
     try:
         with path.open("rb") as file:
             try:
@@ -593,7 +593,7 @@ def _exchange(
     store: Any, place: Place, topic: str, mine: bytes, timeout_s: float, late: str,
     is_over: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:  # fmt: skip
-    """Every rank's bytes in rank order, over the store only; empty once it `is_over`. `late` ends the error text."""
+    """Every rank's bytes in rank order, over the store only; empty once it `is_over`. `late` completes the error."""
     store.set(f"{topic}/{place.rank}", mine)
     keys = [f"{topic}/{rank}" for rank in range(place.world_size)]
     deadline, pause_s = time.monotonic() + timeout_s, 0.005

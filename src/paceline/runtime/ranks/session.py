@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from paceline.report.result import Result
 
-# Seconds between lines in a log, without a terminal to draw on.
+# Seconds between progress lines if stderr is not a terminal.
 _LINE_S = 10.0
 _LONG_S = 60.0  # longer measurements are announced
 
@@ -66,7 +66,7 @@ class Progress:
     """Progress posted by a rank: `done` of `total` cells or steps (one in progress counts in part).
 
     `records` belong to a cell that has just finished; an interrupted run saves them, with `config` added to its own.
-    `line` is printed on its own line, wherever the output goes. `files` are written to the run's folder immediately.
+    `line` is printed on its own line, with or without a bar. `files` are written to the run's folder immediately.
     """
 
     done: float
@@ -81,7 +81,7 @@ class Progress:
 @dataclass(frozen=True)
 class Task:
     """One cell of a run: a function that ranks call and that returns records; `weight` is its share of the work, and
-    `expected_s` about how long it takes, None if only the job decides.
+    `expected_s` its approximate duration, None if unknown in advance.
 
     `follow` builds its arguments from the records of earlier tasks. `on_death` provides its records if its ranks were
     killed; if it is None or returns None, the error ends the run. A function that `saves` receives the first Ctrl-C,
@@ -110,7 +110,7 @@ class Session:
     is written; ranks other than 0 have one only to read from, when a run is resumed. `is_finished` means that a resumed
     run has all of its records. `warnings` are added by the verb. `is_timed` is False if no result is a time, so the
     machine's load does not matter. A verb that saves on its own sets `saved`, which describes what is on disk ("step
-    40") for the message of an interrupt.
+    40") for the message on an interrupt.
     """
 
     verb: str
@@ -142,7 +142,7 @@ class Session:
         return self.place is None or self.place.rank == 0
 
     def say_long(self, limit_s: float, advice: str = "--quick takes less") -> None:
-        """Say before a measurement starts that it may take more than a minute."""
+        """Announce a measurement that may take more than a minute, before it starts."""
         if self.progress and limit_s > _LONG_S:
             self._say(f"{self.verb}: this may take {format_duration(limit_s)}; Ctrl-C saves what is finished; {advice}")
 
@@ -180,7 +180,7 @@ class Session:
         if len(times_s) == len(tasks):
             self.say_long(sum(times_s) / at_once, many)
         elif self.progress and len(tasks) > 1:
-            text = f"{many}, which may take minutes; the time left is shown after the first; Ctrl-C saves them"
+            text = f"{many}, which may take minutes; the first will show the time left; Ctrl-C saves what is finished"
             self._say(f"{self.verb}: {text}")
 
     def _run_missing(
@@ -285,7 +285,7 @@ class Session:
             yield
 
     def share_load(self, whole: Session) -> None:
-        """Use the load before the whole run for this part, since the load measured later includes earlier parts."""
+        """Use the load measured before the whole run, since a later measurement includes the load of earlier parts."""
         self.environment = dataclasses.replace(self.environment, load_average=whole.environment.load_average)
 
     def close(self, at_once: bool = False) -> None:
@@ -297,7 +297,7 @@ class Session:
             self._pools.clear()
 
     def observe(self) -> Environment:
-        """The environment, with the CPU steal share of a virtual machine so far."""
+        """The environment, with the share of CPU time that other virtual machines have stolen so far."""
         if not self.is_timed:
             return dataclasses.replace(self.environment, load_average=None)
         if self.place is not None:  # its ranks would measure different shares
@@ -306,8 +306,7 @@ class Session:
         return dataclasses.replace(self.environment, stolen=stolen)
 
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
-        """The finished run, saved by rank 0 as `run.json` if there is a folder. Its warnings are reasons to distrust
-        it.
+        """The finished run, saved by rank 0 as `run.json` if there is a folder, with warnings about its results.
 
         `details` are facts about the environment that only a rank knows. If a resumed run was already finished, returns
         the saved one.
@@ -331,7 +330,7 @@ class Session:
             result.save(self.folder)
 
     def _find_machine_warnings(self) -> list[str]:
-        """Name the other machines of a run, since its environment is that of the last one."""
+        """Report the other machines of a run, since its environment is that of the last one."""
         if self.study is None:
             return []
         here = self.environment.machine_and_torch

@@ -105,7 +105,7 @@ def check_server(link: socket.socket, secret: bytes) -> bool:
 
 
 def _prove(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
-    """The answer to these nonces that requires knowing the secret."""
+    """The answer to these nonces, which only a process that knows the secret can compute."""
     return hmac.new(secret, b"\0".join([b"paceline", who, *nonces]), hashlib.sha256).digest()
 
 
@@ -203,7 +203,7 @@ class Gate:
             multiprocessing.connection.wait([self._listener, self._far])
             try:
                 link, where = self._listener.accept()
-            except BlockingIOError:  # it is gone, or the gate closes
+            except BlockingIOError:  # the connection is gone, or the gate is closing
                 continue
             except OSError:  # too many files are open
                 time.sleep(_PAUSE_S)
@@ -292,7 +292,7 @@ def _print(text: str) -> None:
 class Server:
     """Serves a listening socket until `stop`; with `secret`, only to clients that prove that they know it.
 
-    It answers immediately: clients that wait for a key ask again.
+    It answers immediately: clients that wait for a key must poll.
     """
 
     def __init__(

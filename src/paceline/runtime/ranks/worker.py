@@ -76,7 +76,7 @@ def stand_by(step: int, is_lost: bool = False) -> None:
 
 
 def is_wanted() -> bool:
-    """Whether the launcher asks this rank to leave its world for one with more ranks."""
+    """Whether the launcher has asked this rank to leave its world for a larger one."""
     return _link is not None and _link.poll() and receive() is not None
 
 
@@ -121,7 +121,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
 
     serve_env_for_torch()
 
-    with contextlib.suppress(OSError):  # a launcher that has given up is noticed below
+    with contextlib.suppress(OSError):  # a launcher that has given up is detected below
         _answer("ready", None)
     while True:
         try:
@@ -207,7 +207,7 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
             importlib.import_module(name)
         gc.collect()
         gc.freeze()  # garbage collection in ranks then writes to fewer shared pages
-        # Python warns about other threads, but numpy's BLAS stops its own before a fork, so count them after one.
+        # Python warns about other threads, but numpy's BLAS stops its own before a fork, so fork once, then count.
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         if not (pid := os.fork()):
             os._exit(0)
@@ -224,7 +224,7 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
                 with status:
                     with contextlib.suppress(OSError):  # the launcher may have closed its end
                         status.send(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-                    # last: afterward the id may be reused, and signals for this process would reach another one
+                    # last, because afterward the id may be reused, and signals would reach another process
                     os.waitpid(pid, 0)
                 os.close(fd)
                 continue
@@ -232,7 +232,7 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
             if fd == control_fd:
                 with contextlib.suppress(OSError):  # the launcher was interrupted before it read everything
                     kind, descriptors, _, _ = socket.recv_fds(control, 16, 8)
-            if not kind:  # the launcher is gone, and the ranks follow
+            if not kind:  # the launcher is gone, and the ranks end with this process
                 os._exit(0)
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
             if not (pid := os.fork()):

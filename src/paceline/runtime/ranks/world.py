@@ -33,7 +33,7 @@ from paceline.units import format_number_of
 
 SHARE_S = 120.0  # how long `share_first` waits for the other ranks
 _DESTROY_S, _ABORT_S = 2.0, 10.0  # timeouts for a failed rank's groups to be destroyed, and for NCCL's to be aborted
-# Backends whose collectives fail when a rank is lost. Those of other backends wait forever and must be aborted.
+# Backends whose collectives fail when a rank is lost. With other backends they wait forever and must be aborted.
 _NOTICE_LOSS = frozenset(("gloo", "shm", "paceline"))
 _LOOK_S = (0.02, 1.0)  # poll intervals for references to a group: initially, and later
 
@@ -119,16 +119,16 @@ def init(
     either it is a world of one. Use it as a context manager, or call `paceline.shutdown()` at the end.
 
     Args:
-        backend: `auto` is nccl on CUDA; on CPU shm if all ranks share a host and gloo if not. Also accepts a name, or a
-            list such as `cpu:shm,cuda:nccl`. `paceline` is another name for shm.
+        backend: `auto` means nccl on CUDA and, on CPU, shm if all ranks share a host, otherwise gloo. Also accepts a
+            name, or a list such as `cpu:shm,cuda:nccl`. `paceline` is another name for shm.
         device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
         rendezvous: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
         rank: This process's rank, if there is no launcher.
         world_size: The number of ranks, if there is no launcher.
         threads: torch's threads per rank. By default this host's cores divided by its number of ranks.
-        timeout_s: Bounds each collective.
-        rendezvous_timeout_s: Bounds the wait for the other ranks.
-        announce: Called on rank 0 with a line that describes the choices made.
+        timeout_s: Timeout of each collective.
+        rendezvous_timeout_s: How long to wait for the other ranks.
+        announce: Called on rank 0 with one line that describes the world.
     """
     global _open
     limits = f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}"
@@ -430,7 +430,7 @@ def _choose_device(device: str, backend: str, local_rank: int, local_size: int) 
         raise ConfigError(f"device {device!r} needs a GPU, but none is visible{built}: use the cpu device")
     number = int(index) if index else local_rank % gpus
     if number >= gpus:
-        raise ConfigError(f"device {device!r} does not exist: GPUs count from 0 to {gpus - 1} here")
+        raise ConfigError(f"device {device!r} does not exist: GPUs are numbered 0 to {gpus - 1} here")
     return torch.device("cuda", number), ""
 
 
@@ -490,7 +490,7 @@ def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:
             raise ConfigError(f"threads={threads}: a rank needs at least 1")
         return threads, "as requested"
     requested = os.environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets 1 if the user set nothing, so there 1 is not a request.
+    # torchrun sets 1 if the user set nothing, so under torchrun 1 is not a request.
     by_torchrun = requested == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if requested.isdigit() and int(requested) > 0 and not by_torchrun:
         return int(requested), "OMP_NUM_THREADS"
@@ -500,7 +500,7 @@ def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's ranks. On a mesh, `rank` (-1 outside it) and `world_size` count inside its group."""
+    """This process's ranks. With a mesh, `rank` (-1 outside it) and `world_size` are those of its group."""
 
     rank: int
     world_size: int
@@ -545,7 +545,7 @@ _FACTS = {"ws": "world_size", "rank": "rank", "grank": "global_rank", "lrank": "
 class _Get:
     """`get(what, mesh=None)` returns one fact about this process.
 
-    `ws`: ranks in the mesh or the world. `rank`: this process's rank in the mesh or the world. `grank`: its rank in the
+    `ws`: size of the mesh or the world. `rank`: this process's rank in the mesh or the world. `grank`: its rank in the
     world. `lrank`: its rank on its host, regardless of the mesh. `pg`: the process group of the mesh, or None for the
     world, as torch's functions accept it.
     """
