@@ -14,7 +14,7 @@ def why_not() -> str:
 
 
 def register() -> None:
-    """Register `shm` and its alias `paceline` with torch.distributed. Later calls do nothing. Does not load C code yet.
+    """Register `shm` and its alias `paceline` with torch.distributed. Later calls do nothing. Does not load the C core.
 
     torch calls this on import (entry point `torch.backends`), and the import must not fail because of it.
     """

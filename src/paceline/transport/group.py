@@ -87,7 +87,7 @@ class PacelineGroup(_TorchGroup):
         limits_s = self._timeout.total_seconds(), _STOPPED_S
         self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, self._pids, *limits_s)
         self._lane, self._run = self._native.first
-        self._native.run(_BARRIER)  # every rank now has the segments; otherwise an error names the rank
+        self._native.run(_BARRIER)  # raises an error that names the rank, unless every rank has the segments
         self._levels, self._is_quick = None, self._size > 1
         if len(set(hosts)) > 1:
             self._is_quick = False
@@ -195,7 +195,7 @@ class PacelineGroup(_TorchGroup):
             return self._backend(tensors[0]).allreduce(tensors, opts)
         if self._size == 1:
             self._num_started += 1
-            return works.FinishedWork(tensors)  # whatever the operation: there is only one operand
+            return works.FinishedWork(tensors)  # the result is the only operand, for every reduction
         return self._all_reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -274,7 +274,7 @@ class PacelineGroup(_TorchGroup):
     def reduce_scatter_tensor_coalesced(self, outputs: works.Tensors, inputs: works.Tensors, opts: Any = None) -> Any:
         return _last_of([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
-    # Newer names.
+    # Newer names of torch.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -383,7 +383,7 @@ def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
 
 
 def _last_of(started: Sequence[Any]) -> Any:
-    """The work to wait for after several operations: the last, since ours finish in order; waits for others here."""
+    """The last of several works, for which it is enough to wait: ours finish in order. Waits for others here."""
     if not all(isinstance(work, works.NativeWork | works.FinishedWork) for work in started):
         for work in started[:-1]:
             work.wait()

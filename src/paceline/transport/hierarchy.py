@@ -26,7 +26,7 @@ _REDUCE: dict[int, Any] = {native.SUM: dist.ReduceOp.SUM, native.MIN: dist.Reduc
 
 
 class _AllReduce(threading.Event):
-    """One all-reduce of a contiguous tensor, in place; set once it has finished. `op` is the core's number."""
+    """One all-reduce of a contiguous tensor, in place; set once it has finished. `op` is a constant of the core."""
 
     def __init__(self, flat: torch.Tensor, op: int, timeout_s: float) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class _AllReduce(threading.Event):
 class TwoLevels:
     """Ranks on several `hosts`, given in rank order. The ranks of this host share memory in `inside`. Collective.
 
-    `names` are the ranks in error messages. All-reduces run one after another on a thread. The interface is that of
-    `native.Lanes`, with tensors instead of addresses.
+    `names` are the rank numbers in error messages. All-reduces run one after another on a thread. The interface is that
+    of `native.Lanes`, with tensors instead of addresses.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TwoLevels:
         """Leave the group. Operations that have not run yet fail."""
         with self._lock:
             self._is_closing = True
-            self._works.put(None)  # after all operations, so that the thread concludes them before it ends
+            self._works.put(None)  # after all operations, so that the thread finishes them before it ends
         self._inside.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -156,7 +156,7 @@ class TwoLevels:
         try:
             work.wait()
         except RuntimeError as error:
-            # gloo's error names an address; a rank on the lost rank's host knows its number.
+            # gloo's error contains only an address, but a rank on the lost rank's host knows its number.
             deadline = time.monotonic() + _REPORT_S
             while not (reason := self._read_reason()) and time.monotonic() < deadline:
                 time.sleep(_POLL_S / 5)
@@ -169,7 +169,7 @@ class TwoLevels:
             return error
         reason = self._read_reason()
         if not reason:
-            with contextlib.suppress(RuntimeError):  # the rank that served the store has left
+            with contextlib.suppress(RuntimeError):  # the rank that hosts the store has exited
                 self._reports.set("reason", json.dumps([str(error), getattr(error, "code", "")]))
         self._inside.close()
         return reason or error

@@ -128,7 +128,7 @@ def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
 
 
 class Mapping:
-    """Zeroed memory with a page-aligned part for each of the ranks on a host; `index` is this rank's.
+    """Zeroed memory with a page-aligned part for each rank of a host; `index` is that of this rank's part.
 
     Collective. `pass_name` gets the first rank's text (the others pass "") and returns it on all ranks. The memory
     lives as long as this object or a tensor in it.
@@ -156,7 +156,7 @@ class Mapping:
             os.close(descriptor)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._advise(0, total, _HUGE_PAGES)
-        # Now rather than in the first step, so that a lack of memory is an error here.
+        # Allocate now rather than in the first step, so that a lack of memory is an error here.
         self.populate(index * self.part_bytes, self.part_bytes)
 
     def part(self, index: int) -> Any:
@@ -169,7 +169,7 @@ class Mapping:
             raise CollectiveError(f"not enough memory for {num_bytes} bytes of shared buffers", code="memory")
 
     def _advise(self, begin: int, num_bytes: int, advice: int) -> int:
-        """The result of madvise: 0 or an error number. Older kernels support less advice."""
+        """The result of madvise: 0 or an error number. Older kernels do not support every kind of advice."""
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         return ctypes.get_errno() if libc.madvise(self.address + begin, num_bytes, advice) else 0

@@ -1,7 +1,7 @@
 """Authenticates the peers of gloo's connections as ranks of this job, before anything else is sent through them.
 
-gloo listens on a TCP port, and accepts as a peer whatever sends a small number first. Any process on the host can find
-the port in /proc. So each pair of ranks exchanges HMACs with a key from the private store.
+gloo listens on a TCP port, and accepts any connection that first sends a small number as a peer. Any process on the
+host can find the port in /proc, so each pair of ranks exchanges HMACs with a key from the private store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _store: Any = None
 
 
 def use_key(key: bytes, store: Any = None) -> None:
-    """Authenticate later groups with this key, or not if it is empty. `store` takes reports of refusals."""
+    """Authenticate later groups with this key, or not at all if it is empty. Refusals are reported in `store`."""
     global _key, _store
     _key, _store = key, store
 
@@ -101,10 +101,10 @@ def _prove(name: str, source: int, target: int) -> bytes:
 
 
 def _find_strangers() -> list[int]:
-    """Other users that own the peer of one of this process's TCP connections on this host."""
+    """Other users whose processes are peers of this process's TCP connections on this host."""
     own = set()
     for entry in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):  # closed since
+        with contextlib.suppress(OSError):  # closed in the meantime
             own.add(os.readlink(entry))
     ends: dict[tuple[str, str], tuple[int, str]] = {}
     for name in ("tcp", "tcp6"):

@@ -75,7 +75,7 @@ class TensorWork(c10d.Work):  # type: ignore[name-defined, misc]
         return list(self.tensors)
 
     def find_error(self) -> Exception | None:
-        """Wait for the end, and return the error, if any."""
+        """Wait until the operations end, and return the error, if any."""
         try:
             self.wait()
         except Exception as error:
@@ -104,7 +104,7 @@ class FinishedWork(TensorWork):
 class NativeWork(TensorWork):
     """Operations that belong together, in `Lanes` or `TwoLevels`. The first caller to check runs the `after` actions.
 
-    Until then `kept` holds this Work, which keeps all `memory` that the operations need alive.
+    Until then `kept` refers to this Work, so that the `memory` of its operations stays alive.
     """
 
     future: torch.futures.Future | None = None  # created by `Futures` on first use

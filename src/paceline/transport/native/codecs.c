@@ -1,7 +1,7 @@
 /* Compressed gradient formats: blocks of small integers with a scale, bfloat16, and indices of large elements.
  *
- * A bucket is several vectors, and a block may begin in one and end in another. Numbers after the last are zero. Every
- * operation is rounded separately and in a fixed order, so that all kinds of processor, and torch's operations, agree. */
+ * A bucket is several vectors, and a block may begin in one and end in another. The last block is padded with zeros. Every
+ * operation is rounded separately and in a fixed order, so that all processors, and torch's operations, agree. */
 #include "paceline_native.h"
 
 #include <string.h>

@@ -1,7 +1,7 @@
 /* A group of ranks in shared memory: how they wait for each other, and what each collective moves.
  *
  * Every rank has a seat: a counter of finished phases, which the others watch, and two slots of memory for data that the
- * others need. All ranks go through the same phases in the same order. So a rank may overwrite the slot of two phases
+ * others need. All ranks go through the same phases in the same order, so a rank may overwrite the slot of two phases
  * ago: every rank that has signalled the last phase has read it. Arithmetic is in kernels.c, scheduling in worker.c. */
 #define _GNU_SOURCE
 #include "group.h"
@@ -20,8 +20,8 @@
 
 /* Up to this total size of all ranks' vectors, every rank sums everything itself, which saves one phase. */
 #define ALONE_BYTES (32 << 10)
-/* If each rank has its own core, how long a rank spins before it sleeps: always, and if its caller waits and no other
- * thread wants the core. Another thread wants it if yielding took longer than CROWDED_S. */
+/* How long a rank that has its own core spins before it sleeps: SPIN_S in any case, and up to WATCH_S if its caller waits
+ * and no other thread wants the core. Another thread wants it if yielding took longer than CROWDED_S. */
 #define SPIN_S 20e-6
 #define WATCH_S 200e-6
 #define CROWDED_S 10e-6
@@ -140,7 +140,7 @@ static char look_at_peer(const pln_group *g, int r)
     return state == 'Z' || state == 'X' || (state != '?' && start != g->starts[r]) ? 0 : state;
 }
 
-/* Whether a peer that has not arrived still can. */
+/* An error code if a peer that has not arrived never will, otherwise PLN_OK. */
 static int check_peer(pln_group *g, int r, uint32_t phase, double now)
 {
     const seat *peer = &g->shared->seats[r];
@@ -161,8 +161,8 @@ static int check_peer(pln_group *g, int r, uint32_t phase, double now)
     return PLN_OK;
 }
 
-/* Check all peers that have not arrived, not only the awaited one: that one may be late for a long time while another is
- * already dead. */
+/* Check all peers that have not arrived, not only the awaited one, which may just be late while another is already
+ * dead. */
 static int check_peers(pln_group *g, uint32_t phase, double now)
 {
     if (g->last_look <= 0 || now - g->last_look > 10 * NAP_S) /* first check, or this process was suspended or starved */
@@ -191,7 +191,7 @@ static int look(const seat *peer, uint32_t phase)
 
 /* Spin until a peer arrives. Waking a sleeping thread takes tens of microseconds, but spinning must not occupy a core
  * that others need. A rank does not spin for long if it shares its core with the peer, or has just woken it, perhaps on
- * this very core. If another thread wanted the core, twice as many waits as last time skip the long spin. */
+ * this very core. Each time another thread wants the core, the number of waits that skip the long spin doubles. */
 static int look_for_long(pln_group *g, const seat *peer, uint32_t phase, double began)
 {
     double now = began;
@@ -415,7 +415,7 @@ static char *in_slot(pln_group *g, const cut *c, size_t i, int rank, span part)
     return slot_of(g, rank, g->stage + i) + (part.begin - i * c->chunk) * c->wide;
 }
 
-/* Copy to the slot what the other ranks sum of chunk `i`. */
+/* Copy to the slot the parts of chunk `i` that the other ranks sum. */
 static void stage_chunk(pln_group *g, const cut *c, size_t i)
 {
     for (int step = 1; step < g->size; step++) {
@@ -446,7 +446,7 @@ static void fetch_chunk(pln_group *g, const cut *c, size_t i)
     }
 }
 
-/* Outside of arenas: through the slots, in cache-sized chunks. The next chunk is staged before the last is fetched. */
+/* Outside of arenas: through the slots, in cache-sized chunks. Each chunk is staged before the previous one is fetched. */
 static int reduce_through_slots(pln_group *g, const cut *c)
 {
     int code = PLN_OK;
@@ -523,7 +523,7 @@ static int reduce_scatter(pln_group *g, const request *o)
     return PLN_OK;
 }
 
-/* Stage the bytes of an all-gather or broadcast from `at` on that fit a slot. In a broadcast only the root does. */
+/* Stage bytes of an all-gather or broadcast, from `at` until the slot is full. In a broadcast, only the root does. */
 static size_t stage_bytes(pln_group *g, const request *o, size_t at)
 {
     const size_t left = o->count * pln_element_bytes(o->dtype) - at, count = left < g->slot_bytes ? left : g->slot_bytes;
@@ -584,7 +584,7 @@ static void find_arena(pln_group *g, request *o)
     pthread_mutex_unlock(&g->lock);
 }
 
-/* Whether a rank that has staged its data only needs to read, so that no other rank waits for it any more. */
+/* Whether a rank that has staged its data only needs to read, so that no other rank waits for it any longer. */
 int pln_is_short(const pln_group *g, const request *o)
 {
     return o->kind == PLN_BARRIER || (o->kind != PLN_REDUCE_SCATTER && is_alone(g, o));

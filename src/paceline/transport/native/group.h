@@ -19,11 +19,11 @@ typedef struct {
     const void *in;
     void *out;
     double timeout_s, began;
-    uint32_t phase; /* in which the other ranks find this rank's data */
-    int32_t is_out; /* the data is staged; what remains is to wait and read */
+    uint32_t phase; /* after which the other ranks can read this rank's data */
+    int32_t is_out; /* the data is staged, so the remaining work is to wait and read */
 } request;
 
-/* The part of a request that the others read in the first phase. Addresses would mean nothing to them. */
+/* The part of a request that the others read in the first phase, without addresses, which are invalid there. */
 typedef struct {
     int32_t kind, dtype, op, root, arena;
     uint64_t count, offset;
@@ -66,7 +66,7 @@ struct pln_group {
     arena where; /* the arena of its vector, if any */
     double began, limit_s;
     int is_watched, has_woken; /* the caller waits; other ranks were asleep at the last signal */
-    int num_crowded, num_blind; /* how often another thread wanted this core; waits to skip spinning */
+    int num_crowded, num_blind; /* how often another thread wanted this core; how many more waits skip the long spin */
     double last_look, stopped_since[PLN_MAX_RANKS]; /* for the current wait */
 
     /* The queue. Tickets 1, 2, ... are submitted and finished in order. All from `first_failed` on have failed. */

@@ -56,7 +56,7 @@ __attribute__((constructor)) static void choose(void)
 
 const char *pln_cpu(void) { return names[pln_processor]; }
 
-/* The caller's thread may use any rounding mode or flush subnormal numbers. Here all ranks must compute the same. */
+/* The caller's thread may use any rounding mode, or flush subnormal numbers, but all ranks must compute the same result. */
 #if defined(__x86_64__)
 #define PLAIN_MODE 0x1f80
 static uint64_t read_mode(void) { return _mm_getcsr() & 0xffc0; } /* the other bits are flags */

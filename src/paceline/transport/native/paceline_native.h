@@ -1,5 +1,5 @@
-/* Collectives between the processes of one host, in shared memory. This code uses neither torch nor Python: memory comes
- * mapped, ranks come numbered, and every argument is a plain number or address. */
+/* Collectives between the processes of one host, in shared memory. This code uses neither torch nor Python: the caller
+ * maps the memory and numbers the ranks, and every argument is a plain number or address. */
 #ifndef PACELINE_NATIVE_H
 #define PACELINE_NATIVE_H
 
@@ -10,8 +10,8 @@
 #define PLN_MAX_RANKS 256
 #define PLN_MAX_ARENAS 64
 
-/* Each table defines an enum here, the names in error messages, and numbers in native.py. A test compares the latter
- * with `pln_constants`. */
+/* Each table defines an enum and the names in error messages. native.py repeats the numbers; a test compares them with
+ * `pln_constants`. */
 #define PLN_KINDS(X)                                                                                                   \
     X(ALL_REDUCE, "all-reduce") X(REDUCE_SCATTER, "reduce-scatter") X(ALL_GATHER, "all-gather")                        \
     X(BROADCAST, "broadcast") X(BARRIER, "barrier")
@@ -42,8 +42,8 @@ const char *pln_constants(void); /* one line per table above: its name and its m
 /* -- kernels.c -- */
 
 /* Reduce `count` elements of `num_src` vectors, in order, and write the result to each of `num_dst` vectors, which may be
- * the sources. AVG divides by `divisor`. ROUNDED (float32 only) gives what ranks get that send bfloat16: each number is
- * multiplied by 1 / `divisor` and rounded to bfloat16; the sum is computed in float32 and rounded again. */
+ * the sources. AVG divides by `divisor`. ROUNDED (float32 only) gives the average as if ranks sent bfloat16: each number
+ * is multiplied by 1 / `divisor` and rounded to bfloat16; the sum is computed in float32 and rounded again. */
 void pln_reduce(int dtype, int op, void *const *dst, int num_dst, const void *const *src, int num_src, size_t count,
                 int divisor);
 size_t pln_element_bytes(int dtype);
@@ -62,7 +62,7 @@ void pln_restore_mode(uint64_t mode);
  * `lost`. Without error feedback, `errors` and `lost` are NULL. */
 void pln_quantize(float *const *grads, float *const *errors, float *const *lost, const uint64_t *counts, int num,
                   int bits, uint64_t num_blocks, uint8_t *out);
-/* Average rows of such blocks, and quantise the result. Adds the residual, times the number of rows, to `lost` (or NULL),
+/* Average rows of such blocks, and quantize the result. Adds the residual, times the number of rows, to `lost` (or NULL),
  * starting at element `offset`. */
 void pln_average_quantized(const uint8_t *rows, int num_rows, int bits, uint64_t num_blocks, uint8_t *out,
                            float *const *lost, const uint64_t *counts, int num, uint64_t offset);
@@ -97,7 +97,7 @@ int pln_add_arena(pln_group *group, int serial, void *base, uint64_t part_bytes)
 int pln_remove_arena(pln_group *group, int serial);
 
 /* Start an operation and return its ticket (above 0), or run it to completion. `count` is in elements: of the whole
- * vector or, for reduce-scatter and all-gather, of one rank's part. A barrier's must only be equal on all ranks. A
+ * vector or, for reduce-scatter and all-gather, of one rank's part. For a barrier it only has to be equal on all ranks. A
  * `timeout_s` of 0 means the group's own. */
 int64_t pln_submit(pln_group *group, int kind, int dtype, int op, int root, const void *in, void *out, uint64_t count,
                    double timeout_s);

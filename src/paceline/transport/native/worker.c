@@ -1,6 +1,6 @@
 /* Runs operations in submission order, on a worker thread or on the thread that waits for them. A short operation with
- * nothing ahead of it is staged immediately and finished by the thread that asks for it, so that no thread is woken. What
- * an operation does is in group.c. */
+ * nothing ahead of it is staged immediately and finished by the thread that waits for it, so that no thread is woken. The
+ * operations themselves are in group.c. */
 #define _GNU_SOURCE
 #include "group.h"
 
@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* glibc 2.34 gave these functions new symbol versions. Wheels link to the old ones, to run with older glibc, too. */
+/* glibc 2.34 gave these functions new symbol versions. Wheels link to the old versions, to support older glibc. */
 #if defined(PLN_OLD_GLIBC)
 #if defined(__x86_64__)
 __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
@@ -263,7 +263,7 @@ int64_t pln_submit(pln_group *g, int kind, int dtype, int op, int root, const vo
 /* Lock held: wait for a ticket. Operations that have not begun run on this thread. */
 static int wait_here(pln_group *g, int64_t ticket)
 {
-    /* A closed group starts no operations, but a running one still writes to the caller's memory. */
+    /* A closed group starts no operations, but a running operation still writes to the caller's memory. */
     while (g->finished < ticket && (!atomic_load(&g->is_closing) || (g->is_busy && g->finished + 1 == ticket))) {
         if (g->is_busy)
             pthread_cond_wait(&g->has_result, &g->lock);
@@ -320,8 +320,8 @@ int pln_wait(pln_group *g, int64_t ticket, double timeout_s)
     return code;
 }
 
-/* Operations that a closed group has not finished never will. Repeated calls detect a lost rank, because the worker waits
- * for it meanwhile. */
+/* In a closed group everything counts as done, because nothing more will run. Repeated calls detect a lost rank, because
+ * the worker waits for it meanwhile. */
 int pln_is_done(pln_group *g, int64_t ticket)
 {
     if (is_foreign(g))
