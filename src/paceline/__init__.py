@@ -1,6 +1,6 @@
 """Data-parallel training for PyTorch that shows where each step's time goes, predicts how it scales, and picks buckets.
 
-The public names. They load on first use: importing Paceline is silent, quick and does not import torch.
+Public names load on first use: importing Paceline is silent, quick and does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Paceline's exceptions. A message says what was found, what is needed and what to do."""
+"""Paceline's exceptions. A message states what was found, what is needed and what to do."""
 
 import difflib
 from collections.abc import Iterable

@@ -17,7 +17,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def canonical_backend(text: str) -> str:
     """The backend name used in `World.backend` and in records: `paceline` becomes `shm`, and `cpu:paceline,cuda:nccl`
-    becomes `cpu:shm,cuda:nccl`. Anything else is unchanged, and need not exist."""
+    becomes `cpu:shm,cuda:nccl`. Other names are returned unchanged, without checking that they exist."""
     parts = []
     for part in text.split(","):
         device, colon, name = part.strip().rpartition(":")
@@ -96,7 +96,7 @@ class StolenTime:
 
 
 def count_gpus() -> int:
-    """The number of NVIDIA GPUs visible to this process. Asks the driver, which takes only milliseconds."""
+    """The number of NVIDIA GPUs visible to this process. Queries the driver, which takes only milliseconds."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

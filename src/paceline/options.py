@@ -129,7 +129,7 @@ def refuse_given(names: Iterable[str], why: str, code: str = "") -> None:
     refuse((flags, f"{flags} {why}"), code=code)
 
 
-# Counts that are arguments of verbs. Those not listed are at least 1 and take at least a microsecond each.
+# Counts that are arguments of verbs. Unlisted ones must be at least 1, and each repetition takes at least 1 µs.
 _COUNTS = {
     "at_once": Option(least=1, each_s=1e4),
     "seeds": Option(least=1, each_s=10.0),

@@ -72,8 +72,8 @@ class Bucket:
 @dataclass(frozen=True)
 class Rows:
     """The part of a gradient that comes from embedding lookups. It is sent after the last bucket, as the rows of the
-    batch; the rank with the most has about `num_rows`. With `is_all`, the gradient has no other part and is in no
-    bucket."""
+    batch; `num_rows` approximates the largest number on any rank. With `is_all`, the gradient has no other part and is
+    in no bucket."""
 
     gradient: int
     num_rows: int
@@ -109,7 +109,7 @@ class Plan:
             families = set()
             for piece in bucket.pieces:
                 if not 0 <= piece.gradient < len(self.gradients):
-                    raise ConfigError(f"bucket {number} names gradient {piece.gradient} of {len(self.gradients)}")
+                    raise ConfigError(f"bucket {number} refers to gradient {piece.gradient} of {len(self.gradients)}")
                 gradient = self.gradients[piece.gradient]
                 families.add(gradient.family)
                 if piece.start_bytes % gradient.item_bytes or piece.end_bytes % gradient.item_bytes:
@@ -129,7 +129,7 @@ class Plan:
                     raise ConfigError(f"the plan omits or duplicates bytes of {gradient.name} at byte {end}")
                 end = piece.end_bytes
             if end != gradient.num_bytes or index not in found or index in alone:
-                raise ConfigError(f"the plan holds {end} of the {gradient.num_bytes} bytes of {gradient.name}")
+                raise ConfigError(f"the plan contains {end} of the {gradient.num_bytes} bytes of {gradient.name}")
 
     @property
     def alone(self) -> frozenset[int]:
@@ -155,7 +155,7 @@ class Plan:
         return tuple(tuple(piece.gradient for piece in bucket.pieces) for bucket in self.buckets)
 
     def without_rows(self, gradients: Collection[int]) -> Plan:
-        """The plan with these gradients whole, in a bucket."""
+        """The plan with these gradients sent whole, in a bucket."""
         buckets = list(self.buckets)
         for index in sorted(self.alone & set(gradients)):
             whole = Piece(index, 0, self.gradients[index].num_bytes)
@@ -173,7 +173,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan written by `to_json`; RecordError says what is wrong with the text."""
+        """Read a plan written by `to_json`; RecordError explains what is wrong with the text."""
         try:
             document = json.loads(text)
             if (document["format"], document["version"]) != (FORMAT, VERSION):
@@ -225,7 +225,7 @@ def plan_like_torch(
 ) -> Plan:  # fmt: skip
     """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order.
 
-    For each dtype and device: append gradients, and close the bucket once its size reaches the cap. So a bucket
+    For each dtype and device: append gradients, and close the bucket once its size reaches the cap. A bucket therefore
     overshoots by up to one gradient, and no gradient is split. Each family goes through the caps separately, and the
     last cap applies to all further buckets. Buckets are in closing order, followed by those that never closed.
     Gradients that are sent only as `rows` have no bucket. Late rows are dropped unless `keeps_rows` (`drop_late_rows`).
@@ -235,7 +235,7 @@ def plan_like_torch(
     alone = {part.gradient for part in rows if part.is_all}
     order = [index for index in ready_order if index not in alone]
     if sorted([*order, *alone]) != list(range(len(gradients))):
-        raise ConfigError(f"the ready order must name each of the {len(gradients)} gradients once, not {len(order)}")
+        raise ConfigError(f"the ready order must list each of the {len(gradients)} gradients once, not {len(order)}")
     open_: dict[tuple[str, str], list[Piece]] = {}
     num_closed: Counter[tuple[str, str]] = Counter()
     buckets: list[Bucket] = []

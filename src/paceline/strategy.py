@@ -1,4 +1,4 @@
-"""Communication strategies: what a data-parallel step sends, when, and where the optimizer state is. Imports no torch.
+"""Communication strategies: what a data-parallel step sends and when, and who stores optimizer state. Imports no torch.
 
 A strategy is written as parts joined by `+`, each with an optional number and options: `powersgd:4`, `topk:0.001,dgc`,
 `diloco:100,lr=0.7+int8`, `zero1+bf16`. Its traffic depends only on sizes (`Strategy.traffic`), so the simulator and the
@@ -30,7 +30,7 @@ QUANTIZED_BITS = {"int8": 8, "int4": 4}
 @dataclass(frozen=True)
 class Message:
     """One collective (`all-reduce`, `all-gather`, `all-to-all` or `reduce-scatter`), and the bytes that each rank
-    passes to it. `ranks` is the number of participants with two levels (0: all); if it `is_inside`, they are on one
+    passes to it. With two levels, `ranks` is the number of participants (0: all); if it `is_inside`, they are on one
     host."""
 
     kind: str
@@ -75,7 +75,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy | None) -> Strategy:
-        """Parse a strategy; ConfigError says what is wrong with the text."""
+        """Parse a strategy; ConfigError explains what is wrong with the text."""
         if text is None:
             return cls()
         if isinstance(text, Strategy):
@@ -197,7 +197,7 @@ class Strategy:
 
     @property
     def is_plain_in_memory(self) -> bool:
-        """Whether ranks that share memory all-reduce whole buckets: they round to bfloat16 while they sum."""
+        """Whether ranks that share memory all-reduce whole buckets: for bf16 they round while they sum."""
         return self.codec in ("dense", "bf16") and not (self.outer or self.between_hosts)
 
     def traffic(
@@ -304,8 +304,8 @@ def count_kept(num_elements: int, density: float) -> int:
 
 
 def is_sent_whole(shape: Sequence[int]) -> bool:
-    """Whether top-k sends all of a gradient of this shape: biases and norms, which are small and should not be delayed.
-    An unknown shape counts as a matrix."""
+    """Whether top-k sends all of a gradient with this shape: biases and norms, which are small and should not be
+    delayed. An unknown shape counts as a matrix."""
     return len(shape) == 1 and shape[0] <= _LARGEST_WHOLE
 
 

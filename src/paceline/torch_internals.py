@@ -74,7 +74,7 @@ rendezvous_handlers = _need("torch.distributed.rendezvous._rendezvous_handlers")
 gpu_sleep = _need("torch.cuda._sleep")  # takes a number of cycles
 _need("torch.distributed.distributed_c10d._world.pg_names")  # looked up on each use, because a program may replace it
 
-# Names with a fallback. Without this one, programs count as not profiling themselves.
+# Names with a fallback. Without this one, no program appears to profile itself.
 is_profiling = getattr(torch.autograd, "_profiler_enabled", lambda: False)
 # Without it, a buffer that a hook changes in place counts as changed, and autograd may reject a backward through it.
 keep_versions = getattr(torch.autograd, "_unsafe_preserve_version_counter", lambda _: contextlib.nullcontext())
@@ -83,8 +83,8 @@ abort_process_group = getattr(distributed_c10d, "_abort_process_group", dist.des
 
 _GROUP = "torch.distributed.ProcessGroup."
 _DDP = "torch.nn.parallel.DistributedDataParallel."
-# Class members, and the features that need them. `torch._foreach_*` are operators, as public as the optimizers that
-# torch builds on them.
+# Class members, and the features that need them. `torch._foreach_*` are not listed: torch's public optimizers depend on
+# these operators.
 MEMBERS = {
     "torch.Tensor._version": "the wrapper, which detects changed gradients",
     "torch.Tensor._indices": "embedding rows",
@@ -198,8 +198,8 @@ def skip_frames(code: CodeType, with_calls: bool) -> None:
 
 
 def is_delivered(iterator: Any) -> bool:
-    """Whether the workers of this iterator of a DataLoader have delivered the next batch; False if unknown. With
-    several workers, whether all have: the queue does not say whose batch is in it."""
+    """Whether the workers of a DataLoader iterator have delivered the next batch; False if unknown. With several
+    workers, whether all have delivered one: the queue does not show which worker's batch comes next."""
     waiting, place = vars(iterator).get("_tasks_outstanding", 0), vars(iterator).get("_rcvd_idx")
     with contextlib.suppress(KeyError, AttributeError, TypeError, NotImplementedError):
         if len(iterator._task_info[place]) == 2:  # read before its turn

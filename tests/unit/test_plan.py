@@ -153,7 +153,7 @@ A, B = Gradient("a", 8), Gradient("b", 8, 2, "float16")
         ([[Piece(0, 0, 4)], [Piece(1, 0, 8)]], "4 of the 8 bytes of a"),
         ([[Piece(0, 4, 8)], [Piece(1, 0, 8)]], "omits or duplicates bytes of a at byte 0"),
         ([[Piece(0, 0, 3), Piece(0, 3, 8)], [Piece(1, 0, 8)]], "splits an element"),
-        ([[Piece(7, 0, 8)]], "names gradient 7 of 2"),
+        ([[Piece(7, 0, 8)]], "refers to gradient 7 of 2"),
     ],
 )
 def test_a_plan_that_loses_a_byte_is_refused(buckets, words):
