@@ -547,7 +547,7 @@ def _list_starts(sizes: Sizes, counts: Sizes, device: torch.device) -> torch.Ten
 
 def _add_up(into: torch.Tensor, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Scatter-add each rank's values into a vector of zeros."""
-    into.index_copy_(0, places[0].long(), values[0])  # not added, which would lose the sign of negative zeros
+    into.index_copy_(0, places[0].long(), values[0])  # copied, because adding would lose the sign of negative zeros
     for value, place in zip(values[1:], places[1:], strict=True):
         into.index_add_(0, place, value)
     return into

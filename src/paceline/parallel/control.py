@@ -125,7 +125,7 @@ class ControlWords:
 
 
 class Finding(NamedTuple):
-    """One rank's report on a failed step: an error message, a change of the model, missing gradients."""
+    """One rank's report on a failed step: an error message, a change to the model, missing gradients."""
 
     error: str
     in_hook: bool

@@ -120,7 +120,7 @@ def is_nested() -> bool:
     while frame is not None:
         depth += frame.f_code is _RUN_BACKWARD
         frame = frame.f_back  # type: ignore[assignment]
-    # On a GPU, backward runs on a separate thread, on which only a nested one is visible.
+    # On a GPU, backward runs on a separate thread, whose stack shows only nested calls.
     return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
 
 

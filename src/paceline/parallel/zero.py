@@ -248,7 +248,7 @@ class Sharding:
         pieces, power = self.pieces_of_gradients(), float(norm_type)
         norms = torch.stack([n.double() for n in torch._foreach_norm(pieces, power)]) if pieces else torch.zeros(1)
         norms = norms.to(self.channel.device, torch.float64)
-        # The norm of local norms, then the norm of those over the ranks.
+        # The norm over this rank's tensors, then over the ranks.
         total: torch.Tensor = torch.linalg.vector_norm(self.gather_words(torch.linalg.vector_norm(norms, power)), power)
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(f"cannot clip gradients: their total norm is {total.item()}")

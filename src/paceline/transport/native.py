@@ -39,7 +39,7 @@ _LANE_BYTES, _LINE_BYTES = 512 << 10, 128
 
 # Collective, dtype, reduction, root, input address, output address, number of elements.
 Operation = tuple[int, int, int, int, int, int, int]
-# The lanes that an operation uses, with its number in each.
+# Each lane that an operation uses, and the operation's number in it.
 Ticket = list[tuple[int, int]]
 
 _VERSION = 6  # PLN_VERSION in the header

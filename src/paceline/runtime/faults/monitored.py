@@ -293,7 +293,7 @@ def _explain_end(pid: int, text: str) -> None:
 
 
 class Links(contextlib.AbstractContextManager["Links"]):
-    """Exchanges JSON lines between the monitors of several hosts; rank 0's monitor listens, and forwards every line.
+    """Exchanges JSON lines between the monitors of several hosts. Rank 0's monitor forwards warnings and verdicts.
 
     Both ends of a connection prove that they know a secret from the ranks' store. Each end sends heartbeats; a host
     that falls silent without leaving counts as lost. A thread reads each connection.

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import refuse
 
-_INDENTS = {"job": 8, "jobset": 14, "trainjob": 4}  # of the variables, by kind
+_INDENTS = {"job": 8, "jobset": 14, "trainjob": 4}  # spaces before each variable, by kind
 KINDS = tuple(_INDENTS)
 _MOST_LETTERS = {"jobset": 44}  # a JobSet appends more to the names of its pods
 GRACE_S = 60.0  # for the ranks to save

@@ -127,7 +127,7 @@ class Agent:
                     try:
                         if text.startswith(f"[{self.name}:"):
                             self.show(stream, text)
-                        elif not is_frame:  # torchrun's own stack frames say nothing about the ranks
+                        elif not is_frame:  # torchrun's own stack frames do not concern the ranks
                             self.show(stream, f"[{self.name}] {text}")
                     finally:
                         self._showing.discard(stream)
@@ -317,7 +317,7 @@ def run_agents(agents: Sequence[Agent], requests: Sequence[dict[str, Any]], show
         end()
 
     def look() -> bool:
-        """Record new failures; whether any host is still running."""
+        """Record new failures. Returns whether any host is still running."""
         codes = {one: one.code for one in agents}
         for one, code in codes.items():
             if code:

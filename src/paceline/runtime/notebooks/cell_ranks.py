@@ -81,8 +81,7 @@ class RankStatus:
 
 
 class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
-    """Ranks of a pool that all run one job: executing cells. A thread receives their messages, and `run` handles
-    them.
+    """Ranks of a pool whose only job is to run cells. A thread receives their messages, and `run` handles them.
 
     `notice` receives messages for the user about the ranks. While no cell is running, that thread passes the ranks'
     output to `show`.
@@ -129,7 +128,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
             raise
 
     def close(self) -> None:
-        """End the ranks; a no-op the second time."""
+        """End the ranks; idempotent."""
         atexit.unregister(self.close)
         if self.is_alive:
             with contextlib.suppress(IndexError):  # the pool has already ended the ranks
@@ -142,7 +141,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
     def run(self, source: str, ranks: Sequence[int] | None = None, name: str = "") -> None:
         """Run source on these ranks, by default on all, and return when it has finished on all of them.
 
-        Raises CellError if it fails on a rank, once the ranks that waited for that rank have also ended it, and
+        Raises CellError if it fails on a rank, once the ranks that waited for it have also ended the cell, and
         CellInterrupted after Ctrl-C. The ranks can be used afterward: if collectives were left incomplete, they have
         opened a new world.
         """

@@ -371,7 +371,7 @@ class CellRank:
                 error = result.error_before_exec or result.error_in_exec
             finally:
                 self._can_interrupt = False
-        except BaseException as caught:  # an interrupt in the shell's own code, after that of the cell
+        except BaseException as caught:  # an interrupt in the shell's own code, after the cell's
             error = caught
         self._running = 0
         failure, place = None, ""

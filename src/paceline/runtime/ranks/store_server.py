@@ -233,7 +233,7 @@ class Gate:
 
     def _run(self, link: socket.socket, host: str) -> None:
         try:
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the client is gone
                 problem = self._check_host(link, host) if host else _check_user(link)
                 if problem:
                     link.close()

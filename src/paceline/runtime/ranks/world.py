@@ -313,7 +313,7 @@ def _destroy_groups(failed: bool) -> None:
 
 
 def keep_groups(groups: Iterable[Any]) -> None:
-    """Hold references to these groups, which are about to be destroyed, until they are the last ones.
+    """Keep references to these groups, which are about to be destroyed, until no others are left.
 
     A callback on a gloo thread may still reference its group; if that were the last reference, the thread would join
     itself and the process would abort. Safe to call anywhere, even during garbage collection: it takes no lock.
@@ -327,7 +327,7 @@ def keep_groups(groups: Iterable[Any]) -> None:
 
 
 def _start_keeper() -> None:
-    """Start the keeper unless it runs; it holds `_keeping` while it does."""
+    """Start the keeper thread unless it is running. It holds `_keeping` while it runs."""
     if _keeping.acquire(blocking=False):
         try:
             threading.Thread(target=_run_keeper, daemon=True, name="paceline-groups").start()
@@ -535,7 +535,7 @@ def ranks(mesh: DeviceMesh | None = None) -> Ranks:
     members = mesh.mesh.flatten().tolist()
     rank = members.index(global_rank) if global_rank in members else -1
     if rank >= 0 and (group := _find_group(mesh)) is not None:
-        rank = dist.get_rank(group)  # as collectives count, regardless of the mesh's order
+        rank = dist.get_rank(group)  # the rank that collectives use, regardless of the mesh's order
     return Ranks(rank, len(members), global_rank, local_rank)
 
 
@@ -556,7 +556,7 @@ class _Get:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The registered mesh, while the world in which it was registered is open."""
+        """The registered mesh; None once the world in which it was registered is closed."""
         return self._mesh if dist.is_initialized() and self._world is dist.group.WORLD else None
 
     def __call__(self, what: str, mesh: DeviceMesh | None = None) -> Any:
