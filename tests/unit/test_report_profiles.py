@@ -275,7 +275,7 @@ def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, b
         assert caught.value.code == "mismatch"
     traces = ComparisonResult.of((traced(), traced(batch_size=16, step_ms=20)), build_environment())
     assert traces.rows[0].ratio == pytest.approx(1.0)
-    assert "16 samples instead of 8, in 2.00 times the time" in traces.answer
+    assert "16 samples instead of 8 and take 2.00 times as long" in traces.answer
     assert traces.table().title.endswith(", rank 0")
     rows = {row.name: row for row in traces.rows}
     assert (rows["step"].first, rows["step"].second, rows["step"].ratio) == pytest.approx((0.01, 0.02, 2.0))
@@ -331,7 +331,7 @@ def test_a_terminal_shows_only_the_largest_kernel_differences(build_environment,
 def test_steps_of_different_sizes_are_said_to_differ_and_compared_by_samples(traced, build_environment):
     result = ComparisonResult.of((traced(), traced(batch_size=32, accumulate=2, step_ms=20)), build_environment())
     assert "4.00 times as many samples/s" in result.answer
-    assert "64 samples instead of 8, in 2.00 times the time" in result.answer
+    assert "64 samples instead of 8 and take 2.00 times as long" in result.answer
     assert result.rows[0].name == "samples/s"
     assert result.config["settings_that_differ"] == {"batch_size": [8, 32], "accumulate": [1, 2]}
 

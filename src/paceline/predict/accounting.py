@@ -1,8 +1,8 @@
-"""Where a step goes on each rank: phases that add up to the step, with the wait for other ranks separate.
+"""Where a step's time goes on each rank: phases that add up to the step, with waits for other ranks separate.
 
-`PhaseFinder` splits a recorded step of one rank. `account_steps` compares the ranks: moving the bytes of a collective
-takes as long as on the rank that was last to reach it, and the rest of its time on another rank is waiting for that
-rank. Durations are compared, not moments, so the clocks of the ranks need not agree.
+`PhaseFinder` splits a recorded step of one rank. `account_steps` compares the ranks: the transfer of a collective takes
+as long as it does on the last rank to reach it; on other ranks, the rest of its time is waiting for that rank. It
+compares durations, not timestamps, so the ranks' clocks need not agree.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _LOADING, _FORWARD, _OPTIMIZER = (
     "Optimizer.step#",
 )
 _LAUNCH = "c10d::"
-# The longest steps left out of the mean wait for data: a step that restarts the workers is not typical.
+# Share of the longest steps excluded from the mean wait for data, because a restart of the workers is not typical.
 _TRIM = 0.05
-_MOST_OPERATORS = 20  # how many to keep of each step, with those that cost only some programs time
-# Share of the lateness of a rank that one operator must explain to be its cause, and how many times as slow a core may
-# be without competition from another program, which takes half of it: a busy sibling hyperthread, a hypervisor and a
-# lower clock cost up to about 40 %.
+_MOST_OPERATORS = 20  # how many to keep of each step, besides `_KEPT`
+# Share of a rank's lateness that one operator must explain to be its cause, and the slowdown of a core above which
+# another program must be using it, which takes half: a busy sibling hyperthread, a hypervisor and a lower clock cost up
+# to about 40 %.
 _EXPLAINS, _COMPETING = 0.4, 1.75
 OUTSIDE = "code outside operators"
 _KEPT = ("torch.distributed.ddp.reducer::search_unused_parameters",)
 
 
 class PhaseFinder:
-    """The ranges of one rank's trace that split its steps."""
+    """The ranges in one rank's trace that divide its steps into phases."""
 
     def __init__(self, timed: Sequence[Event]) -> None:
         ranges = [event for event in timed if event.get("cat") == "user_annotation"]
@@ -59,8 +59,8 @@ class PhaseFinder:
         self, device: Any, window: tuple[float, float], span: tuple[float, float], backwards: Sequence[Any],
         sent: AbstractSet[int],
     ) -> dict[str, Any]:  # fmt: skip
-        """The fields of the record of a step, whose last backward sent the messages `sent`. `window` is the host's time
-        of the step, `span` the device's."""
+        """Fields for the record of a step whose last backward sent the messages `sent`. `window` is the step in host
+        time, `span` in device time."""
         places = [device.place(one) for one in backwards]
         begin, forward = places[-1][0], 0.0
         for one, (first, _) in zip(backwards, places, strict=True):
@@ -80,7 +80,7 @@ class PhaseFinder:
         return found | {"stalls": stalls, "operators": operators}
 
     def _list_operators(self, begin: float, end: float) -> Iterator[OperatorTime]:
-        """The operators with the longest own time, without that of operators inside them; kernels on a GPU."""
+        """The operators with the longest self time; on a GPU, the kernels."""
         first, last = np.searchsorted(self._starts, (begin, end))
         times, stacks = Counter[str](), defaultdict[Any, list[tuple[float, str]]](list)
         for event in self._own[first:last]:
@@ -105,8 +105,8 @@ class PhaseFinder:
 
 @dataclass(frozen=True)
 class RankRow:
-    """Where the time of a step goes on one rank, in seconds. The parts add up to the step; those that are not known
-    are None, and their time is in `rest_s`."""
+    """Where the time of a step goes on one rank, in seconds. The parts add up to the step; unknown parts are None, and
+    their time counts as `rest_s`."""
 
     rank: int
     step_s: float
@@ -124,14 +124,14 @@ class RankRow:
 
 
 def build_rank_row(rank: int, step_s: float, data_s: float, parts: Mapping[str, float], rest_s: float = 0.0) -> RankRow:
-    """A row of a step of `step_s`, in which the parts and the rest share what data leaves of it."""
+    """The row of a step of `step_s`, with the parts and the rest scaled to fill the time that data leaves."""
     data_s = min(data_s, step_s)
     factor = (step_s - data_s) / max(1e-12, sum(parts.values()) + rest_s)
     return RankRow(rank, step_s, data_s, **{name: factor * seconds for name, seconds in parts.items()})
 
 
 def average_data(timing: Samples, waits: Samples) -> list[float]:
-    """The share of each rank's time that it waits for data: a mean, because workers deliver several batches at once."""
+    """The mean share of time that each rank waits for data. A median would fail: workers deliver batches in groups."""
     found = []
     for rank in range(timing.num_ranks):
         both = sorted((step[rank], wait[rank]) for step, wait in zip(timing.seconds, waits.seconds, strict=True))
@@ -142,7 +142,7 @@ def average_data(timing: Samples, waits: Samples) -> list[float]:
 
 def account_steps(records: Sequence[TracedStepRecord]) -> dict[int, list[dict[str, float]]]:
     """The parts of each recorded step of each rank, without data; waiting includes only time in which the rank did
-    nothing else. A step that some rank lacks counts if no rank has a step in common with the others."""
+    nothing else. Steps that some rank lacks count only if no step was recorded on all ranks."""
     by_number = group_by(records, lambda record: record.number)
     whole = [same for same in by_number.values() if len(same) == len({record.rank for record in records})]
     found: dict[int, list[dict[str, float]]] = {}
@@ -155,7 +155,7 @@ def account_steps(records: Sequence[TracedStepRecord]) -> dict[int, list[dict[st
 
 
 def _find_least(same: Sequence[TracedStepRecord], read: Callable[[TracedStepRecord], list[float]]) -> list[float]:
-    """The least time of each collective over the ranks; nothing to compare if they made different ones."""
+    """The shortest time of each collective over the ranks; empty if the ranks ran different numbers of them."""
     rows = [read(step) for step in same]
     return [min(times) for times in zip(*rows, strict=True)] if len({len(row) for row in rows}) == 1 else []
 
@@ -175,7 +175,7 @@ def _split_step(step: TracedStepRecord, moved: Sequence[float], stalled: Sequenc
         "optimizer_s": min(step.optimizer_s or step.after_s, step.after_s),
     }
     parts["rest_s"] = max(0.0, step.step_s - step.data_s - sum(parts.values()))
-    # Other collectives block a phase of their own: buffers in forward, a sum of losses after the optimizer.
+    # Other collectives block the phase in which they run: buffers in forward, a sum of losses after the optimizer.
     least = stalled if len(stalled) == len(step.stalls) else [stall.took_s for stall in step.stalls]
     for stall, least_s in zip(step.stalls, least, strict=True):
         place = bisect.bisect((0.0, step.over_s), stall.start_s)
@@ -204,8 +204,8 @@ def list_waits(records: Sequence[TracedStepRecord]) -> list[dict[int, float]]:
 
 
 class SlowPart(NamedTuple):
-    """What a late rank spends more time on than the others. Its operators take `slower` times as long, which explains
-    the share `diffuse` of its lateness; beyond that, the part `name` takes `more_s` longer, the share `share`."""
+    """Where a late rank spends more time than the others. All its operators take `slower` times as long, which explains
+    the share `diffuse` of its lateness; beyond that, the operator `name` takes `more_s` longer, the share `share`."""
 
     name: str
     more_s: float
@@ -219,14 +219,14 @@ class SlowPart(NamedTuple):
 
     @property
     def is_core(self) -> bool:
-        """Whether its core is slower rather than its work longer, by less than competition for the core would cost."""
+        """Whether a slower core explains the lateness, rather than more work or another program on the core."""
         return not self.is_named and self.slower < _COMPETING
 
 
 def find_slow_part(records: Sequence[TracedStepRecord], rank: int | None = None) -> SlowPart | None:
-    """What makes this rank late, or the last rank of each step; None if no operators are known. Waits for data are left
-    out. Compares medians over the steps, because an interruption lengthens whatever runs at that moment, and work that
-    a rank does in each step is always the same."""
+    """What makes this rank, or the last rank of each step, late; None without operators. Excludes waits for data.
+    Compares medians over the steps, because an interruption lengthens whatever runs at that moment, whereas a rank's
+    extra work is the same in each step."""
     pairs = []
     for same in group_by(records, lambda record: record.number).values():
         own = {step.rank: _split_work(step) for step in same if step.operators}

@@ -18,15 +18,15 @@ from paceline.records.samples import group_by
 from paceline.records.steps import Stall, TracedMessage, TracedStepRecord
 from paceline.units import format_duration
 
-# Below these shares of the step there is no advice: run-to-run noise is as large.
-# Ranks also wait in turn because their steps vary.
+# Gains below these shares of the step are within run-to-run noise and lead to no advice. The last one is higher,
+# because ranks also wait for each other when their steps merely vary.
 WORTH, _IDLE_WORTH, _TURNS_WORTH = 0.05, 0.2, 0.1
 # Assumed time of a shared-memory message during compute, relative to gloo on one host: typical, longest and shortest.
 # Without compute, the ratios in `results` are 0.05 to 0.36.
 _SHM_TIMES = (0.35, 0.6, 0.15)
 # Kinds whose gain rests on assumptions about messages: the lower end of its interval must exceed the noise.
 _ASSUMED = ("backend", "network", "batch")
-_MORE = 4  # how many times as many samples per message to advise
+_MORE = 4  # recommended factor on the samples per message
 _TINY_KERNEL_S = 10e-6
 # A batch that keeps the GPU busy, relative to one that just fills the step.
 _FILL = 1.1
@@ -129,7 +129,7 @@ def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Finding]:
 def blame_rank(
     lateness: Lateness, gain_s: float, interval_s: tuple[float, float] | None = None, slow: SlowPart | None = None
 ) -> Finding:
-    """The rank that the others wait for, with the operator that is slower on it if it explains much of the wait."""
+    """The finding for a late rank, with the operator that is slower on it if that explains much of the wait."""
     waited = f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}"
     cure = f"check the cores, GPU clock, data and batch sizes of rank {lateness.rank}"
     evidence, operator = f"{waited}, which is last in {lateness.share:.0%} of steps", ""
@@ -146,12 +146,12 @@ def blame_rank(
 
 
 def blame_changing_rank(waits: Sequence[float], late: Lateness, step_s: float) -> Iterator[Finding]:
-    """Ranks that are late in turn, from how long the rank that waits least waits for another in each step."""
+    """The finding for a late rank that changes, from the waits of the rank that waits least, one per step."""
     gain_s = statistics.fmean(waits or [0.0])
     if gain_s < _TURNS_WORTH * step_s:
         return
-    text = f"even the rank that waits least waits {format_duration(gain_s)} per step, and the last rank changes"
-    cure = "look for work that ranks do at different steps: collections, logging, longer inputs, other programs"
+    text = f"even the rank that waits least loses {format_duration(gain_s)} per step, and the last rank changes"
+    cure = "look for work in different steps on each rank: garbage collection, logging, long inputs, other programs"
     interval_s = estimate_mean(waits, gain_s)
     yield Finding(
         "changing late rank",
@@ -167,12 +167,12 @@ def blame_data(
     waited_s: float, step_s: float, rank: int | None = None, workers: int = 2,
     interval_s: tuple[float, float] | None = None,
 ) -> Finding:  # fmt: skip
-    """The data loader, on one rank or on all of them."""
+    """The finding for waits on the data loader, on one rank or on all of them."""
     where = "" if rank is None else f" on rank {rank}"
     return Finding(
         "data",
         f"the step waits {format_duration(waited_s)} for data{where} ({waited_s / step_s:.0%} of the step)",
-        "load ahead with more workers, or make inputs smaller",
+        "prefetch with more workers, or make inputs smaller",
         waited_s,
         "at most",
         rank=rank,
@@ -272,7 +272,7 @@ def _name_bound(overview: Overview) -> Finding:
         "kernel": [(row.name, row.time_s) for row in overview.kernels[:1]],
         "cpu": [(row.name, row.self_s) for row in overview.operators[:1]],
     }
-    most = "".join(f", of which {row} takes {format_duration(time_s)}" for row, time_s in parts.get(largest, []))
+    most = "".join(f", with {format_duration(time_s)} in {row}" for row, time_s in parts.get(largest, []))
     share = f"{overview.share(largest):.0%} of {format_duration(overview.step_s)}{most}"
     text = f"no clear bottleneck: the largest part of the step is {name}, {share}"
     return Finding("bound", text, step_s=overview.step_s)
@@ -310,7 +310,7 @@ def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list
 
 
 def blame_host(idle_s: float, step_s: float) -> Finding:
-    """The host, which launches work too slowly for its GPU."""
+    """The finding for a host that launches work too slowly for its GPU."""
     idle = f"the GPU is idle for {format_duration(idle_s)} per step ({idle_s / step_s:.0%} of it) until the host "
     cure = "use a larger batch, torch.compile, CUDA graphs, or fewer calls that wait for the GPU, such as .item()"
     return Finding("host", f"{idle}launches more work", cure, idle_s, "at most", line="model = torch.compile(model)")
@@ -344,7 +344,7 @@ def blame_messages(
         cure = "send bf16; int8, PowerSGD and DiLoCo send less, but change the update"
         add("network", cure, how, "estimated", simulate_messages(traced, cuts, bytes_factor=0.5))
     if is_small:
-        cure = f"accumulate over {_MORE} times as many micro-batches, or use as much larger a batch"
+        cure = f"accumulate over {_MORE} times as many micro-batches, or make the batch as many times larger"
         line = "with model.no_sync(): ...  # in all micro-batches of a step but the last"
         add("batch", cure, line, "computed", (1 - 1 / _MORE,) * 3)
     return found
@@ -372,5 +372,5 @@ def rank_findings(found: Iterable[Finding], step_s: float, noise: float = 0.0) -
     kept = [one for one in (replace(one, step_s=one.step_s or step_s) for one in found) if one.is_worth(worth)]
     low_s = {one: one.gain_interval_s[0] for one in kept if one.kind in _ASSUMED and one.gain_interval_s}
     kept = [one for one in kept if low_s.get(one, math.inf) >= worth * one.step_s]
-    healthy = f"nothing is found that saves more than the noise, {worth:.0%} of a step"
+    healthy = f"no change is predicted to save more than the noise, {worth:.0%} of a step"
     return sorted(kept, key=lambda one: -one.gain_s) or [Finding("healthy", healthy, step_s=step_s)]

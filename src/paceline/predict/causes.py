@@ -1,4 +1,4 @@
-"""Causes of slow steps beside data, late ranks and messages: a table of detectors, each with its cure.
+"""Causes of slow steps besides data, late ranks and messages: a table of detectors, each with its cure.
 
 A detector reads the evidence of a profile and returns the `Loss` that it explains, if any. `find_causes` makes findings
 of them; `advice.rank_findings` drops those below the noise.
@@ -33,9 +33,9 @@ _BROADCASTS = 2  # of buffers per forward: one for each of their types
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a profile knows about a program: `rows` has each rank's parts of a step, `ranks` what each did beside its
-    steps, and `recorded` the steps that the profiler recorded. `idle_s` is the GPU's wait for the host, and `cores` are
-    those of the host."""
+    """Measurements of a profiled program: `rows` has each rank's parts of a step, `ranks` each rank's work outside its
+    steps, and `recorded` the profiler's steps. `idle_s` is the time a GPU waits for the host, and `cores` the number of
+    cores of the host."""
 
     rows: Sequence[RankRow]
     ranks: Sequence[RankRecord]
@@ -49,7 +49,7 @@ class Evidence:
 
     @property
     def step_s(self) -> float:
-        """A step with the pauses beside it, on average."""
+        """The mean step, including the pauses between steps."""
         return self.critical.step_s + sum(map(statistics.fmean, self.list_pauses().values()))
 
     @property
@@ -62,7 +62,7 @@ class Evidence:
         return [step for step in self.recorded if step.rank == self.critical.rank]
 
     def list_pauses(self) -> dict[str, list[float]]:
-        """The pauses of each timed step, by kind: all ranks wait for the longest one."""
+        """The pause at each timed step, by kind: the longest on any rank, because the other ranks wait for it."""
         found = {}
         for name in ("collected_s", "evaluated_s", "saved_s"):
             times = zip(*(getattr(rank, name) for rank in self.ranks), strict=True)
@@ -90,7 +90,7 @@ class Cause(NamedTuple):
 
 
 def find_critical(rows: Sequence[RankRow]) -> RankRow:
-    """The row of the rank that waits least for the others, which is the one that limits the step."""
+    """The row of the rank that limits the step: the one that waits least for the others."""
     return min(rows, key=lambda row: (row.waiting_s or 0.0, -row.step_s))
 
 
@@ -123,8 +123,8 @@ def _find_pauses(name: str, what: str) -> Callable[[Evidence], Loss | None]:
             return None
         gain_s = statistics.fmean(times)
         if name == "collected_s" and evidence.ranks[0].device == "cuda":
-            gain_s = min(gain_s, evidence.idle_s)  # the GPU works on what the host has launched
-        # One more or one fewer may fall into as many steps.
+            gain_s = min(gain_s, evidence.idle_s)  # the GPU keeps running launched kernels
+        # Another run of the same length may contain one pause more or less.
         low, high = (gain_s * count / len(found) for count in (max(0.5, len(found) - 1), len(found) + 1))
         by_rank = {rank.rank: sum(getattr(rank, name)) for rank in evidence.ranks}
         most = max(by_rank, key=by_rank.__getitem__)
@@ -141,7 +141,7 @@ def _find_pauses(name: str, what: str) -> Callable[[Evidence], Loss | None]:
 
 
 def _find_unused(evidence: Evidence) -> Loss | None:
-    """The search of the graph, and what it sends: which parameters were used on any rank."""
+    """The cost of searching the graph for unused parameters, and of exchanging which ones any rank used."""
     recorded, first = evidence.list_recorded(), evidence.ranks[0]
     if not first.find_unused or first.is_static or not recorded:
         return None
@@ -150,10 +150,10 @@ def _find_unused(evidence: Evidence) -> Loss | None:
         search_s = sum(one.own_s for one in step.operators if _SEARCH in one.name)
         times.append(search_s + sum(stall.blocked_s for stall in step.stalls if 0 <= stall.start_s <= step.over_s))
     gain_s = statistics.fmean(times)
-    text = f"find_unused_parameters=True searches the graph in each step for {format_duration(gain_s)}"
+    text = f"find_unused_parameters=True spends {format_duration(gain_s)} per step searching the graph"
     interval_s = estimate_mean(times, gain_s)
     if any(rank.has_unused for rank in evidence.ranks):
-        cure = "if the same parameters are unused in every step, say so, and the search is made once"
+        cure = "if the same parameters are unused in every step, set static_graph=True to search only once"
         return Loss(gain_s, f"{text}, and finds some", interval_s, None, cure, _STATIC)
     return Loss(gain_s, f"{text}, but all parameters are used", interval_s)
 
@@ -190,10 +190,10 @@ def _find_unfused(evidence: Evidence) -> Loss | None:
 
 
 def _find_replicated(evidence: Evidence) -> Loss | None:
-    """Each rank updates all parameters. With a sharded optimizer, messages have as many bytes."""
+    """Each rank updates all parameters. A sharded optimizer would send the same number of bytes."""
     took_s, n = evidence.critical.optimizer_s or 0.0, len(evidence.rows)
     if n < 2 or (evidence.ranks[0].can_fuse and not evidence.ranks[0].is_fused):
-        return None  # to fuse it comes first: it takes one argument
+        return None  # advise fusing first, because it takes only one argument
     gain_s = took_s * (1 - 1 / n)
     text = f"each of {n} ranks updates all parameters, which takes {format_duration(took_s)}"
     return Loss(gain_s, text, (gain_s / 2, gain_s))
@@ -203,7 +203,7 @@ def _find_replicated(evidence: Evidence) -> Loss | None:
 
 
 def _find_crowding(evidence: Evidence) -> Loss | None:
-    """Hosts whose ranks have more threads than cores, if they keep these busy."""
+    """Hosts whose ranks have more threads than cores and keep the cores busy."""
     worst = max(group_by(evidence.ranks, lambda rank: rank.host).values(), key=lambda rs: sum(r.threads for r in rs))
     threads, cores = sum(rank.threads for rank in worst), evidence.cores or max(rank.cores for rank in worst)
     used = sum(rank.cpu_share for rank in worst)
@@ -262,7 +262,7 @@ CAUSES = (
         "garbage collection",
         "at most",
         _find_pauses("collected_s", "a full garbage collection"),
-        "exclude what stays alive from collections, and collect at the same step on all ranks",
+        "exclude long-lived objects from collection, and collect at the same step on all ranks",
         "gc.collect(); gc.freeze(); gc.disable()  # before the loop; in it, gc.collect() every 1000 steps",
     ),
     Cause(
@@ -304,14 +304,14 @@ CAUSES = (
         "unused parameters",
         "computed",
         _find_unused,
-        "leave the search out",
+        "turn the search off",
         "DistributedDataParallel(model)",
     ),
     Cause(
         "buffers",
         "computed",
         _find_buffers,
-        "do not broadcast them; statistics of BatchNorm are only needed in evaluation, so broadcast them before it",
+        "do not broadcast them; only evaluation needs BatchNorm statistics, so broadcast them before it",
         "DistributedDataParallel(model, broadcast_buffers=False)",
     ),
     Cause("optimizer", "estimated", _find_unfused, "update all parameters in one kernel", ""),

@@ -1,6 +1,6 @@
 """The cost of an all-reduce as a function of its bytes: one interface with its implementations, one fit, one bootstrap.
 
-A `CostCurve` holds for a fixed number of ranks; `networks` chooses the curve for a network on n ranks.
+A `CostCurve` applies to a fixed number of ranks; `networks` chooses the curve for a network on n ranks.
 """
 
 import bisect
@@ -28,12 +28,12 @@ T = TypeVar("T")
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
 # Beyond this multiple of the measured bytes or ranks, an estimate is a guess.
 _REACH = 2
-# A table that begins with large messages says little about small ones, but none takes less than this.
+# Lower bound on the time of a message, for tables that begin with large messages.
 _LEAST_S = 10e-6
 # Number of draws of the inputs for an interval.
 DRAWS = 40
 _SEED = 17
-# Number of errors in a draw that repetitions cannot show, and of random orders to try for each.
+# Number of errors per draw that repetitions cannot show, and of random orders tried for each error.
 _NUM_ERRORS, _TRIES = 5, 200
 # No single host has more ranks than this.
 _MOST_ON_ONE_HOST = 512
@@ -60,9 +60,9 @@ class Resample:
     """The repetitions that a fit uses: all of them or, given a random source, a bootstrap sample drawn with
     replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
     an unstable series (`UNSTABLE`) a draw is a single repetition: more samples do not average out the disturbance of a
-    busy machine. Errors that repetitions cannot show are in standard deviations, and 0 if nothing is drawn: `error` is
-    the model's own, `noise` that of the measured median, `shift` that of the network, `slowdown` that of ranks next to
-    each other, and `latency` that of a message's latency."""
+    busy machine. Errors that repetitions cannot show are in standard deviations, and 0 if nothing is drawn: those of
+    the model (`error`), the measured median (`noise`), the network (`shift`), the slowdown by neighboring ranks
+    (`slowdown`), and a message's latency (`latency`)."""
 
     source: random.Random | None = None
     is_unstable: bool = False
@@ -131,8 +131,8 @@ def find_interval(value: float, draws: Sequence[float]) -> tuple[float, float]:
 
 
 def _find_quantile(ordered: Sequence[float], p: float) -> float:
-    """The p-quantile of sorted draws. The draws are the midpoints of equal shares, as those of `_draw_errors`, so the
-    k-th of n (from 0) is the quantile (k + 0.5) / n."""
+    """The p-quantile of sorted draws. As in `_draw_errors`, draws are midpoints of equal shares: the k-th of n (from 0)
+    is the quantile (k + 0.5) / n."""
     last = len(ordered) - 1
     position = min(max(p * len(ordered) - 0.5, 0), last)
     low = int(position)
@@ -210,8 +210,8 @@ def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
 
 
 def smooth_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
-    """The line through (bytes, seconds) at their sizes: the noise of single points of a table would otherwise choose
-    the bucket size. The curve through the points themselves if their times do not grow."""
+    """A line fitted to (bytes, seconds), at their sizes, because otherwise the noise of single points would determine
+    the bucket size. If times do not grow, the curve through the points themselves."""
     curve = fit_curve(points)
     with contextlib.suppress(MeasurementError):
         line = fit_line(zip(curve.sizes, curve.seconds, strict=True))
@@ -341,7 +341,7 @@ def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[Collectiv
 
 @dataclass(frozen=True)
 class DerivedCurve(CostCurve):
-    """A curve given by two functions, mostly of other curves."""
+    """A curve defined by two functions, usually of other curves."""
 
     seconds: Callable[[float], float]
     explained: Callable[[float], tuple[str, str]] = lambda num_bytes: ("measured", "")
@@ -390,7 +390,7 @@ def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
 
 
 def _split_latency(curve: CostCurve, num_bytes: float) -> tuple[float, float]:
-    """The time of a message: the part that any message takes, and the rest."""
+    """The time of a message, split into its latency and the rest."""
     whole_s = curve.estimate_s(num_bytes)
     latency_s = min(whole_s, curve.estimate_s(1))
     return latency_s, whole_s - latency_s

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel, as in torch's `fully_shard`: its step, and the memory per rank of it and of strategies.
+"""Fully sharded data parallel, as in torch's `fully_shard`: its step, and memory per rank, also of other strategies.
 
 The schedule: each block is a unit, and all other parameters form the root unit. A rank holds a shard of every unit. It
 gathers the root first and keeps it; it gathers each other unit while the unit before it computes, in forward and again
@@ -88,7 +88,7 @@ def simulate_fully_sharded(job: Job, blocks: Blocks, costs: MachineCosts, world_
         spans.append(span)
         return span
 
-    # What is neither forward nor backward, such as loading data, comes before the root is needed.
+    # Time outside forward and backward, such as data loading, comes before the root is needed.
     line.compute(root.forward_share * job.before_s)
     line.wait_for(send("all-gather", root))
     gathered = [send("all-gather", unit) for unit in units[:1]]
@@ -132,8 +132,8 @@ def count_states(optimizer: str, momentum: float) -> int:
 
 
 def estimate_memory(job: Job, strategy: Strategy | None, blocks: Blocks, num_states: int, world_size: int) -> int:
-    """Bytes of parameters, gradients, optimizer state and what the strategy keeps between steps, per rank. None stands
-    for fully sharded data parallel. Does not include activations and temporary memory."""
+    """Bytes per rank of parameters, gradients, optimizer state and the strategy's state between steps. A strategy of
+    None means fully sharded data parallel. Excludes activations and temporary memory."""
     size = job.num_bytes
     if strategy is None:
         root, units = blocks.list_units(job)

@@ -122,7 +122,7 @@ class Policy:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         at_left, at_right = (self.estimate_share(math.exp(x)) for x in (left, right))
         while high - low > 1e-4:
-            # If no time counts on either side, prefer the shorter interval.
+            # If neither interval makes progress, prefer the shorter one.
             if at_left >= at_right:
                 high, right, at_right = right, left, at_left
                 left = high - ratio * (high - low)
@@ -180,7 +180,7 @@ def _integrate(rate: float, until_s: float) -> float:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """`useful_s` are steps that count; `lost_s` are steps discarded when a checkpoint was loaded."""
+    """`useful_s` is the time of steps that count; `lost_s` that of steps discarded when a checkpoint was loaded."""
 
     seconds: float
     useful_s: float

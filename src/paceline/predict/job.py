@@ -157,7 +157,7 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
     notes = [
         f"{record.model} on one {record.device} rank, batch size {record.batch_size}, {record.source}: "
         f"{len(found)} gradients, {size} in {' and '.join(dtypes)}; step {format_ms(before_s + total_s + after_s)} ms, "
-        f"of which backward {format_ms(total_s)} ms; ready times divided by the profiling overhead, {cost:.3f}"
+        f"including {format_ms(total_s)} ms of backward; ready times divided by the profiling overhead, {cost:.3f}"
     ]
     if gradients is not None and {p.dtype for p in record.parameters} != set(dtypes):
         notes.append(f"gradients are sent in {dtypes[0]}; the conversion is assumed to be free")
@@ -200,9 +200,8 @@ def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float,
 
 
 def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -> list[Job]:
-    """The job as it might have come out of other repetitions of its profile. Draws use whole repetitions, because the
-    phases of one repetition are correlated, or single repetitions if the profile is unstable; ready times scale with
-    backward."""
+    """Bootstrap draws of the job from the repetitions of its profile. They use whole repetitions, because the phases of
+    one repetition are correlated, or single repetitions if the profile is unstable; ready times scale with backward."""
     source, draws = random.Random(seed), []
     for resample in (Resample(source, record.timing.noise > UNSTABLE) for _ in range(count)):
         total_s = resample.median(record.backward)

@@ -1,9 +1,9 @@
 """Memory over one step: allocated bytes over time by category, and the peak.
 
 Recording (`measure.recorder`) sets marks in a step and lists the live tensors and their categories at each. In between,
-torch reports allocations and frees as `[memory]` events of the trace. A block belongs to the category it has at any
-mark. Unmarked blocks are activations if forward allocates and leaves them, temporary if they are freed by the end of
-the step, and other in all remaining cases.
+torch reports allocations and frees as `[memory]` events of the trace. A block has the category that any mark lists for
+it. Unmarked blocks are activations if forward allocates and leaves them, temporary if they are freed by the end of the
+step, and other in all remaining cases.
 """
 
 import math

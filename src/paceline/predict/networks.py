@@ -48,8 +48,8 @@ class Correction:
 Errors = Sequence[tuple[int, float]]
 SHEET_ERRORS: Errors = ((MIB // 4, 0.65), (4 * MIB, 0.45), (128 * MIB, 0.45))
 SITE_ERRORS: Errors = ((MIB // 4, 0.6), (4 * MIB, 0.55), (128 * MIB, 0.45))
-# Elsewhere a message takes this much longer than in a published table. nccl-tests takes as long at other sites on
-# average, but a message of a torch program about 1.5 times as long: it does not follow another one at once.
+# Factor on published times at other sites. nccl-tests takes as long there on average, but a message of a torch program
+# takes about 1.5 times as long, because messages do not follow each other immediately.
 SITE_FACTOR = 1.3
 CORRECTION = Correction(overhead_s=7e-6, latency=1.9, efficiency=0.76, ramp=1.0)
 # We found no table for a link of up to 25 Gb/s. Our own 1 Gb/s link shows that TCP saturates it but starts slowly.
@@ -58,7 +58,7 @@ _SLOW_BYTES_PER_S, SLOW = 25e9 / 8, Correction(overhead_s=200e-6, latency=4.0, e
 # node to several, times grow by a factor that depends on the size and is itself uncertain.
 ERROR_PER_DOUBLING = 0.27
 FIRST_NODE, FIRST_NODE_ERROR = ((MIB // 4, 1.5), (4 * MIB, 2.5)), 0.5
-# Hardly any node has more GPUs, so that more ranks of NCCL than this cross a node boundary.
+# Few nodes have more GPUs, so more NCCL ranks than this are assumed to span nodes.
 _MOST_GPUS = 8
 # The share of the latency inside a node that does not grow with the ranks: NCCL's launch. Between nodes it is small.
 _LAUNCH = 0.7
@@ -128,7 +128,7 @@ class Network:
         if self.sweeps:
             ranks = ", ".join(dict.fromkeys(str(sweep.ranks) for sweep in self.sweeps))
             sources = "; ".join(dict.fromkeys(sweep.source for sweep in self.sweeps))
-            slower = f"{SITE_FACTOR:g} times the published seconds, because other sites measured longer ones"
+            slower = f"times multiplied by {SITE_FACTOR:g}, because other sites measured longer ones"
             return f"{self.name}: as published for {ranks} ranks ({self.note}; {sources}), with {slower}"
         rate, latency = format_rate(self.bandwidth_bytes_per_s), format_duration(self.latency_s)
         return f"{self.name}: {rate} GB/s and {latency} {place} ({self.note})"
@@ -344,9 +344,9 @@ def _group_sweeps(points: Iterable[tuple[int, int, tuple[float, ...]]]) -> dict[
 class MeasuredFabric:
     """Sweeps of one backend: used as measured on their own rank counts, and scaled from the nearest count by the fits
     on others. `sweeps` maps ranks and sizes, both ascending, to the seconds of all repetitions. `what` is the name with
-    device and dtype. `ranks_per_node` ranks share a node (0 if unknown); measurements on one node say little about
-    several nodes. `cores` are the host's cores that move messages (0 if none). `errors` are the standard deviations of
-    the sweeps themselves, and `shift` moves the times by that many standard deviations."""
+    device and dtype. `ranks_per_node` ranks share a node (0 if unknown); measurements on one node do not predict
+    several nodes well. `cores` are the host's cores that move messages (0 if none). `errors` are the standard
+    deviations of the sweeps themselves, and `shift` moves the times by that many standard deviations."""
 
     name: str
     what: str

@@ -36,7 +36,7 @@ from paceline.records.steps import SERVERS
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes, format_duration, format_ms
 
-# Number of factors that are distinguished between two bounds.
+# Number of candidate factors between two bounds.
 _FACTORS = 1 << 20
 # A free plan that does not beat a single cap by this share is not worth its complexity.
 _WORTH = 0.002
@@ -47,8 +47,8 @@ _MOST_IDLE = 0.8
 
 
 class Evidence:
-    """The records of a tuning run or a profile that a prediction may learn from, by purpose. The job's own steps are
-    excluded. A profile has no sweep."""
+    """The records of a tuning run or a profile that a prediction may use, by purpose. Excludes the job's own steps. A
+    profile has no sweep."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         every = [record for record in records if isinstance(record, StepRecord)]
@@ -94,8 +94,8 @@ class Evidence:
 @dataclass(frozen=True)
 class RankCosts:
     """The costs of a wrapper and its messages to a rank on any network; None if not measured. `neighbours` maps the
-    number of ranks on a host to their compute time relative to the profile, whose own number comes first. Messages of
-    the sizes in `too_short` could not measure contention."""
+    number of ranks on a host to their compute time relative to the profile, whose own number comes first. Steps with
+    messages of the sizes in `too_short` could not measure contention."""
 
     launch_s: float = 0.0
     gather_s_per_byte: float = 0.0
@@ -273,7 +273,7 @@ class Calibration(NamedTuple):
         return self.factors[0] if len(self.factors) == 1 else statistics.geometric_mean(self.factors)
 
     def draw(self, shift: float = 0.0) -> MachineCosts:
-        """The costs; with `shift`, at so many standard errors from the mean factor. A single step has none."""
+        """The costs at `shift` standard errors from the mean factor. A single step has no standard error."""
         logs = [math.log(factor) for factor in self.factors]
         error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
         return self.scale(self.factor * math.exp(error * shift))
@@ -311,7 +311,7 @@ class Prediction:
     which does not include random waits. `straggler_s` is what the slowest rank adds. `drawn_s` is the step time in each
     draw, and `drawn_local_s` that of one rank alone.
 
-    It holds for `world_size` ranks on a `network` with a `strategy`. `cuts` are the ends of the buckets, which come
+    It applies to `world_size` ranks on a `network` with a `strategy`. `cuts` are the ends of the buckets, which come
     from a `plan` or from the cap `cap_bytes` (0 if no cap produces them). All caps on the `plateau` are equally good,
     and `default_step_s` is the step time with torch's default buckets. `message_s` is the time of a single message with
     all gradients, `sent_bytes` the bytes that a rank sends per step, `neighbours_s` the slowdown caused by other ranks
@@ -438,7 +438,7 @@ class Prediction:
         return self.measured is None or self.measured.bucket_bytes == self.bucket_bytes
 
     def compare(self, other: Prediction) -> Interval:
-        """The ratio of this step to another, with its interval. Both have the same draws."""
+        """The ratio of this step to another, with its interval. Both must use the same draws."""
         value = self.step_s / other.step_s
         drawn = [here / there for here, there in zip(self.drawn_s, other.drawn_s, strict=True)]
         return Interval(value, *find_interval(value, drawn))
@@ -518,7 +518,7 @@ class Predictor:
         )
 
     def compare(self, mine: Prediction, other: Prediction) -> Interval:
-        """The ratio of one prediction to another. Its lower end is limited to the most that any plan can save."""
+        """The ratio of one prediction to another. Its lower end is bounded by the most that any plan can save."""
         ratio = mine.compare(other)
         return replace(ratio, low=min(ratio.value, max(ratio.low, 1 - self.limit_gain(other.cuts).share)))
 

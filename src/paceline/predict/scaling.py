@@ -38,11 +38,11 @@ SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
 _COPIES_POWER = 2.0
 
 
-@functools.lru_cache(maxsize=256)  # a thousand strata, and a curve has many draws
+@functools.lru_cache(maxsize=256)  # each call evaluates a thousand strata, and a curve has many draws
 def estimate_wait(spread: float, count: int, slow: float = 0.0) -> float:
-    """How much longer than an average rank the slowest of `count` takes, as a share of the median, for lognormal times.
-    `spread` is the standard deviation of a rank's time relative to the median. If one of the ranks is always slower by
-    the share `slow`, how much longer than that rank."""
+    """The extra time of the slowest of `count` ranks over an average rank, as a share of the median, for lognormal
+    times. `spread` is the standard deviation of a rank's time relative to the median. If one rank is always slower by
+    the share `slow`, the extra time is relative to that rank."""
     if not slow >= 0:
         raise ConfigError(f"a slow rank takes longer than the others by 0 % or more, not {slow:.0%}")
     if not 0 <= spread < 1 or count < 1:

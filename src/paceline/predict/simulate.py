@@ -346,7 +346,7 @@ class MessageTimes(NamedTuple):
 class Queue:
     """The model in closed form, for one message at a time; one row per step, with its buckets in launch order. The
     clock is the compute done so far, with launches and copies. `ready_s` is when each bucket is complete without
-    these; the buckets for which `is_bucket` is false fill up shorter rows."""
+    these; buckets for which `is_bucket` is false pad shorter rows."""
 
     def __init__(
         self, costs: MachineCosts, sizes: Floats, ready_s: Floats, backward_s: float, is_bucket: NDArray[np.bool_]

@@ -32,8 +32,8 @@ BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50
 
 
 def list_strategies(given: str | Sequence[str], can_shard: bool = True) -> tuple[Strategy, ...]:
-    """`all`, or the named ones. The baselines come first: dense all-reduce, and bfloat16. Without `can_shard`, `all`
-    leaves out those that shard the optimizer."""
+    """Parse `all` or a list of strategies. The baselines come first: dense all-reduce, and bfloat16. Without
+    `can_shard`, `all` excludes those that shard the optimizer."""
     texts = given.strip(" ,;") if isinstance(given, str) else tuple(given)
     if not texts:
         raise ConfigError("no strategy given: use all, or a list such as bf16,powersgd:4", code="strategy")

@@ -1,4 +1,4 @@
-"""A job described by tables of layers and of all-reduce, and what its steps at some bucket sizes add. Pure."""
+"""A job described by tables of layers and all-reduce times, and its calibration to measured steps. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts
 from paceline.records import CapTimeRecord, CollectiveRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.records.samples import Summary
 
-# Bounds of the factor that measured times are fitted with.
+# Bounds of the factor that is fitted to measured times.
 _FACTORS = (0.5, 4.0)
 
 
 class TabledJob:
-    """The job with its costs: `costs` from the tables alone, and `slowed` with the contention that is assumed for NCCL.
-    `calibration` has the one rate at which messages and compute slow each other down that reproduces the `measured`
-    times; None without any."""
+    """The job with its costs: `costs` from the tables alone, and `slowed` with the contention assumed for NCCL.
+    `calibration` fits one rate, at which messages and compute slow each other down, to the `measured` times; None
+    without any."""
 
     def __init__(
         self, sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord], sweep: Sequence[CollectiveRecord],
@@ -62,7 +62,7 @@ class TabledJob:
         return MachineCosts(MeasuredCurve(self.curve.sizes, seconds), contention=contention)
 
     def build_predictor(self) -> Predictor:
-        """Predicts steps, with draws of what is not known."""
+        """The predictor of steps, with draws of the uncertain inputs."""
 
         def build(resample: Resample) -> Draw:
             if self.calibration is not None:

@@ -302,9 +302,9 @@ def judge_tuning(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan,
     predictions: Sequence[Mapping[str, Any]] = (),
 ) -> Tuning:  # fmt: skip
-    """Derive a tuning from its records; the predictor uses only the calibration records. Before plans are run, the best
-    ones are searched. Afterwards `predictions` gives the cuts of each, which cannot be recovered from its bucket sizes
-    when dtypes are mixed."""
+    """Derive a tuning from its records; the predictor uses only the calibration records. If no plan has run yet,
+    searches for the best ones. Otherwise `predictions` gives the cuts of each plan, which cannot be recovered from its
+    bucket sizes when dtypes are mixed."""
     model = Predictor.fit(Evidence(records), settings.build_curve())
     jobs = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
     ran = {record.label: record for record in jobs if record.note}

@@ -97,7 +97,7 @@ def simulate_what_if(
     jobs = enumerate([job, *draws])
 
     def build(resample: Resample) -> Callable[[int], Draw]:
-        """The known facts about the job, the fabric and a rank's costs, for any number of ranks."""
+        """One draw of the job, the fabric and a rank's costs, as a function of the number of ranks."""
         number, alone = next(jobs)
         alone = alone.accumulate(accumulate)
         there = fabric if resample.source is None else fabric.draw(resample.source, resample.shift)
@@ -108,7 +108,7 @@ def simulate_what_if(
             mine = _stretch(alone, there, world_size, rank, resample.slowdown)
             codecs = Resample(random.Random(number) if number else None)
             wait_s, slow_s = estimate_wait(spread, world_size, slow) * mine.computing_s, 0.0
-            if slow and world_size > 1:  # the others wait for its messages, so its step is that of all
+            if slow and world_size > 1:  # the others wait for its messages, so all steps take as long
                 slow_s, mine = slow * mine.local_s, mine.stretch(1 + slow)
             sending = send(world_size, mine.backward_s / alone.backward_s, codecs)
             # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
@@ -133,7 +133,7 @@ def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, 
     """The best bucket size, as a row."""
     job, costs, sending = model.job, model.costs, model.costs.sending
     caps = estimate_caps(job, costs, most_caps)
-    # Even if launches are modeled as free, they are not: among plans with the same time, take the fewest buckets.
+    # Launches are never free, even if modeled as free: among equally fast plans, take the one with the fewest buckets.
     same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: len(point.cuts))
     default = simulate(job, plan_like_torch(job.gradients, range(len(job.gradients))), costs)

@@ -42,7 +42,7 @@ Seconds = Annotated[float, at_least(0)]
 
 @dataclass(frozen=True)
 class Checked:
-    """The base of records and their parts. A rule in an annotation also holds for each item of a tuple; None is valid
+    """The base of records and their parts. A rule in an annotation also applies to each item of a tuple; None is valid
     where the type allows it."""
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from paceline import __version__, machine
 from paceline.units import format_memory
 
-# Prefixes of variables that affect a result. None of them holds a path.
+# Prefixes of variables that affect a result. None of them contains a path.
 _PREFIXES = (
     "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_VISIBLE_", "CUDA_DEVICE_MAX_",
     "CUDA_LAUNCH_",

@@ -30,14 +30,14 @@ _TEXTS = {
     "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
     "parameters": ("WRONG PARAMETERS of {}: replicas differ from each other or from torch's wrapper", ""),
     "above": (
-        "above the memory bandwidth of one core per rank at {}: several cores took part, or it was disturbed",
+        "above the memory bandwidth of one core per rank at {}: several cores shared the work, or it was disturbed",
         "",
     ),
     "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or for longer"),
     "epochs": ("unstable at {} (p10 to p90 of epochs)", "repeat on a quiet machine or with more --epochs"),
     "drifting": ("not settled at {} (second half compared with the first)", "warm up for longer"),
     "few": ("fewer than 5 repetitions at {}: the median is not reliable", ""),
-    "skewed": ("ranks arrive far apart at {}: over half of the time is waiting for the last one", ""),
+    "skewed": ("ranks arrive far apart at {}: over half of the time is spent waiting for the last one", ""),
 }
 _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 
@@ -46,11 +46,11 @@ _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 _SUBJECTS = {
     "data": "data loading", "late rank": "a late rank", "buckets": "the bucket size", "backend": "the gloo backend",
     "batch": "the small batch", "network": "exposed communication", "host": "the host", "accumulate": "communication",
-    "compress": "the size of messages", "copies": "copies", "optimizer": "the optimizer", "launches": "kernel launches",
-    "tensor cores": "arithmetic without tensor cores", "threads": "too many threads",
-    "changing late rank": "late ranks in turn", "shared cores": "competition for cores", "throttling": "CPU throttling",
+    "compress": "the message size", "copies": "copying", "optimizer": "the optimizer", "launches": "kernel launching",
+    "tensor cores": "arithmetic without tensor cores", "threads": "CPU oversubscription",
+    "changing late rank": "variation between ranks", "shared cores": "core contention", "throttling": "CPU throttling",
     "unused parameters": "the search for unused parameters", "buffers": "the broadcast of buffers",
-    "replicated optimizer": "the optimizer of each rank",
+    "replicated optimizer": "the replicated optimizer",
     "evaluation": "evaluation between steps", "checkpoint": "saving checkpoints",
 }  # fmt: skip
 HEALTHY = ("healthy", "computing", "bound")  # kinds without a remedy
@@ -59,7 +59,7 @@ HEALTHY = ("healthy", "computing", "bound")  # kinds without a remedy
 @dataclass(frozen=True)
 class Finding:
     """A cause, named by `kind`, with its evidence and its remedy, both as clauses; there may be no remedy. `line` is
-    the remedy as code to paste or a command, and `operator` what a late `rank` spends more time on than the others.
+    the remedy as code to paste or a command, and `operator` the one that is slower on a late `rank`.
 
     `gain_s` is the possible saving per step of `step_s`, and `certainty` says how it was derived: `measured`,
     `computed` from the trace, `at most` (a bound), `estimated` (under an assumption that the text states), or
@@ -98,7 +98,7 @@ class Finding:
         return self.gain_s / self.step_s if self.step_s else 0.0
 
     def is_worth(self, share: float) -> bool:
-        """Whether it saves at least this share of the step, and its interval excludes that it saves nothing."""
+        """Whether it saves at least this share of the step, with an interval that excludes 0."""
         return self.share >= share and (self.gain_interval_s is None or self.gain_interval_s[0] > 0)
 
     @property

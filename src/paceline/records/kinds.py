@@ -131,8 +131,8 @@ class MemoryRecord(_Timed):
 
 
 class MemoryBounds:
-    """The lower bound that memory sets on an all-reduce, for each measured device, number of ranks, size and dtype: the
-    faster of the passes over the same bytes."""
+    """The lower bound that memory bandwidth sets on an all-reduce, for each measured device, number of ranks, size and
+    dtype: the faster of the passes over the same bytes."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         passes = sorted((r for r in records if isinstance(r, MemoryRecord)), key=lambda r: r.time_s, reverse=True)

@@ -227,8 +227,8 @@ class LayerProfileRecord(Record):
 @dataclass(frozen=True, kw_only=True)
 class CodecRecord(Record):
     """The computing time of a strategy's codec for gradients of `num_bytes` in `num_buckets`, as on `world_size` ranks,
-    with synthetic messages. `parts` are the seconds before the first message and after each one, on all ranks that took
-    part; they computed at the same time."""
+    with synthetic messages. `parts` are the seconds before the first message and after each one, on all measured ranks,
+    which computed at the same time."""
 
     kind: ClassVar[str] = "codec"
     strategy: str

@@ -385,8 +385,8 @@ class TracedMessage(Checked):
 
 @dataclass(frozen=True)
 class Stall(Checked):
-    """Another collective of the program than those messages: its start, in seconds since backward began, its time, and
-    the part of it in which the rank computed nothing."""
+    """A collective of the program that is not a gradient message: its start in seconds since backward began, its time,
+    and the part of that in which the rank computed nothing."""
 
     start_s: float
     took_s: Seconds
@@ -395,7 +395,7 @@ class Stall(Checked):
 
 @dataclass(frozen=True)
 class OperatorTime(Checked):
-    """The time of an operator in a step, without that of the operators inside it."""
+    """The self time of an operator in a step."""
 
     name: str
     own_s: Seconds
@@ -408,7 +408,7 @@ class TracedStepRecord(Record):
     `gradient_bytes` list the gradients in ready order. `alone_s` are the backwards under `no_sync`, which send nothing.
     `launch_s` is the host time to launch a message; 0 if the device computes meanwhile. `are_sizes_known` is False
     if the trace has only the sizes of messages, not those of gradients. A step without messages sent nothing.
-    `num_other` counts all-reduces inside backward that were not of gradients, and `stalls` are all other collectives.
+    `num_other` counts all-reduces inside backward that carried no gradients, and `stalls` are all other collectives.
     `data_s` and `forward_s` are parts of `before_s` (on a GPU, data only while it was idle), `optimizer_s` of
     `after_s`; 0 if they are unknown. `operators` are the longest ones.
 
@@ -472,13 +472,12 @@ class TracedStepRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord(Record):
-    """What one rank of an attached program did beside its steps, and how it is configured. Each of the tuples has a
-    value per timed step, which the times of the steps exclude: seconds in full garbage collections (host time), in
-    evaluation and in saving checkpoints, and the elements of the step's batches. The rates are shares of wall time:
-    `cpu_share` may exceed 1 with several threads, `queued_share` is waiting for a core and `throttled_share` by the
-    limits of a container. `padded_share` is that of the batches of recorded steps. `buffer_bytes` are broadcast in each
-    forward. `delivered_share` is that of the time in the data loader in which the batch was already there, so that only
-    its transfer from the worker took time."""
+    """One rank of an attached program: its work outside timed steps, and its configuration. Each tuple has one value
+    per timed step: seconds in full garbage collections (host time), in evaluation and in saving checkpoints, which step
+    times exclude, and the elements of the step's batches. `cpu_share` (above 1 with several threads), `queued_share`
+    (waiting for a core) and `throttled_share` (by a container's limits) are shares of wall time. `padded_share` is the
+    share of padding in the batches of recorded steps. `buffer_bytes` are broadcast in each forward. `delivered_share`
+    is the share of time in the data loader that only transferred batches which workers had finished."""
 
     kind: ClassVar[str] = "rank"
     rank: int

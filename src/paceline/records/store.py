@@ -43,8 +43,8 @@ _STUDY_FORMAT, _CELL_FORMAT = ("paceline-study", 1), ("paceline-cell", 3)
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a command: its resolved settings (`config`), the `environment`, and the `records`. `warnings` holds
-    only reasons to distrust the result."""
+    """One run of a command: its resolved settings (`config`), the `environment`, and the `records`. `warnings` are only
+    reasons to distrust the result."""
 
     verb: str
     config: dict[str, Any]
@@ -128,7 +128,7 @@ def naming_damage() -> Callable[[Callable[P, T]], Callable[P, T]]:
             except PacelineError:
                 raise
             except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError) as error:
-                text = f"an input file holds an invalid value: {type(error).__name__}: {_first_line(error)}"
+                text = f"an input file contains an invalid value: {type(error).__name__}: {_first_line(error)}"
                 advice = "write the file again with the command that made it"
                 raise RecordError(f"{text}; {advice}", code="damaged") from error
 

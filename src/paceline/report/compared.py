@@ -1,4 +1,4 @@
-"""Runs compared with the first one: their numbers, the certainty of differences, and the settings that differ."""
+"""Run comparison: numbers relative to the first run, which differences are significant, and settings that differ."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ from paceline.report.table import Column, Table, build_row, format_ratio, join_w
 from paceline.report.training_result import TrainRunResult
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
-# Settings that differ without a note: runs are compared where these are equal, or they are results or follow from
-# other settings.
+# Settings whose differences are not reported: rows are matched by them, or they follow from results or other settings.
 _PHASES_MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
 _TRAINING_MAY_DIFFER = ("ranks", "outcome", "faults")
-_TUNING_MAY_DIFFER = ("tune", "predictions", "gradients", "default_plan")  # `tune` is listed by setting
+_TUNING_MAY_DIFFER = ("tune", "predictions", "gradients", "default_plan")  # fields of `tune` are compared singly
 _MOST_LETTERS = 120  # maximum length of a setting's value
 # Compared quantities, by JSON key; throughput first for traces, because their batches may differ.
 _OF_PHASES = (
@@ -50,19 +49,19 @@ _OF_TRACES = (
 )
 _OF_TRAINING = ("step_s", "data_wait_s", "exposed_comm_s")
 _UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # others follow from the suffix
-_RATIO_NOTE = "Ratios of medians, ± 95 %; = means 1 within that interval. The runs were not interleaved."
+_RATIO_NOTE = "Ratios of medians ± 95 %; = marks an insignificant difference. The runs were not interleaved."
 # Fields of a record that do not identify the measurement, or that follow from other fields.
 _ABOUT = (
     *("source", "note", "num_wrong", "num_checked", "held_bytes", "peak_step_bytes", "order_seed"),
     *("configuration", "num_parameters", "steps_per_turn"),
 )
 
-_Key = str | tuple[str, ...]  # identifies a number: its name, or the fields of its record in words
+_Key = str | tuple[str, ...]  # identifies a number: its name, or its record's fields as text
 
 
 class _Number(NamedTuple):
-    """One number of a run. Its ratio to another one has an interval if it has `samples`, or if it is an accuracy over
-    `num_tested` samples."""
+    """One number of a run. Its ratios have an interval if it has `samples`, or if it is an accuracy over `num_tested`
+    samples."""
 
     unit: str
     value: float | None
@@ -70,7 +69,7 @@ class _Number(NamedTuple):
     num_tested: int = 0
 
     def find_noise(self, first: _Number) -> float | None:
-        """Half the width of the 95 % interval of the ratio to the first run's number."""
+        """The half-width of the 95 % interval of the ratio to the first run's number; None if unknown."""
         if self.samples and first.samples:
             return compare_medians(self.samples, first.samples).noise
         a, b = first.value, self.value
@@ -80,7 +79,7 @@ class _Number(NamedTuple):
 
 
 def _list_numbers(result: Result) -> dict[_Key, _Number]:
-    """The numbers of a run by key: those of a trace, training, an observed program or phases, or of timed records."""
+    """The numbers of a run by key. The kind of result determines which numbers it has."""
     if isinstance(result, TraceResult):
         row = build_row(OVERVIEWS, result.overviews[0]) | {"samples_per_s": result.samples_per_s}
         return {_name(key): _Number(_find_unit(key), row[key]) for key in _OF_TRACES}
@@ -105,7 +104,7 @@ def _list_numbers(result: Result) -> dict[_Key, _Number]:
 
 
 def _list_observed(result: AttachedResult) -> dict[_Key, _Number]:
-    """The parts of a step on the rank that waits least, and the step with each plan that was compared."""
+    """The parts of a step on the critical rank, and the step time with each compared plan."""
     row, times = build_row(WHERE, result.critical), result.steps.timing.reduced_s
     found: dict[_Key, _Number] = {"step": _Number("s", row["step_s"], times)}
     found |= {_name(key): _Number("s", value) for key, value in row.items() if key.endswith("_s") and key != "step_s"}
@@ -135,7 +134,7 @@ def _name(key: str) -> str:
 
 
 def _describe_field(name: str, value: str | int) -> str:
-    """A field of a record in words; empty for one that has no value."""
+    """A record's field as text; empty if it has no value."""
     if isinstance(value, str) or not value:
         return str(value or "")
     plain = name.replace("_bytes", "").removeprefix("num").replace("_", " ")
@@ -144,7 +143,7 @@ def _describe_field(name: str, value: str | int) -> str:
 
 @dataclass(frozen=True)
 class ComparedNumber:
-    """One number of the first run and of another; None means that a run lacks it. `unit` is `s`, `share`, `bytes` or
+    """One number in the first run and in another one; None if a run lacks it. `unit` is `s`, `share`, `bytes` or
     `count`, and `noise` the half-width of the ratio's 95 % interval, None if unknown."""
 
     name: str
@@ -165,7 +164,7 @@ class ComparedNumber:
 
 
 def compare_numbers(parts: Sequence[Result], names: Sequence[str]) -> list[ComparedNumber]:
-    """The numbers of each run that the first run also has."""
+    """Compare each run with the first, for the numbers that both have."""
     first, *others = map(_list_numbers, parts)
     fields = [set(key) for numbers in (first, *others) for key in numbers if not isinstance(key, str)]
     common = set.intersection(*fields) if fields else set()
@@ -214,9 +213,9 @@ def _name_runs(parts: Sequence[Result]) -> list[str]:
 
 
 class ComparisonResult(Result):
-    """Runs of one verb compared with the first, by `paceline.compare`, `profile --compare` and `paceline report`.
-    `rows` are the numbers that they share, and `differences` the settings that differ, with the value of each run. Two
-    traces are also compared by operator and kernel."""
+    """Result of `paceline.compare`, `profile --compare` and `paceline report`: runs of one verb compared with the
+    first. `rows` are the shared numbers, and `differences` maps each setting that differs to its value in every run.
+    Two traces are also compared by operator and kernel."""
 
     json_columns = raw_columns("config.runs", "config.settings_that_differ", "config.accumulation")
 
@@ -244,7 +243,7 @@ class ComparisonResult(Result):
     @property
     def answer(self) -> str:
         first, second, *more = self.config["runs"]
-        rows = {row.name.split(": ")[-1]: row for row in reversed(self.rows)}  # the first of several cells
+        rows = {row.name.split(": ")[-1]: row for row in reversed(self.rows)}  # of several cells, keep the first
         if more or not {"step", "samples/s"} <= set(rows):
             return describe_numbers(self.rows)
         step, speed = rows["step"], rows["samples/s"]
@@ -252,8 +251,8 @@ class ComparisonResult(Result):
         if one == two:
             return f"A step of {second} takes {step.ratio:.2f} times as long as one of {first}."
         return (
-            f"{second} computes {speed.ratio:.2f} times as many samples/s as {first}. Their steps differ in size: "
-            f"{two:,} samples instead of {one:,}, in {step.ratio:.2f} times the time."
+            f"{second} processes {speed.ratio:.2f} times as many samples/s as {first}. Its steps have "
+            f"{two:,} samples instead of {one:,} and take {step.ratio:.2f} times as long."
         )
 
     @property
@@ -266,7 +265,7 @@ class ComparisonResult(Result):
         return [*differ, *self._explain(), drift]
 
     def _explain(self) -> Sequence[str]:
-        """How well the share of messages in the first trace predicts that in the second."""
+        """How well the first trace's share of communication predicts the second's."""
         found = self.config.get("accumulation")
         if not found:
             return ()
@@ -301,7 +300,7 @@ def compare_results(parts: Sequence[Result], environment: Environment) -> Compar
 
 
 def describe_numbers(rows: Sequence[ComparedNumber]) -> str:
-    """How many numbers differ by more than their noise, and which one most."""
+    """How many numbers differ by more than their noise, and which differs most."""
     known = [(row, row.change) for row in rows if row.change is not None and row.change.noise is not None]
     if not rows:
         return "These runs have no numbers in common."
@@ -328,7 +327,7 @@ def _list_differences(parts: Sequence[Result]) -> dict[str, list[Any]]:
 
 
 def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
-    """The settings in which runs differ, except for these, with the value of each run."""
+    """The settings that differ between runs, except those in `but`, with the value in each run."""
     names = dict.fromkeys(name for config in configs for name in config if name not in but)
     values = {name: [config.get(name) for config in configs] for name in names}
     return {name: each for name, each in values.items() if len(set(map(json.dumps, each))) > 1}
@@ -336,14 +335,14 @@ def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> d
 
 # -- two traces --------------------------------------------------------------------------------------------------------
 
-# Tables of two traces, and the time by which each is compared; a terminal shows the largest differences.
+# Tables that compare two traces, and the field to compare; a terminal shows the largest differences.
 _TIMES = {"operators": "self_s", "kernels": "time_s"}
 _MAX_COMPARED = 10
 
 
 @dataclass(frozen=True)
 class ComparedTime(ComparedNumber):
-    """An operator or kernel of two runs: seconds and calls per step."""
+    """An operator or kernel in two runs: seconds and calls per step."""
 
     first_calls: float | None = None
     second_calls: float | None = None
@@ -365,7 +364,7 @@ def _compare_times(first: TraceResult, second: TraceResult, kind: str, time: str
 
 
 def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[str]) -> dict[str, Any] | None:
-    """The share of messages in two traces, and the prediction of the second from the first; None if they differ in
+    """The share of communication in two traces, and the second one predicted from the first; None if they differ in
     anything but accumulation."""
     counts = [one.facts.accumulate for one in (first, second)]
     if counts[0] == counts[1] or first.facts.world_size == 1 or not set(unlike) <= {"accumulate", "global_batch_size"}:
@@ -493,7 +492,7 @@ class TrainComparisonResult(ComparisonResult):
 
     @property
     def _num_equal(self) -> int:
-        """The number of initial steps in which all runs have the same loss."""
+        """How many steps pass before the losses of the runs differ."""
         return min(len([*itertools.takewhile(_SAME.__ge__, row.differences)]) for row in self.rows)
 
     @property
@@ -515,7 +514,7 @@ class TrainComparisonResult(ComparisonResult):
         return f"{text} Speed: {speeds} times that of {first.name}."
 
     def _explain(self) -> list[str]:
-        """The certainty of the differences, and why the losses differ if only the number of ranks does."""
+        """Which differences are significant, and why losses differ if only the number of ranks does."""
         sure = describe_numbers(self.numbers).removesuffix(".")
         if self.learned_the_same or self.differences or len({row.run.world_size for row in self.rows}) == 1:
             return [sure]
@@ -541,7 +540,7 @@ class TrainComparisonResult(ComparisonResult):
         return {"losses": lambda: plot_losses(self.rows, self.parts[0].title, self.parts[0].machine)}
 
     def _save_run(self, folder: Path) -> None:
-        """Save runs without a folder inside its own."""
+        """Save runs that have no folder yet inside this one's."""
         for number, part in enumerate(self.parts, 1):
             if part.folder is None:
                 part.save(folder / f"run-{number}")
@@ -551,7 +550,7 @@ class TrainComparisonResult(ComparisonResult):
 
 
 def plot_losses(rows: Sequence[ComparedRun], title: str, subtitle: str) -> Figure:
-    """The losses of several runs on one axis: of every step, with thinner lines for later runs, and of the tests."""
+    """Training and test losses of several runs on one axis, with thinner lines for later runs."""
     figure, axes = new_figure(title, f"{subtitle}; measured")
     for number, row in enumerate(rows):
         thin = {"marker": "", "lw": max(0.8, 2.4 - 0.8 * number), "alpha": 0.7}

@@ -11,7 +11,7 @@ from paceline.report.result import Result
 from paceline.report.table import SIMULATED, Column, Table, raw_columns
 from paceline.units import format_duration, format_number_of
 
-_POINTS = 60  # points of a line
+_POINTS = 60  # points per line
 _MOST_ON_A_HOST = 16  # GPUs
 _NAMES = {
     "step": "a step",
@@ -55,8 +55,8 @@ _COSTS = (
 
 
 class GoodputResult(Result):
-    """`predict goodput`: a row for each policy whose costs are known, the best first. `share`, `interval` and
-    `save_interval_s` are those of the best."""
+    """Result of `predict goodput`: one row per policy with known costs, best first. `share`, `interval` and
+    `save_interval_s` are those of the best policy."""
 
     json_columns = (
         *raw_columns("faults.mtbf_s", "faults.ranks", "faults.all_lost", "faults.repair_s", "config.horizon_s"),
@@ -95,8 +95,7 @@ class GoodputResult(Result):
         return [*self._compare(), *self._describe_interval(), *self._list_assumptions()]
 
     def _compare(self) -> list[str]:
-        """Describe whether the first policy is shown to be better than each of the others; the table has their
-        costs."""
+        """Whether the best policy is significantly better than each of the others."""
         best, name = self.best, self.best.policy.name
         sure = "{} is better than {}: a larger share of rank time is useful"
         unsure = "{} may be better than {}: the measured costs are not conclusive"
@@ -109,8 +108,8 @@ class GoodputResult(Result):
             share = one.policy.estimate_share(one.best_interval_s)
             best = f"the best interval is {format_duration(one.best_interval_s)}, with {_percent(share)}; "
         return [
-            f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 % of "
-            "the time more than the best",
+            f"{best}any interval from {format_duration(low_s)} to {format_duration(high_s)} costs at most 0.1 % "
+            "more time than the best",
             "the 90 % interval covers the spread of the measured costs, and the number and times of faults in "
             f"{format_duration(self.config['horizon_s'])} (--horizon); see docs/faults.md for the model's error",
         ]
@@ -148,8 +147,8 @@ class GoodputResult(Result):
             ),
             (
                 shrinks,
-                f"assumed: with shrink a lost rank returns after {format_duration(returns_s)}, with a pause as long "
-                "as the first",
+                f"assumed: with shrink a lost rank returns after {format_duration(returns_s)}, and its return "
+                "pauses the job as long as its loss did",
             ),
             (
                 shrinks and usable is None,
@@ -176,7 +175,7 @@ class GoodputResult(Result):
     def next_steps(self) -> Sequence[str]:
         policy = self.best.policy
         every = f"auto --mtbf {max(1.0, policy.mtbf_s):.0f}s"
-        if policy.lost not in (1.0, ALL_LOST):  # unknown to auto
+        if policy.lost not in (1.0, ALL_LOST):  # auto does not know this share
             every = f"{max(1.0, self.best.best_interval_s):.0f}s"
         train = " ".join(filter(None, ("paceline train", self.config.get("job"))))
         if self.is_on_one_host:
@@ -195,10 +194,10 @@ class GoodputResult(Result):
 
 
 def plot_goodput(result: GoodputResult) -> Figure:
-    """The useful share against the interval between saves: a line for each policy, with the interval of the table."""
+    """Useful time against the save interval: one line per policy, with a marker at the interval in the table."""
     ranks, every = format_number_of(result.faults.ranks, "rank"), format_duration(result.faults.mtbf_s)
     title = f"{ranks}, a fault every {every}: useful share of the time"
-    figure, axes = new_figure(title, "marked: the interval of the table; simulated")
+    figure, axes = new_figure(title, "marker: the interval in the table; simulated")
     low_s = min(row.interval_s for row in result.rows) / 20
     high_s = max(row.interval_s for row in result.rows) * 20
     for number, row in enumerate(result.rows):

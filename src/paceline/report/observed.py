@@ -125,7 +125,7 @@ class TracedResult(Result):
         cap_bytes = round_cap(*self._caps[cuts]) if cuts in self._caps else 0
         cap_bytes = TORCH_CAP_BYTES if label == "default" else own if own and cuts == self._now_cuts else cap_bytes
         ratio = self.model.compare(row, self._base)
-        if self.traced.is_off and cuts != self._now_cuts:  # by as much as the model misses the traced step
+        if self.traced.is_off and cuts != self._now_cuts:  # widen by the model's error on the traced step
             off = abs(self.traced.fit.error)
             ratio = replace(ratio, low=max(0.0, ratio.low - off), high=ratio.high + off)
         return replace(
@@ -153,8 +153,8 @@ class TracedResult(Result):
 
     @cached_property
     def plan(self) -> Plan:
-        """The recommended buckets: the traced ones if they stay, otherwise the best ones. One cap per bucket, which
-        torch 2.13 accepts, is used if that is better and as certain. Gradients are in ready order."""
+        """The recommended buckets: the traced ones unless others are better. Uses one cap per bucket, which torch 2.13
+        accepts, if that is better and equally certain. Gradients are in ready order."""
         cuts, label = self.best.cuts, "traced"
         if self.verdict == "use":
             free, label = find_cuts(self.job, self.costs), "from a trace"
@@ -188,8 +188,8 @@ class TracedResult(Result):
 
     @cached_property
     def rows(self) -> list[Prediction]:
-        """Bucket sizes over the whole range, each with different buckets: the traced ones first, then others that
-        include torch's default and the best."""
+        """Bucket sizes over the whole range, each with different buckets: first the traced ones, then a selection that
+        includes torch's default and the best."""
         rows = {self.candidate.cuts: self.candidate} | {self._now_cuts: self.now}
         caps = (TORCH_CAP_BYTES, *choose_caps(self.job.sizes, _NUM_CAPS))
         for cuts in (self._default_cuts, *map(self.job.cut, caps)):
@@ -214,7 +214,7 @@ class TracedResult(Result):
             f"multiplied by {traced.fit.factor:.2f} to match it",
             *traced.notes,
             f"{self._describe_overhead()}; copies are assumed to cost the same for every bucket size",
-            "interval: 90 %, from the spread of the steps, the assumptions, and 10 % of exposed communication",
+            "interval: 90 % (spread of the steps, assumptions, and a model error of 10 % of exposed communication)",
         ]
         if free.step_s < (1 - PLATEAU) * self.best.step_s:
             lines.append(
@@ -331,14 +331,14 @@ _GAIN = raw_columns(gain="saves.0", gain_low="saves.1", gain_high="saves.2")
 
 
 class AttachedResult(Result):
-    """Result of `profile`, `tune` and `watch` of a command. `step_s` is the median of the unrecorded steps, by the
-    GPU's clock if there is one; `rows` shows where it goes on each rank, and `bottleneck` what bounds it. `exposed_s`
-    and `idle_s` (the time in which a GPU waits for the host) are measured in the recorded steps.
+    """Result of `profile`, `tune` and `watch` of a command. `step_s` is the median unrecorded step, in GPU time if
+    there is a GPU; `rows` breaks it down by rank, and `bottleneck` is what limits it. `exposed_s` and `idle_s` (the
+    time a GPU waits for the host) come from the recorded steps.
 
     `buckets` is the prediction from the recorded steps, None if nothing was sent, and `race` compares the plans that
-    the program ran with. `verdict` is that of `race`, otherwise that of `buckets`. `rival` is the bucket size to
-    compare with the current one, and `saves` the share of a step that it saves, with its bounds. `cap_mib` is the
-    recommended `bucket_cap_mb`, None to keep the current buckets.
+    the program ran with. `verdict` comes from `race` if there is one, otherwise from `buckets`. `rival` is the bucket
+    size to compare with the current one, and `saves` the share of a step that it saves, with its bounds. `cap_mib` is
+    the recommended `bucket_cap_mb`, None to keep the current buckets.
     """
 
     json_columns = (
@@ -386,14 +386,14 @@ class AttachedResult(Result):
         self.idle_s = self._find_idle(recorded)
         self.step_noise = self._estimate_noise()
         found = self._list_findings(recorded)
-        if self.busy is not None:  # no gain is claimed, so an uncertain one may stand out, too
+        if self.busy is not None:  # no gain is claimed, so rank uncertain ones as well
             found = (replace(one, gain_interval_s=None) for one in found)
         ranked = rank_findings(found, self.step_s, self.step_noise)
         self.bottlenecks = ranked if self.busy is None else [one.withdraw(self.busy) for one in ranked]
         self.bottleneck = self.bottlenecks[0]
 
     def _estimate_noise(self) -> float:
-        """The uncertainty of the median step, relative to it. Waits for data vary by themselves: a loader may deliver
+        """The relative uncertainty of the median step. Excludes waits for data, which vary because a loader may deliver
         several batches at once."""
         both = zip(self.steps.timing.seconds, self.waits.seconds, strict=True)
         own_s = [max(0.0, max(step_s - wait_s for step_s, wait_s in zip(*row, strict=True))) for row in both]
@@ -401,7 +401,7 @@ class AttachedResult(Result):
 
     @property
     def critical(self) -> RankRow:
-        """The row of the rank that waits least for the others, which is the one that limits the step."""
+        """The row of the rank that limits the step: the one that waits least for the others."""
         return find_critical(self.rows)
 
     def _list_findings(self, recorded: Sequence[TracedStepRecord]) -> Iterator[Finding]:
@@ -426,7 +426,7 @@ class AttachedResult(Result):
                 "buckets", f"{saves}{format_duration(saved_s)}", "change the bucket size", saved_s, certainty,
                 gain_interval_s=interval_s, line=self._torch_line,
             )  # fmt: skip
-        # If other buckets hide much of the communication, that comes first: it takes one argument.
+        # Changing buckets takes only one argument, so it comes first if it hides much of the communication.
         if self.buckets is not None and self.exposed_s and saved_s < max(WORTH * self.step_s, self.exposed_s / 3):
             yield from blame_messages(
                 self.buckets.model, self.buckets.now.cuts, self.steps.backend, self.exposed_s, self.step_s,
@@ -437,7 +437,7 @@ class AttachedResult(Result):
     def _blame_late(
         self, late: Lateness, steps: Sequence[Mapping[int, float]], waits: Sequence[float], causes: Sequence[Finding]
     ) -> Iterator[Finding]:
-        """The rank that is late, or the ranks that are late in turn; a note if a core is merely somewhat slower."""
+        """The finding for one late rank or for a changing late rank. A slightly slower core only leads to a note."""
         is_one, rank = late.share > _OFTEN, self.critical.rank
         slow = find_slow_part(self.only(TracedStepRecord), late.rank if is_one else None)
         # A rank may be late because it waits for its data.
@@ -452,15 +452,15 @@ class AttachedResult(Result):
             gain_s = share * max(0.0, late.mean_s - own_s)
             interval_s = estimate_mean([share * (s - own_s) for s in late_s], gain_s)
             uneven = (one for one in causes if one.kind == "uneven batches" and one.rank == late.rank)
-            if all(2 * one.gain_s < gain_s for one in uneven):  # otherwise, these explain it
+            if all(2 * one.gain_s < gain_s for one in uneven):  # otherwise the batches explain the delay
                 yield blame_rank(late, gain_s, interval_s, slow)
         else:
-            # What the last rank of a step waits is the transfer itself.
+            # The last rank of a step waits only for the transfer itself.
             excess_s = [one[rank] - min(one.values()) for one in steps if rank in one]
             yield from blame_changing_rank(excess_s, late, self.step_s)
 
     def _blame_loader(self, waits: Sequence[float]) -> Finding:
-        """The rank that waits longest for its data loader, without the transfer of batches that workers have ready."""
+        """The finding for the rank that loses most time to its data loader, excluding transfers of finished batches."""
         ranks = {one.rank: one for one in self.only(RankRecord)}
         shares = [1 - ranks[place].delivered_share if place in ranks else 1.0 for place in range(len(waits))]
         lost_s = [share * wait_s for share, wait_s in zip(shares, waits, strict=True)]
@@ -469,12 +469,12 @@ class AttachedResult(Result):
         interval_s = estimate_mean([shares[place] * row[place] for row in self.waits.seconds], data_s)
         workers = max(1, (self.run.environment.cores or 1) // len(waits))
         if (loader := ranks.get(place)) is not None and loader.num_workers:
-            # Not what is there: the workers stay from epoch to epoch or, if they do, become twice as many.
+            # Suggest a change: persistent workers or, if they already are persistent, twice as many.
             workers = loader.num_workers * (2 if loader.are_workers_persistent else 1)
         return blame_data(data_s, self.step_s, rank, workers, interval_s)
 
     def _find_spread(self, recorded: Sequence[TracedStepRecord]) -> tuple[float, float]:
-        """The interval of the mean exposed communication, relative to it."""
+        """The interval of the mean exposed communication, as factors of that mean."""
         steps = account_steps([step for step in recorded if step.messages]).get(self.critical.rank, ())
         times = [parts["exposed_s"] for parts in steps]
         low_s, high_s = (times and estimate_mean(times, mean_s := statistics.fmean(times))) or (1.0, 1.0)
@@ -488,11 +488,11 @@ class AttachedResult(Result):
         return took_s > max(0.0, job.before_s + job.backward_s - self.critical.data_s) / 2
 
     def _list_waits(self, recorded: Sequence[TracedStepRecord]) -> Sequence[Mapping[int, float]]:
-        """How long each rank waits for the others, in each step for which it is known."""
+        """How long each rank waits for the others, for each step with known waits."""
         return list_waits(recorded)
 
     def _find_idle(self, recorded: Sequence[TracedStepRecord]) -> float:
-        """Idle GPU time on the rank with the most, without the wait for data, which is a separate bottleneck."""
+        """The longest idle GPU time of any rank, excluding waits for data, which are a separate bottleneck."""
         waits = {row.rank: row.data_s for row in self.rows}
         by_rank = group_by(recorded, lambda step: step.rank)
         idle = (statistics.median(s.idle_s for s in steps) - waits.get(rank, 0.0) for rank, steps in by_rank.items())
@@ -543,11 +543,11 @@ class AttachedResult(Result):
 
     @property
     def verdict_text(self) -> str:
-        """The verdict as a sentence, the evidence and the remedy. A doubt about the machine comes first."""
+        """The verdict as a sentence, the evidence and the remedy. Doubts about the machine come first."""
         verdict = self.bottleneck.verdict
         if self.busy is not None:
             is_healthy = self.bottleneck.kind == "healthy"
-            most = "nothing stands out" if is_healthy else f"what stands out most is {self.bottleneck.subject}"
+            most = "no bottleneck was found" if is_healthy else f"the likely bottleneck is {self.bottleneck.subject}"
             verdict = f"no conclusion: {self.busy.evidence}; {most}"
         return f"{verdict[:1].upper()}{verdict[1:]}. {self.bottleneck.sentences}"
 
@@ -566,7 +566,7 @@ class AttachedResult(Result):
 
     @property
     def summary(self) -> str:
-        """The step on the rank that limits it, and what is known about other buckets."""
+        """The step time on the critical rank, and the verdict on other bucket sizes."""
         steps, row = self.steps, self.critical
         ranks = format_number_of(steps.world_size, "rank")
         text = f"A step of {steps.model} on {ranks} ({steps.backend}, {steps.device}) takes {format_ms(row.step_s)} ms"
@@ -603,7 +603,7 @@ class AttachedResult(Result):
             spread = f"{format_ms(host.p10_s)} to {format_ms(host.p90_s)} ms"
             lines.append(f"clock: times are from the GPU; the host takes {spread} per step and may run ahead")
         if self.buckets is not None:
-            lines += self.buckets.findings[1:]  # its first line has the times of one rank with the profiler's cost
+            lines += self.buckets.findings[1:]  # the first line has one rank's times with profiler overhead
         return [*lines, *filter(None, (self.note, self.doubt))]
 
     def tables(self) -> list[Table]:
@@ -618,7 +618,7 @@ class AttachedResult(Result):
         return [*found, replace(caps, rows=[self._anchor(row) for row in caps.rows]), *others]
 
     def _anchor(self, row: Prediction) -> Prediction:
-        """A predicted step relative to the measured one: buckets change only how much communication is exposed."""
+        """Scale a predicted step to the measured one. Only exposed communication depends on the buckets."""
         assert self.buckets is not None
         row = row.stretch(self.step_s / self.buckets.now.step_s)
         return replace(row, exposed_s=max(0.0, (self.exposed_s or 0.0) + row.step_s - self.step_s))
@@ -650,7 +650,7 @@ class AttachedResult(Result):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        """What follows from the verdict."""
+        """The commands that follow from the verdict."""
         again = f"-- {shlex.join(self.config['command'])}" if "command" in self.config else ""
         if self.busy is not None and self.race is None:
             return [f"paceline profile {again}, on a quiet machine"] if again else []
@@ -680,7 +680,7 @@ def _format_gain(gain: tuple[float, float, float]) -> str:
 
 
 def plot_parts(rows: Sequence[RankRow], subtitle: str) -> Figure:
-    """The parts of a step as one stacked bar per rank: of all ranks, or of those with the longest steps."""
+    """The parts of a step as one stacked bar per rank. With many ranks, shows those with the longest steps."""
     shown = sorted(sorted(rows, key=lambda row: -row.step_s)[:_MOST_RANKS], key=lambda row: row.rank)
     figure, axes = new_figure("Where a step's time goes, by rank", f"{subtitle}; measured")
     places, ends = range(len(shown)), [0.0] * len(shown)
@@ -698,8 +698,7 @@ def plot_parts(rows: Sequence[RankRow], subtitle: str) -> Figure:
 
 
 def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
-    """The times of every step on each rank, from rows of metrics. The `gid` of a line names the field of a row that it
-    shows."""
+    """The times of every step on each rank, from rows of metrics. A line's `gid` names the row field that it shows."""
     rows = pick_like_last(rows)
     names = [name for name in PARTS if name in rows[-1]]
     panels = [name.removesuffix("_s").replace("_", " ").replace("comm", "communication") for name in names]

@@ -1,4 +1,4 @@
-"""`predict scale` as a result: the fastest way to train on each network and number of ranks, with faults and memory."""
+"""Result of `predict scale`: the fastest way to train on each network and number of ranks, with faults and memory."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _WORTH = 0.01  # a lossy strategy is shown if it saves more than this share of t
 
 @dataclass(frozen=True)
 class Outlook:
-    """A strategy on a network and number of ranks. `share` is the goodput, with the best save interval, and `time_s`
-    the time for all samples, faults included; it is bounded by the interval of the step alone."""
+    """A strategy on a network and number of ranks. `share` is the goodput at the best save interval, and `time_s` the
+    time for all samples, including faults. Its bounds come only from the interval of the step."""
 
     name: str
     row: Prediction
@@ -79,7 +79,7 @@ _COLUMNS = (
 
 class OutlookResult(StrategyStepsResult):
     """Result of `predict scale`: `outlooks` has every strategy on every network and number of ranks, and `chosen` the
-    fastest exact one for each, followed by the fastest of all if that is another one."""
+    fastest exact one for each, followed by the fastest overall if that is not exact."""
 
     def _simulate(self, draws: Sequence[Job]) -> None:
         config = self.config
@@ -149,13 +149,13 @@ class OutlookResult(StrategyStepsResult):
         assumed = [
             f"a rank fails once in {mtbf} on average, and a fault stops all ranks; it is detected after {detect}, and "
             f"a restart takes {restart}",
-            f"a save stops training while one rank writes {rate:g} GB/s, or with {FULLY_SHARDED} each rank; the save "
-            "interval is the best one",
-            f"memory is parameters, gradients, {states} of optimizer state per parameter and what the strategy keeps, "
-            "without activations",
+            f"a save stops training while one rank (with {FULLY_SHARDED}: every rank) writes {rate:g} GB/s; the save "
+            "interval is optimal",
+            f"memory counts parameters, gradients, {states} of optimizer state per parameter and the strategy's state, "
+            "but not activations",
             f"{FULLY_SHARDED}: one unit per block and a root unit, gathered again in backward, as in torch's "
             "fully_shard; an all-gather or a reduce-scatter takes half as long as an all-reduce",
-            "each rank computes as in the profile, on any number of ranks (weak scaling)",
+            "each rank computes as long as in the profile on any number of ranks (weak scaling)",
             *describe_strategies(self.job, self.strategies, self.codecs),
         ]
         assumed += [line for fabric in self.fabrics for line in fabric.assumptions]
@@ -163,7 +163,7 @@ class OutlookResult(StrategyStepsResult):
         return describe_rows(self.rows, assumed, "assumed")
 
     def tables(self) -> list[Table]:
-        title = f"{self.profile.model}: the fastest exact strategy, and the fastest of all"
+        title = f"{self.profile.model}: the fastest exact strategy, and the fastest overall"
         return [Table("scale", title, _COLUMNS, self.chosen, key="rows")]
 
     def page_tables(self) -> list[Table]:
@@ -189,7 +189,7 @@ def _get_time(one: Outlook) -> float:
 
 
 def _choose(found: Sequence[Outlook]) -> list[Outlook]:
-    """The fastest exact strategy that fits, and the fastest of all if it saves more than 1 % of the time."""
+    """The fastest exact strategy that fits, and the fastest overall if that saves more than 1 % of the time."""
     fitting = [one for one in found if one.fits]
     exact = min((one for one in fitting if one.update == "exact"), key=_get_time, default=None)
     best = min(fitting, key=_get_time, default=None)

@@ -235,7 +235,7 @@
     link.href = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
   });
 
-  // Where the clipboard is not allowed, the line is selected instead.
+  // If clipboard access is denied, select the line instead.
   document.addEventListener("click", async (event) => {
     const button = event.target.closest("button.copy");
     if (!button) return;
@@ -248,7 +248,7 @@
     }
   });
 
-  // A line's `gid` names the field of a row that it shows: "loss", or "ms:ranks.step_s.1" to convert seconds to ms.
+  // A line's `gid` names the row field that it shows: "loss", or "ms:ranks.step_s.1" to convert seconds to ms.
   function append(row) {
     const known = data.figures.some((figure) => figure.panels.some((panel) => panel.marks.some((m) => m.gid === "test_loss")));
     if (typeof row.test_loss === "number" && !known) location.reload();

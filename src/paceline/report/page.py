@@ -1,7 +1,7 @@
 """Runs as one self-contained HTML page: the verdict, figures drawn from their data, and tables; also as Markdown.
 
-Its content comes from the results: their sentences, their tables, and the artists of their matplotlib figures, which
-`page.js` redraws at the width of the screen. Everything is escaped as text, whatever a run is called.
+The results provide the content: sentences, tables, and the artists of their matplotlib figures, which `page.js` redraws
+at the width of the screen. All text is escaped, including the names of runs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _GENERATOR = '<meta name="generator" content="paceline'
 _LONG = 24
 _DIGITS = 9
 _TRACES = ("trace.json.gz", "trace.json")
-# Grey tones of the figures by role, so that a page can be dark.
+# Grays of the figures by role, so that the page can replace them in dark mode.
 _GREYS = {"#000000": "ink", "#333333": "ink", "#555555": "muted", "#dddddd": "line", "#ffffff": "paper"}
 Marks = list[dict[str, Any]]
 
 
 class Numbers:
-    """The numbers of all figures, with equal lists stored once: the lines of one panel share their steps."""
+    """The numbers of all figures. Equal lists are stored once, because the lines of a panel often share x values."""
 
     def __init__(self) -> None:
         self.lists: list[list[float | None]] = []
@@ -98,7 +98,7 @@ def _read_axis(axis: Any) -> dict[str, Any]:
 
 def _read_marks(axes: Any, numbers: Numbers) -> Marks:
     """The artists of one pair of axes as lines, areas and texts in data coordinates; `fx` and `fy` mark coordinates
-    that are shares of the panel instead."""
+    that are fractions of the panel instead."""
     from matplotlib.collections import LineCollection, PolyCollection
     from matplotlib.colors import to_hex
 
@@ -150,7 +150,7 @@ def _read_marks(axes: Any, numbers: Numbers) -> Marks:
 
 
 def _read_style(line: Any) -> dict[str, Any]:
-    """How a line is drawn: its width (0 for markers alone), dashes, markers and steps, and the field that it shows."""
+    """The style of a line: its width (0 for only markers), dashes, markers and steps, and the field that it shows."""
     from matplotlib.colors import to_hex
 
     none = ("", "None", "none", None)
@@ -289,8 +289,8 @@ def render_page(
 
 
 def render_markdown(results: Sequence[Result]) -> str:
-    """These results for a comment on a pull request or the summary of a CI job: the answer, the main table, and the
-    other tables folded."""
+    """Markdown for a pull-request comment or a CI job summary: the answer, the main table, and the other tables
+    folded."""
     parts = []
     for result in results:
         verdict, rest = split_verdict(result.headline)

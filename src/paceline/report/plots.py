@@ -1,6 +1,6 @@
 """Shared code for figures: chart style, axes, legend, and rendering to PNG and SVG.
 
-A legend says whether its numbers are measured, imported or predicted, and never covers them.
+Legends state whether numbers are measured, imported or predicted, and never cover data.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def draw_line(
     axes: Axes, number: int, points: Iterable[Sequence[Any]], label: str, ls: str = "-", **style: Any
 ) -> None:
     """Draw line `number` through points of x, y, low and high, with a band from low to high (a bar for a single point)
-    unless they are None. `style` overrides the marker and the like."""
+    unless they are None. `style` overrides the marker and other properties."""
     color = COLORS[number % len(COLORS)]
     look: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "ms": 5, "lw": 1.6} | style
     xs, ys, lows, highs = zip(*points, strict=True)
@@ -132,5 +132,5 @@ def render_svg(figure: Figure) -> bytes:
 
 
 def _keep_layout(figure: Figure) -> None:
-    """Rendering again in another format then takes a third of the time: `savefig` would draw and lay out each twice."""
+    """Freeze the layout: another format then renders in a third of the time, because `savefig` need not lay it out."""
     figure.set_layout_engine("none")

@@ -19,7 +19,7 @@ from paceline.units import MIB, format_bytes, format_ms
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The traced buckets, with which others are compared.
+# The label of the traced buckets, which are the baseline.
 TRACED = "traced"
 _NAMED = ("contention ", "interval: ", "measured: ")  # prefixes of lines that already name their source
 
@@ -50,7 +50,7 @@ def describe_rows(rows: Sequence[Prediction], assumed: Iterable[str], prefix: st
 
 
 def pick(**priorities: int) -> list[Column]:
-    """The columns of predictions with these names, each with its priority."""
+    """The prediction columns with these names, each with its priority."""
     return [replace(_COLUMNS[name], priority=priority) for name, priority in priorities.items()]
 
 
@@ -100,7 +100,7 @@ def format_cap(cap_mib: float) -> str:
 
 
 def get_saved(row: Prediction) -> tuple[float, float, float]:
-    """The share of the traced step that it saves, with its bounds."""
+    """The share of the traced step that a prediction saves, with its bounds."""
     return row.ratios[TRACED].saved
 
 
@@ -131,7 +131,7 @@ MESSAGES = (
 
 
 def _format_exposed(seconds: float) -> str:
-    """A step that is faster with communication than without it is noise, not a gain."""
+    """Milliseconds. If the step is faster with communication than without it, that is noise."""
     return format_ms(seconds) if seconds > 0 else "within the noise"
 
 
@@ -179,7 +179,7 @@ PREDICTED = (
 
 
 def compare_plans(race: Race, candidates: Sequence[Prediction], whole: Race | None = None) -> list[Prediction]:
-    """The plans that ran, each compared with the default; `whole` also has those that change the update."""
+    """The plans that ran, each compared with the default; `whole` also includes plans that change the update."""
     rows = []
     for one in candidates:
         ratio = (whole or race).to_default[one.label]

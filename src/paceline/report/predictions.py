@@ -113,7 +113,7 @@ class PredictResult(Result):
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         self.scenario["slow"] = config.get("slow", 0.0)
         self.scenario["evidence"] = find_evidence(self.records)
-        self.busy: Sequence[str] = config["busy"]  # the inputs that a busy machine measured
+        self.busy: Sequence[str] = config["busy"]  # inputs that were measured on a busy machine
         self.rows: list[Prediction] = []
         self._simulate(draw_jobs(self.profile, self.job, DRAWS))
 
@@ -269,10 +269,10 @@ class CapsResult(Result):
     """Result of `predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
 
     The tables do not include contention, so there are two curves: `caps` uses the tables alone, and `expected` adds the
-    assumed contention, which is zero on a CPU. `measured` holds times at some bucket sizes, and `fitted` is the curve
-    with the one rate at which messages and compute slow each other down that reproduces them, None without any.
-    `recommended` is the range of sizes to use: at most `risk` slower than the best size of each curve that the answer
-    rests on. `splits` shows what Paceline's wrapper gains when the first and the last layer share a tied tensor.
+    assumed contention, which is zero on a CPU. `measured` has times at some bucket sizes, and `fitted` is the curve
+    that reproduces them, with one fitted rate for the mutual slowdown of messages and compute; None without them.
+    `recommended` is the range of sizes to use, at most `risk` slower than the best size on each curve behind the
+    answer. `splits` shows what Paceline's wrapper gains when the first and the last layer share a tied tensor.
     """
 
     json_columns = (
@@ -319,8 +319,8 @@ class CapsResult(Result):
         self.interval = step.low_s - around_s, step.high_s - around_s
 
     def _recommend(self) -> tuple[list[tuple[int, int]], tuple[int, int], float]:
-        """The ranges of sizes within 1 % of the best on every curve that the answer rests on; the widest of them or, if
-        there is none, the sizes that lose least; and how much slower than the best these may be."""
+        """The ranges of sizes within 1 % of the best on every curve behind the answer; the widest of them or, if there
+        is none, the sizes that lose least; and how much slower than the best those may be."""
         curves = list(self.bases.values())
         losses = {
             points[0].cuts: max(p.backward_s / c.best.backward_s - 1 for p, c in zip(points, curves, strict=True))
@@ -353,7 +353,7 @@ class CapsResult(Result):
 
     @property
     def bases(self) -> dict[str, CapCurve]:
-        """The curves that the answer rests on: the fitted one or, without measured times, all."""
+        """The curves behind the answer: the fitted one or, without measured times, all."""
         return self.curves if self.fitted is None else {"fitted": self.fitted}
 
     @property
@@ -376,7 +376,7 @@ class CapsResult(Result):
         interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
         best = f"{' and '.join(map(format_ms, bests))} ms{interval}"
         default = f"{' and '.join(map(format_ms, self.chosen_default_s))} ms"
-        either = ", without and with the contention that is assumed for NCCL" if len(bests) > 1 else ""
+        either = ", without and with the contention assumed for NCCL" if len(bests) > 1 else ""
         if self.keeps_default:
             text = f"Keep torch's default buckets: backward with communication takes {default}, within 1 % of "
             text += f"the best, {best}{either}"
@@ -387,9 +387,9 @@ class CapsResult(Result):
         return f"{text}. {self._describe_basis()} Simulated{doubt}{beyond}."
 
     def _describe_basis(self) -> str:
-        """What the prediction rests on."""
+        """The measured times behind the prediction, as a sentence."""
         if self.factor is None:
-            return "Not fitted to a measured time: --measured 25MiB=724ms does that."
+            return "Not fitted to a measured time: give one with --measured 25MiB=724ms."
         times = ", ".join(
             f"{format_ms(m.timing.center_s)} ms at {format_bytes(m.cap_bytes)}" for m in self.measured[:3]
         )
@@ -405,7 +405,7 @@ class CapsResult(Result):
             *job.notes,
             *(text for name, curve in self.curves.items() for text in self._describe_ranges(name, curve)),
             f"linear fit of all-reduce: alpha {format_ms(line.alpha_s)} ms, beta {format_rate(line.bytes_per_s)} GB/s, "
-            f"residuals up to {line.max_rel_residual:.0%}; predictions use the line, not single points of the table",
+            f"residuals up to {line.max_rel_residual:.0%}; predictions use the line, not the table's points",
             "closed form when communication is the bottleneck: b* = B sqrt(alpha / T) = "
             f"{format_bytes(round(self.closed_form_bytes))}; here communication takes "
             f"{format_ms(job.num_bytes / line.bytes_per_s)} ms and backward {format_ms(job.backward_s)} ms",
@@ -420,7 +420,7 @@ class CapsResult(Result):
         ]
 
     def _describe_others(self) -> list[str]:
-        """How far each measured time is from a prediction that is fitted to the others."""
+        """The leave-one-out error: each measured time against a prediction fitted to the others."""
         if len(self.measured) < 2:
             return []
         errors = []
@@ -433,7 +433,7 @@ class CapsResult(Result):
         return [f"predictions fitted to the other measured times are {off:.1%} off ({least:+.1%} to {most:+.1%})"]
 
     def _list_unfitted(self) -> list[tuple[str, CapCurve]]:
-        """The curves that the measured times did not change, if there are any to compare with."""
+        """The curves that do not use the measured times; empty without measured times."""
         return [(name, curve) for name, curve in self.curves.items() if self.measured and curve is not self.fitted]
 
     def _describe_contention(self) -> list[str]:
@@ -447,10 +447,10 @@ class CapsResult(Result):
             ]
         fitted = f"messages and compute run at {1 / self.factor:.0%} of their speed while they overlap"
         if self.factor < 1:
-            fitted = f"messages take {self.factor:.0%} of their time in the table, and nothing slows down compute"
+            fitted = f"messages take {self.factor:.0%} of their time in the table, and compute is not slowed down"
         found = [f"contention: fitted to the measured times: {fitted}", f"interval: 90 % of {DRAWS} draws of {error}"]
         if self.unexplained > PLATEAU:
-            found.append(f"doubtful: no rate explains the measured times; up to {self.unexplained:.1%} of one remains")
+            found.append(f"doubtful: the model leaves up to {self.unexplained:.1%} of a measured time unexplained")
         return found
 
     def _describe_splits(self) -> list[str]:
@@ -466,7 +466,7 @@ class CapsResult(Result):
         left = f"{late} of other gradients also become ready only at the end of backward; sending them takes "
         left += f"{format_ms(late_s)} ms, and sending {first.num_rows} rows per rank "
         left += f"{format_ms(rows.done_s - rows.start_s)} ms; together they take {both} ms; one element takes "
-        left += f"{one} ms on the line; with a tenth of the latency, "
+        left += f"{one} ms on the fitted line; with a tenth of the latency, "
         return [
             f"paceline.DDP{asked} {text}; without a uniform cap, the best plan exposes {exposed} instead of {was} ms",
             f"{left}{format_ms(first.quick.exposed_s)} ms would be exposed",
@@ -585,7 +585,7 @@ def plot_sensitivity(result: CapsResult) -> Figure:
         axes.plot([curve.factor for curve in curves], form, "--", color=COLORS[3], lw=1)
         axes.set(xscale="log", yscale="log", xlabel="multiplied by")
         label_values(axes, [curve.factor for curve in curves], "x {:g}".format)
-        axes.minorticks_off()  # on a log axis they take half of the time to draw it
+        axes.minorticks_off()  # on a log axis they take half of the drawing time
     grid[0].set_ylabel("bucket size (MiB)")
     grid[0].plot([], [], "o-", color=COLORS[0], label="widest range within 1 % of the best")
     if any(curve.is_beyond for curve in result.changes):
@@ -597,7 +597,7 @@ def plot_sensitivity(result: CapsResult) -> Figure:
 
 
 def plot_split(result: CapsResult) -> Figure:
-    """When a tied tensor is sent, whole and in two parts: backward on top, messages below."""
+    """Timeline of a tied tensor that is sent whole or in two parts: backward on top, messages below."""
     split, (cuts, whole) = result.splits[0], result.free_plan
     name = split.job.tail[0][0].name
     title = f"{name}, shared with the head: sent as one tensor and in two parts"
@@ -624,8 +624,8 @@ def plot_split(result: CapsResult) -> Figure:
 class TuneResult(Result):
     """Result of `tune`; `plan` is the answer. `verdict` is "use" (this plan), "default" (the default is best), "flat"
     (all compared plans take the same time, or none can save 1 %) or "undecided". `gain` is the share of a
-    step that the plan saves compared with the default, with its 95 % `gain_interval`, and `regret` how much longer than
-    the best plan it may take: the estimate and the upper bound; None if no plan was run. `candidates` are the bucket
+    step that the plan saves compared with the default, with its 95 % `gain_interval`, and `regret` how much slower than
+    the best plan it may be: the estimate and the upper bound; None if no plan was run. `candidates` are the bucket
     sizes of the sweep, and `rows` the compared plans."""
 
     json_columns = (
@@ -691,7 +691,7 @@ class TuneResult(Result):
 
     @property
     def step(self) -> StepRecord:
-        """Any step record of the run, for the fields that all of them share."""
+        """Any step record of the run, for the fields that all steps share."""
         return self.only(StepRecord)[0]
 
     @property
@@ -768,7 +768,7 @@ class TuneResult(Result):
         if self.folder is None or self.config.get("data") is None:
             return ("paceline.DDP(model, plan=result.plan)",)
         job = describe_job({"model": self.step.model, "wrapper": self.step.wrapper} | self.config)
-        # The real network's ranks are started by a launcher, not here, where an emulated network has one rank.
+        # An emulated network has one local rank; on the real network, a launcher starts the ranks.
         ranks = "" if self.tuning.settings.network else f" --ranks {self.step.world_size}"
         if self.verdict == "use":
             return (f"paceline train {job}{ranks} --plan {self.folder / 'plan.json'}",)
@@ -789,7 +789,7 @@ class TuneResult(Result):
 
 
 def describe_offers(tuning: Tuning) -> str:
-    """What strategies that change the update would gain, in sentences; empty if none was requested."""
+    """The gains of strategies that change the update, in sentences; empty if none was requested."""
     offers = [(candidate.label, format_interval(to_default)) for candidate, to_default, _ in tuning.offers]
     said = [f"{label} takes {ratio} compared with the default" for label, ratio in offers]
     if tuning.whole is None:  # the fastest first
@@ -806,7 +806,7 @@ def describe_offers(tuning: Tuning) -> str:
 
 
 def describe_errors(tuning: Tuning) -> list[str]:
-    """How accurate the prediction was, in sentences."""
+    """The accuracy of the predictions, in sentences."""
     lines = []
     if tuning.measured:
         scores = {name: "unknown" if score is None else f"{score:.1%}" for name, score in tuning.scores.items()}

@@ -45,8 +45,8 @@ class ProfileResult(PhasesResult):
     """Result of `paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its
     steps.
 
-    `profile` is the record of the layers, or None if they were not measured. `evidence` holds the costs of messages and
-    the wrapper, or None if only layers were profiled. `steps` are the records of the phases.
+    `profile` is the record of the layers, or None if they were not measured. `evidence` has the costs of messages and
+    the wrapper, or is None if only layers were profiled. `steps` are the records of the phases.
     """
 
     json_columns = raw_columns(notes="findings")
@@ -155,7 +155,7 @@ PARAMETERS = (
 
 
 def describe_layers(profile: LayerProfileRecord) -> list[str]:
-    """Notes missing from the tables: the profiling overhead, and unusual gradients."""
+    """Facts that the tables lack: the profiling overhead, and unusual gradients."""
     step = describe_change(profile.step_cost, "of a step")
     backward = describe_change(profile.backward_cost, "of backward")
     order = "in the same order in every step"
@@ -209,8 +209,8 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
 
 class TraceResult(Result):
     """Result of `profile trace`: what each rank did in a step, where the time goes, and how to speed it up. `document`
-    comes from the ranks or, for a saved run, from `overview.json` in its folder. `traces` are those of the ranks, empty
-    for a saved run; `plot` draws one step of them."""
+    comes from the ranks or, for a saved run, from `overview.json` in its folder. `traces` has one trace per rank and is
+    empty for a saved run; `plot` draws one step of them."""
 
     def __init__(
         self,
@@ -441,8 +441,8 @@ _MEMORY_COLORS = {
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one category at certain times in the step, and its share of the peak; `largest_bytes` is the category's
-    own maximum. `by_phase` holds the maximum in each phase."""
+    """Bytes of one category at the start, peak and end of the step, and its share of the peak; `largest_bytes` is the
+    category's maximum, and `by_phase` its maximum in each phase."""
 
     category: str
     begin_bytes: int
@@ -454,8 +454,8 @@ class MemoryRow:
 
 
 def list_memory(memory: MemoryUse) -> list[MemoryRow]:
-    """The categories, and the total. Each column of the total is a sum, except for the maximum, which is the maximum of
-    the sum."""
+    """One row per category, and the total. The total's columns are sums, except for its maximum, which is that of the
+    sum."""
     peak, by_phase = memory.peak, group_by(memory.phases, lambda phase: phase.name)
     return [
         MemoryRow(
@@ -524,8 +524,8 @@ def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:
 
 
 class CommTableResult(Result):
-    """Result of `profile comm-table`: the measured step of one rank, and its gradients on assumed networks and on those
-    measured by other runs (`--curve`)."""
+    """Result of `profile comm-table`: the measured step of one rank, and the predicted cost of its gradients on named
+    networks and on those that other runs measured (`--curve`)."""
 
     def _derive(self) -> None:
         self.rows: list[CommRow] = []

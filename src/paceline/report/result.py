@@ -122,7 +122,7 @@ class Result:
 
     @property
     def places(self) -> list[str]:
-        """The paths of its files, one per line."""
+        """The paths of the result's files, one per line."""
         found = {"run": self.folder, "page": self.page}
         return [f"{name}: {path}" for name, path in found.items() if path is not None]
 
@@ -156,7 +156,7 @@ class Result:
 
     @property
     def doubts(self) -> list[Finding]:
-        """Reasons to doubt the measurement that follow from its records, each with its kind."""
+        """Doubts about the measurement, derived from its records and the machine's load."""
         return find_doubts(self.records, self.run.environment)
 
     @property
@@ -232,7 +232,7 @@ class Result:
             save_run(self.run, folder / RUN_FILE)
         elif ((there := load_run(folder)).created, there.verb) != (self.run.created, self.run.verb):
             raise RecordError(
-                f"{folder} holds another run and is not overwritten: choose another folder", code="exists"
+                f"{folder} contains another run and is not overwritten: choose another folder", code="exists"
             )
 
     def text(self, width: int | None = 80, details: bool = False) -> str:

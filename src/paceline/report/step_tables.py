@@ -78,7 +78,7 @@ PHASES = (
 
 
 def describe_phases(record: StepRecord) -> list[str]:
-    """Notes missing from the table: the bytes sent, the noise of the exposed part, and the profiling overhead."""
+    """Facts that the table lacks: the bytes sent, the noise of exposed communication, and the profiling overhead."""
     place = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
     cost = f"{place}: profiling overhead: {describe_change(record.cost, 'of a step')}"
     if record.world_size == 1:
@@ -111,7 +111,7 @@ class WrappersResult(Result):
         faster, slower, rest = count_clear(ratios)
         return (
             f"Paceline's wrapper is faster than torch's in {faster} of {len(ratios)} cells, slower in {slower}, and "
-            f"not shown to differ in {rest}."
+            f"not significantly different in {rest}."
         )
 
     @property

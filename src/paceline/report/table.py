@@ -33,7 +33,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 # Printed under tables with ratios.
 _RATIO_NOTE = (
-    "Ratios are medians over interleaved repetitions, ± 95 %; = means 1 within that interval, ? a single repetition."
+    "Ratios are medians over interleaved repetitions ± 95 %; = marks an insignificant difference, ? one repetition."
 )
 _HEADED = ("ms", "s", "GB/s")
 _GAP = 2
@@ -43,7 +43,7 @@ _MIN_WORDS = 24  # minimum width of a wrapped column of words
 
 @dataclass(frozen=True)
 class Column:
-    """One column, defined once for all forms of a table.
+    """One column, defined once for all output formats of a table.
 
     `value` is a function of a row, or the dotted path of an attribute or item; it may return None. `unit` is a key of
     `_FORMATS`, or a function. `key` names the column in JSON and CSV, which contain the raw value (rates in GB/s). A

@@ -112,7 +112,7 @@ class TrainRunResult(Result):
 
     @property
     def phases(self) -> dict[str, float]:
-        """Median seconds of each part of a step, without the first, which builds the plan; {} without `profile`."""
+        """Median seconds of each part of a step, except the first step, which builds the plan; {} without `profile`."""
         timed = [row for row in self.rows if "forward_s" in row]
         columns = {name: [row[name] for row in timed[1:] or timed if row[name] is not None] for name in PARTS}
         return {name: statistics.median(values) for name, values in columns.items() if values} if timed else {}
@@ -154,7 +154,7 @@ class TrainRunResult(Result):
         return [*self._describe_times(), *self._describe_phases(), *self._describe_saves(), *self._describe_faults()]
 
     def _describe_times(self) -> Sequence[str]:
-        """The time of all steps and of one, also for each rank. A resumed run may have had other ranks before."""
+        """The total time, and the mean step of each rank since the run last changed its number of ranks."""
         if self.total is None or not self.total.seconds or "ranks" not in self.rows[-1]:
             return ()
         own = zip(*(records.list_ranks(row, "step_s") for row in records.pick_like_last(self.rows)), strict=True)
@@ -244,7 +244,7 @@ class TrainRunResult(Result):
             return
         if (folder / records.CONFIG_FILE).exists() or (folder / records.METRICS_FILE).exists():
             raise RecordError(
-                f"{folder} holds another run and is not overwritten: choose another folder", code="exists"
+                f"{folder} contains another run and is not overwritten: choose another folder", code="exists"
             )
         settings = {name: value for name, value in self.config.items() if name not in ("outcome", "faults")}
         text = render_config(settings, self.run.environment, self.outcome, self.faults)

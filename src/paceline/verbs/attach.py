@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 _WARMUP = 4  # untimed steps at the start of a program: torch's wrapper builds its buckets in the second
 _LEAST_STEPS = 8  # minimum number of steps to observe
 _COMPARISON_STEPS = 145  # total steps of a plan comparison
-_SWITCH_STEPS = 2  # untimed steps at the start of each of its turns
+_SWITCH_STEPS = 2  # untimed steps at the start of each turn
 _TURN_STEPS = 3  # timed steps of each turn
 _RECORDED = 8  # traced steps
 _BEFORE = 10  # steps before tracing starts
-_END_S = 60.0  # how long a program may take to end after all its ranks were asked to
-_LAST_S = 5.0  # how long ranks may take to end after the first has
+_END_S = 60.0  # how long a program may take to exit after its ranks were told to stop
+_LAST_S = 5.0  # how long ranks may take to exit after the first one
 _POLL_S = 0.3
-_SHARES = ("cpu", "queued", "throttled")  # of wall time, as ranks report them
+_SHARES = ("cpu", "queued", "throttled")  # shares of wall time that ranks report
 _MOST_STEPS = 5000  # number of recent steps to keep for a watched program
 
 
@@ -90,7 +90,7 @@ def attach(
     recorded = {"warmup": min(_BEFORE, steps // 2 or _BEFORE), "record": min(_RECORDED, steps // 4 or _RECORDED)}
     with (
         open_session(verb, {"command": words, **asked}, out=out, progress=progress) as session,
-        # In the folder of the run, which other hosts may share.
+        # Inside the run's folder, because other hosts may share it.
         tempfile.TemporaryDirectory(dir=session.folder, prefix=".attach-", ignore_cleanup_errors=True) as folder,
     ):
         if session.progress and steps and not (asked["stop"] or every):
@@ -194,7 +194,7 @@ def _run(session: Session, folder: Path, asked: dict[str, Any], viewer: _Viewer 
         _end(process)
     until_s = time.monotonic() + _LAST_S
     while files.read() and not files.is_over() and time.monotonic() < until_s:
-        time.sleep(_POLL_S)  # a rank that is not a child of the command may end after it
+        time.sleep(_POLL_S)  # a rank that is not a child of the command may outlive it
     ranks = files.read()
     if viewer is not None:
         viewer.close(files, "interrupted" if is_interrupted else f"exit code {code}" if code else "")
@@ -226,7 +226,7 @@ def _wait(
             if stop and not asked_s and files.is_over():
                 asked_s = time.monotonic()
             if asked_s and time.monotonic() - asked_s > _END_S:
-                session.warnings.append(f"its ranks stopped, but it did not end within {_END_S:.0f} s")
+                session.warnings.append(f"the program did not exit within {_END_S:.0f} s after its ranks stopped")
                 return False
         except (KeyboardInterrupt, SystemExit) as error:
             if isinstance(error, SystemExit):
@@ -300,7 +300,7 @@ class _Viewer(Follower):
 
 @contextlib.contextmanager
 def _watch(session: Session, folder: Path, slower: range, port: int | None, browser: bool | None) -> Iterator[_Viewer]:
-    """Serve the live page of a program, and long enough after its end for viewers to see how it ended."""
+    """Serve the live page of a program, and keep serving until viewers have seen how it ended."""
     with serve(viewer := _Viewer(session, folder, slower), port) as server:
         if session.progress is not False:
             show_address(server, shlex.join(session.config["command"]), browser)
@@ -363,12 +363,12 @@ def _drop_paused(recorded: Sequence[TracedStepRecord], rank: _Rank) -> list[Trac
     return found if found and len(recorded) == last - first else list(recorded)
 
 
-_Times = list[dict[float, list[float]]]  # the times of each step of each rank, by number
+_Times = list[dict[float, list[float]]]  # for each rank, the times of its steps by step number
 
 
 def _pick_steps(ranks: Sequence[_Rank]) -> tuple[_Times, list[float], list[float]]:
-    """The steps of each rank, the numbers of those that all ranks took, and of those to use: after the first ones, and
-    not recorded."""
+    """The steps of each rank, the numbers of the steps that all ranks took, and of those to use: untraced ones after
+    warm-up."""
     first, last = ranks[0].about.get("recorded", (0, -1))
     by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
     common = sorted(set.intersection(*map(set, by_rank)))
@@ -384,14 +384,14 @@ def _read_pauses(times: Sequence[float]) -> tuple[float, float, float]:
 def _build_record(
     ranks: Sequence[_Rank], traced: Sequence[TracedStepRecord] = (), only: Sequence[int] = (), **more: Any
 ) -> StepRecord:
-    """One record of the steps that all ranks took and none traced, or of `only` these steps. Pauses do not count as
-    parts of a step: all ranks wait for the longest one."""
+    """One record of the untraced steps that all ranks took, or of `only` these steps. Steps exclude pauses, in which
+    all ranks wait for the longest one."""
     about = ranks[0].about
     by_rank, common, used = _pick_steps(ranks)
     used = list(only) or used
     wrapper = next(iter(about.get("wrappers") or ()), {"model": "the program", "wrapper": "none"}) | more
     backend = next((step.backend for step in traced if step.backend), about["backend"])
-    is_gpu = about["device"] == "cuda"  # whose host collects garbage while the GPU works
+    is_gpu = about["device"] == "cuda"  # on a GPU, the host collects garbage while kernels run
 
     def build(place: int, numbers: Sequence[float]) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(float(steps[number][place]) for steps in by_rank) for number in numbers)
@@ -412,7 +412,7 @@ def _build_record(
 
 
 def _build_ranks(ranks: Sequence[_Rank]) -> list[RankRecord]:
-    """What each rank did beside the timed steps; nothing if a rank did not say."""
+    """What each rank did besides its timed steps; empty if a rank did not report it."""
     by_rank, _, numbers = _pick_steps(ranks)
     found = []
     for rank, steps in zip(ranks, by_rank, strict=True):

@@ -75,14 +75,14 @@ class DemoResult(AttachedResult):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A busy machine widens the interval of the comparison, which says all that matters."""
+        """One line about a busy machine is enough, because the interval of the comparison already reflects it."""
         if self.race is None or not self.doubts:
             return super().warnings
         load = ", ".join(part for found in describe_load(self.run.environment) for part in found)
         return (f"the machine was busy{f' ({load})' if load else ''}; the interval allows for it",)
 
     def tables(self) -> list[Table]:
-        title = "a step, measured in alternating turns"
+        title = "step time, measured in alternating turns"
         return [Table("demo", title, _VARIANTS, self.variants), *super().tables()]
 
     @property

@@ -126,8 +126,8 @@ def open_job(
     """The session of a job, and a description of the job for its ranks: the settings of a built-in job, by default on
     two ranks; or a user's own model and step, its wrapper, and the options of `join_world`.
 
-    A module runs in this process, as does a factory, unless a number of ranks is requested, to which the factory is
-    sent. Jobs in this process keep its number of threads.
+    A module runs in this process. So does a factory, unless `ranks` requests new processes, which then receive the
+    factory. Jobs in this process keep its number of threads.
     """
     if isinstance(model, str):
         refuse((step is not None, f"model {model!r} with a step: a built-in model has its own; pass a module instead"))

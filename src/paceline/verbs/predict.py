@@ -424,7 +424,7 @@ def _count_usable(result: Result, count: int) -> int | None:
 
 
 def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
-    """A result, and those of its times that determine a job's productive time."""
+    """A result, and the measured costs in it that determine goodput."""
     from paceline.report.result import load_result
     from paceline.report.training_result import TrainRunResult
 
@@ -469,7 +469,7 @@ def _list_traces(place: Path) -> list[Path]:
 
 
 def _is_trace(file: Path) -> bool:
-    """Whether it has events, or cannot be read; the caller then reports the error when it loads the file."""
+    """Whether a file has events. Also True if it cannot be read, so that loading it reports the error."""
     try:
         return file.is_file() and b'"traceEvents"' in _read_content(file)
     except (OSError, EOFError, zlib.error):
@@ -530,8 +530,8 @@ def _finish(
     doubts: Iterable[str] = (),
     out: Place = None,
 ) -> R:
-    """The result, saved in a new folder if `out` is given. Requests that cannot be simulated are refused before
-    that."""
+    """The result, saved in a new folder if `out` is given. Refuses requests that cannot be simulated before it
+    saves."""
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     result = build(Run(verb, config, here, tuple(records), tuple(doubts)))
     if out is not None:
@@ -550,7 +550,7 @@ def find_profile(run: Run) -> LayerProfileRecord:
 
 
 def list_carried(run: Run) -> list[StepRecord | CodecRecord]:
-    """The records of a profile that measure the cost of messages, the wrapper, other ranks and codecs."""
+    """The records of a profile with the costs of messages, the wrapper, other ranks and codecs."""
     found = [record for record in run.records if isinstance(record, StepRecord | CodecRecord)]
     return [record for record in found if isinstance(record, CodecRecord) or record.role != "job"]
 

@@ -102,7 +102,7 @@ def profile(
 
 
 def _measure_together(session: Session, given: Any, iters: int | None, warmup: int | None) -> list[Any]:
-    """Measure how much twice as many ranks slow each other down on a CPU if ranks are started here and each has a core.
+    """Measure on a CPU how much twice as many local ranks slow each other down. Needs a core for each of them.
 
     Called first, so that the profile finds its ranks warm.
     """

@@ -115,7 +115,7 @@ def train(
 
 
 def _is_begun(folder: Path) -> bool:
-    """Whether an earlier attempt of this job has started the run. Collective: rank 0 decides before it creates one."""
+    """Whether an earlier attempt of this job has started the run. Collective: rank 0 checks before it creates a run."""
     found = (folder / CONFIG_FILE).exists()
     place = read_place()
     if place.world_size == 1:

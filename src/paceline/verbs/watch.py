@@ -1,7 +1,7 @@
 """`paceline.watch`: a live page of a run, served on loopback, and the same numbers in a terminal.
 
-It reads the files that the run writes four times a second, and sends nothing to the run. It keeps serving after the run
-has ended, and says how it ended. `verbs.attach` uses it to serve the page of a user's own program.
+Four times a second, it reads the files that the run writes; it sends nothing to the run. It keeps serving after the run
+has ended, and shows how it ended. `verbs.attach` uses it to serve the page of a user's own program.
 """
 
 from __future__ import annotations
