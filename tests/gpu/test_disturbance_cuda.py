@@ -33,7 +33,7 @@ def test_a_profile_carries_copies_and_contention_into_a_prediction():
         assert max(record.overlapped.reduced_s) > 0
     answer = paceline.predict(profile, network="hdr", ranks=8)
     lines = "\n".join(answer.findings)
-    assert "contention on hdr: fitted to steps" in lines and "measured: in the wrapper of paceline copies take" in lines
+    assert "contention on hdr: fitted to steps" in lines and "measured: in the paceline wrapper, copies take" in lines
     assert answer.interval[0] <= answer.step_s <= answer.interval[1]
 
 

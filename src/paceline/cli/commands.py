@@ -34,7 +34,7 @@ JOB_OPTIONS = (
 _ARGUMENTS = ("command", "runs")  # arguments without a flag
 _OF_PYTHON = ("step", "progress", "show")  # arguments that are not options
 COMMON = {
-    "out": "Folder in which to create the run's folder.",
+    "out": "Folder for the run's new subfolder.",
     "iters": "Timed repetitions. Default: as time allows, up to 100.",
     "warmup": "Warm-up repetitions before timing. Default: as time allows, up to 3.",
     "strict": "Exit with 1 if a result is too noisy, and say why.",
@@ -332,7 +332,7 @@ class _Lazy:
         built = self.command.build()
         for param in built.params:
             if param.param_type_name == "argument":
-                param.display_type = lambda _: ""  # its name says what it is
+                param.display_type = lambda _: ""  # its name is self-explanatory
         return built
 
     params = property(lambda self: self.built.params, lambda self, _: None)

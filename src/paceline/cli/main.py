@@ -219,7 +219,7 @@ def _predict(
         traces: Traces of your job from torch.profiler: one file per rank.
         profile: Folder of a run of `profile layers`.
         csv: Folder with layer-sizes, layer-times and allreduce-times, instead of a profile.
-        measured: With --csv or --trace: a step of your job, to which the prediction is fitted: 25MiB=724ms, several, or
+        measured: With --csv or --trace: a step time of your job to fit the prediction: 25MiB=724ms, several, or
             a table of bucket_size and step_s or backward_s.
         untied: With --csv: the token embedding and the head are two tensors, although their sizes are equal.
     """
@@ -351,7 +351,7 @@ def _watch(*, command: Sequence[str] | None = None, every: int | None = None, ou
     )
     if is_run:
         refuse((every is not None, "--every applies only to a command after --, not to a run: leave it out"))
-        os.nice(5)  # do not slow the ranks
+        os.nice(5)  # do not slow down the ranks
         return watch(words[0], **given)
     return attach(words, every=50 if every is None else every, steps=0, out=out, **given)
 

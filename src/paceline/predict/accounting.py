@@ -32,9 +32,9 @@ _LAUNCH = "c10d::"
 # Share of the longest steps excluded from the mean wait for data, because a restart of the workers is not typical.
 _TRIM = 0.05
 _MOST_OPERATORS = 20  # how many to keep of each step, besides `_KEPT`
-# Share of a rank's lateness that one operator must explain to be its cause, and the slowdown of a core above which
-# another program must be using it, which takes half: a busy sibling hyperthread, a hypervisor and a lower clock cost up
-# to about 40 %.
+# Share of a rank's lateness that one operator must explain to be its cause, and the slowdown above which another
+# program must be competing for the core. Competition takes half of a core; a busy sibling hyperthread, a hypervisor and
+# a lower clock cost up to about 40 %.
 _EXPLAINS, _COMPETING = 0.4, 1.75
 OUTSIDE = "code outside operators"
 _KEPT = ("torch.distributed.ddp.reducer::search_unused_parameters",)

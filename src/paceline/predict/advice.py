@@ -182,7 +182,7 @@ def blame_data(
 
 
 def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator[Finding]:
-    # Being late for a message that compute hides delays no rank.
+    # A late rank does not delay the others if compute hides the message.
     gain_s = min(lateness.mean_s, waited_s)
     if gain_s < WORTH * step_s:
         return
@@ -284,8 +284,8 @@ def _name_bound(overview: Overview) -> Finding:
 def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list[TracedStepRecord]:
     """Remove the cost of recording: make each rank's median recorded step as long as its unrecorded steps. The cost is
     subtracted from the rank's own work, which recording slows evenly, and from the time a GPU waits for the host;
-    messages leave earlier by that amount and take the same time. If the recorded steps were shorter, everything is
-    stretched instead."""
+    messages start that much earlier and take the same time. If the recorded steps were shorter, everything is stretched
+    instead."""
     found = []
     for steps in group_by(records, lambda record: record.rank).values():
         recorded_s = statistics.median(step.step_s for step in steps)
@@ -366,8 +366,8 @@ def simulate_messages(
 
 
 def rank_findings(found: Iterable[Finding], step_s: float, noise: float = 0.0) -> list[Finding]:
-    """The findings of a step of `step_s`, or of the step that they name, largest predicted gain first, without those
-    below the noise; `healthy` if none is left."""
+    """The findings above the noise, largest predicted gain first; `healthy` if there are none. `step_s` is the step of
+    findings without one."""
     worth = max(WORTH, noise)
     kept = [one for one in (replace(one, step_s=one.step_s or step_s) for one in found) if one.is_worth(worth)]
     low_s = {one: one.gain_interval_s[0] for one in kept if one.kind in _ASSUMED and one.gain_interval_s}

@@ -19,10 +19,10 @@ from paceline.records.steps import RankRecord, TracedStepRecord
 from paceline.units import format_bytes, format_duration, format_number_of
 
 _Interval = tuple[float, float]
-# Assumed share of an optimizer's time that a fused kernel leaves: typical, longest and shortest.
+# Assumed share of an optimizer's time that remains with a fused kernel: typical, longest and shortest.
 _FUSED, _FUSED_ADAM, _FUSED_ON_GPU = (0.5, 0.75, 0.3), (0.3, 0.45, 0.15), (0.6, 0.9, 0.3)
-# Assumed share of compute that a doubling of threads beyond the cores costs: typical, least and most; and the share of
-# the cores that ranks must use for it to cost anything.
+# Assumed share of compute that each doubling of threads beyond the cores costs: typical, least and most; and the share
+# of the cores that ranks must use before that costs anything.
 _CROWDING, _LEAST_USED = (0.15, 0.03, 0.4), 0.85
 _LEAST_QUEUED = 0.15  # share of time that a thread may wait for a core without competition from other programs
 _OFTEN = 0.8  # share of steps in which the same rank must have the largest batch to be named
@@ -129,7 +129,7 @@ def _find_pauses(name: str, what: str) -> Callable[[Evidence], Loss | None]:
         by_rank = {rank.rank: sum(getattr(rank, name)) for rank in evidence.ranks}
         most = max(by_rank, key=by_rank.__getitem__)
         is_alone = len(by_rank) > 1 and by_rank[most] > 0.9 * sum(by_rank.values())
-        where = f" on rank {most}, for which the others wait" if is_alone else ""
+        where = f" on rank {most} while the others wait" if is_alone else ""
         times_text = f"{format_number_of(len(found), 'time')} in {format_number_of(len(times), 'step')}"
         evidence_text = f"{what} takes {format_duration(statistics.median(found))}{where}, {times_text}"
         return Loss(gain_s, evidence_text, (low, high), most if is_alone else None)
@@ -232,7 +232,7 @@ def _find_share(name: str, least: float, what: str) -> Callable[[Evidence], Loss
 
 
 def _find_uneven(evidence: Evidence) -> Loss | None:
-    """The rank with the largest batch of each step, for which the others wait."""
+    """The rank with the largest batch of each step, because the others wait for it."""
     steps = [row for row in zip(*(rank.elements for rank in evidence.ranks), strict=True) if min(row) > 0]
     if not steps or len(evidence.ranks) < 2:
         return None

@@ -65,7 +65,7 @@ class Job:
 
     @cached_property
     def latest_s(self) -> tuple[float, ...]:
-        """When gradients 0 to k are all ready."""
+        """When gradients 0 to k are all ready, for each k."""
         return tuple(itertools.accumulate(self.ready_s, max))
 
     @cached_property

@@ -190,7 +190,7 @@ def _follow(
             continue
         phases += [(mark.phase, at_us)] if mark.phase else []
         for address, size, category in mark.blocks:
-            # It was allocated before the trace or by an untraced thread, but after the previous block here was freed.
+            # Allocated before the trace or by an untraced thread, but after the previous block here was freed.
             old = held.get(address) or add(address, _Block(size, freed_us.get(address, -math.inf), 0))
             old.seen.add(category)
     return blocks, phases

@@ -342,8 +342,8 @@ def _group_sweeps(points: Iterable[tuple[int, int, tuple[float, ...]]]) -> dict[
 
 @dataclass(frozen=True)
 class MeasuredFabric:
-    """Sweeps of one backend: used as measured on their own rank counts, and scaled from the nearest count by the fits
-    on others. `sweeps` maps ranks and sizes, both ascending, to the seconds of all repetitions. `what` is the name with
+    """Sweeps of one backend. Measured rank counts are used as they are; others are scaled from the nearest one with the
+    fits. `sweeps` maps ranks and sizes, both ascending, to the seconds of all repetitions. `what` is the name with
     device and dtype. `ranks_per_node` ranks share a node (0 if unknown); measurements on one node do not predict
     several nodes well. `cores` are the host's cores that move messages (0 if none). `errors` are the standard
     deviations of the sweeps themselves, and `shift` moves the times by that many standard deviations."""

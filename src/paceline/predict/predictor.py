@@ -67,8 +67,8 @@ class Evidence:
 
     @cached_property
     def too_short(self) -> list[StepRecord]:
-        """Disturbed steps that lost more time than messages overlapped, so they could not measure contention. Decided
-        by the medians, so that every draw has the same sizes."""
+        """Disturbed steps that lost more time than messages overlapped, so they could not measure contention. Depends
+        only on medians, so every draw has the same sizes."""
         resample = Resample()
         backward_s = resample.median(self.plain.phase("backward")) if self.disturbed else 0.0
         found = ((record, *_find_overlap(record, resample, backward_s)[1:]) for record in self.disturbed)
@@ -82,7 +82,7 @@ class Evidence:
     def idle_share(self) -> float:
         """The part of the smallest message's time in the sweep that a message in a GPU's queue does not take: the
         launch, the wait for the last rank, and the return to the host. Two messages launched together take that much
-        less than twice the time of one. Decided by the medians, so that it is the same in every draw."""
+        less than twice the time of one. Depends only on medians, so it is the same in every draw."""
         if self.plain.device != "cuda" or self.servers > 1 or not self.pairs:
             return 0.0
         resample = Resample()
@@ -93,9 +93,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """The costs of a wrapper and its messages to a rank on any network; None if not measured. `neighbours` maps the
-    number of ranks on a host to their compute time relative to the profile, whose own number comes first. Steps with
-    messages of the sizes in `too_short` could not measure contention."""
+    """What a wrapper and its messages cost a rank, on any network; None if not measured. `neighbours` maps the number
+    of ranks on a host to their compute time relative to the profile, whose own number comes first. Steps with messages
+    of the sizes in `too_short` could not measure contention."""
 
     launch_s: float = 0.0
     gather_s_per_byte: float = 0.0
@@ -136,7 +136,7 @@ def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
         return []
     copies = f"copies take {format_ms(rank.gather_s_per_byte * num_bytes)} ms of a step"
     lines = [
-        f"measured: in the wrapper of {rank.wrapper} {copies}, and each bucket takes {format_duration(rank.launch_s)}"
+        f"measured: in the {rank.wrapper} wrapper, {copies}, and each bucket takes {format_duration(rank.launch_s)}"
     ]
     if rank.contention is not None:
         found, percent = rank.contention, "{:.0%}".format
@@ -175,7 +175,7 @@ def fit_job(
     pairs = [curve.estimate_s(record.chunk_bytes) / median(record.timing) for record in evidence.pairs]
     pair_rate, servers = _limit(statistics.median(pairs)) if pairs else 1.0, evidence.servers
     assumed = Contention.assume(plain.device, is_on_host=True, source=resample.source)
-    if plain.device == "cuda" and rank.too_short:  # such steps still time their messages
+    if plain.device == "cuda" and rank.too_short:  # these steps still have message times
         times = ((_find_s(r, "alone", resample), _find_s(r, "under_way", resample)) for r in evidence.disturbed)
         assumed = replace(assumed, message_rates=(_limit(statistics.median(a / b for a, b in times)),))
     assumed = assumed.spread_over(curve)
@@ -202,7 +202,7 @@ def _limit(rate: float) -> float:
 
 
 def _find_s(record: StepRecord, name: str, resample: Resample) -> float:
-    # Counts from the last rank's start: a message that waits for a peer uses no core.
+    # Count from the last rank's start, because a message that waits for a peer uses no core.
     return resample.median(replace(record.phase(name), reducer="min"))
 
 
@@ -244,7 +244,7 @@ class Draw:
     """All inputs of a step: the best estimates, or a draw. `error` is the model's own error as a share of the exposed
     communication, and `noise` the logarithm of the error of the measured median that a prediction is compared with.
     `wait_s` is the random wait for the slowest rank, `slow_s` the part of the job that is due to a rank that is always
-    slower, and `local_s` the step of one rank alone. `layout` holds the buckets if they are fixed."""
+    slower, and `local_s` the step of one rank alone. `layout` gives the buckets if they are fixed."""
 
     job: Job
     costs: MachineCosts
@@ -401,7 +401,7 @@ class Prediction:
 
     @property
     def gain(self) -> float:
-        """The fraction of the step time with default buckets that these buckets save."""
+        """The fraction of a step that these buckets save compared with the default ones."""
         return 1 - self.step_s / self.default_step_s
 
     @property
@@ -465,8 +465,8 @@ class Choice:
 
 class Predictor:
     """A calibrated job: the best estimates of its inputs, with `draws` that reflect their uncertainty. `plain_s` is the
-    measured step without communication, if there is one. `noise` is that of a measured median, assuming as many steps
-    as were used for calibration."""
+    measured step without communication, if there is one. `noise` is the noise of a measured median over as many steps
+    as the calibration used."""
 
     def __init__(self, best: Draw, draws: Sequence[Draw], plain_s: float | None = None, noise: float = 0.0) -> None:
         self.best = best
@@ -554,7 +554,7 @@ class Predictor:
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     def cut_like(self, bucket_bytes: Sequence[int]) -> tuple[int, ...]:
-        """The cuts of a wrapper's buckets of these sizes; the nearest ones if it orders gradients differently."""
+        """The cuts that give a wrapper's bucket sizes, or the nearest cuts if it orders gradients differently."""
         return cut_like(self.job.totals, bucket_bytes)
 
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:

@@ -139,7 +139,7 @@ class Race:
     """A comparison after its last test. `left` are the plans that were not shown to be slower than another; the default
     keeps running as the reference even if it was. The leader has the smallest median among the plans shown to be faster
     than the default, or otherwise among those left. `ratios` maps each pair of plans to the ratio of their times.
-    `limit` is a bound that holds for any plan."""
+    `limit` is a bound for any plan."""
 
     default: str
     leader: str

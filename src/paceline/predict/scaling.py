@@ -120,7 +120,7 @@ class ScalingEvidence:
         self.most_on_host = max(at_hand, *self.ranks)
         self.profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
         self.jobs = [build_job_from_profile(profile) for profile in self.profiles]
-        # The sweeps for the kind of memory that holds this wrapper's messages; None without sweeps.
+        # The sweeps in this wrapper's kind of message memory; None without sweeps.
         memory, wanted = "shared" if wrapper == "paceline" else "ordinary", canonical_backend(backend)
         sweeps = [r for r in sweeps if r.collective == "all_reduce" and canonical_backend(r.backend) == wanted]
         cores = at_hand * self.alone.threads if self.alone.device == "cpu" else 0

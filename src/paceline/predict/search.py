@@ -113,7 +113,7 @@ class CapCurve:
         return self.list_ranges(self.is_fast)
 
     def list_ranges(self, is_in: Callable[[CapPoint], bool]) -> list[tuple[int, int]]:
-        """All ranges of caps for which `is_in` holds."""
+        """All ranges of caps whose points satisfy `is_in`."""
         runs = [list(run) for is_true, run in itertools.groupby(self.points, is_in) if is_true]
         return [(run[0].low_bytes, run[-1].high_bytes) for run in runs]
 

@@ -27,7 +27,7 @@ from paceline.records.steps import SERVERS, TracedMessage, TracedStepRecord
 
 _NODE, _ACCUMULATE = "autograd::engine::evaluate_function: ", "torch::autograd::AccumulateGrad"
 _LAUNCH, _ALL_REDUCE = re.compile(r"c10d::_?all_?reduce"), re.compile(r"(?i)all_?reduce")
-# At most one backward lies between two of these. The second alternative of each is Paceline's.
+# At most one backward lies between two of these events. The second alternative of each is Paceline's.
 _FORWARDS, _MARKS = ("DistributedDataParallel.forward", "forward"), re.compile(r"ProfilerStep#\d+|step \d+")
 _OPTIMIZER = "Optimizer.step#"
 # torch.profiler's names of element types, in lower case and without namespace.

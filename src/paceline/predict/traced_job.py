@@ -51,8 +51,8 @@ _HIDDEN = 0.01
 
 class _Split(NamedTuple):
     """One step, divided into intervals by activity. `under_s` is how long messages were in flight before each gradient
-    was ready, and before compute ended. `message_s` holds four durations of each message: during compute, alone and
-    with another message, and after compute, alone and with another."""
+    was ready, and before compute ended. `message_s` has four durations of each message: during compute, alone and with
+    another message, and after compute, alone and with another."""
 
     under_s: Floats
     message_s: Floats
@@ -193,7 +193,7 @@ class TracedJob:
 
     @property
     def rank_costs(self) -> RankCosts:
-        """The costs that also hold on other networks. Ranks on a CPU host were traced while running side by side."""
+        """The costs that also apply to other networks. Ranks on a CPU host were traced while running side by side."""
         costs, count = self.fit.costs, self.world_size if self.is_on_host else 1
         contention = costs.contention if self.has_contention else None
         return RankCosts(costs.launch_s, contention=contention, neighbours=((count, 1.0),))
@@ -245,8 +245,8 @@ class TracedJob:
         self, steps: Sequence[TracedStepRecord], under_s: float, parts: Floats, resample: Resample
     ) -> Contention:
         """From kernels that ran both with and without concurrent messages, or from backward passes without messages.
-        Otherwise assumed, unless the messages show that they are slowed less. `parts` holds, per step and message, its
-        time during and after compute."""
+        Otherwise assumed, unless the messages show that they are slowed less. `parts` has each message's time during
+        and after compute, per step."""
         if self.has_kernels and (beside_s := sum(step.beside_s for step in steps)) > 0:
             rate = min(1.0, max(0.1, sum(step.without_s for step in steps) / beside_s))
             basis = f"measured: kernels take {1 / rate - 1:.1%} longer while messages are in flight"

@@ -59,7 +59,7 @@ _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
 @dataclass(frozen=True)
 class RankTrace:
     """The events of one rank. `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
-    `properties` describe the rank's GPUs, as torch writes them; empty on a CPU. `memory` holds the marks of one more
+    `properties` describe the rank's GPUs, as torch writes them; empty on a CPU. `memory` has the marks of one more
     step, if requested."""
 
     rank: int
@@ -340,7 +340,7 @@ CATEGORIES = ("kernel", "communication", "copy", "data", "cpu", "other")
 # Operators that only contain others, and those that launch messages: while nothing runs inside, messages are exposed.
 _FRAME = re.compile(r"autograd::engine::|torch::autograd::AccumulateGrad|c10d::|_c10d_functional::|record_param_comms")
 _DATA = re.compile(r"enumerate\(DataLoader\)|data$")
-# Calls in which the host waits for the device and is therefore idle.
+# Calls that block the host until the device is done.
 _WAITING = re.compile(r"(cuda|hip|cu)\w*Synchronize")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _MAX_ROWS = 200
@@ -404,8 +404,8 @@ class GpuUse:
 @dataclass(frozen=True)
 class Overview:
     """The steps of one rank's trace. Everything not about a single step is a mean per step. `message_s` is the time
-    with at least one message in flight, hidden or not; `host_s` is the time in which the host worked.
-    `optimizer_passes` counts the kinds of operators that take most of the optimizer's time: a fused one has one."""
+    with at least one message in flight, hidden or not; `host_s` is the time the host worked. `optimizer_passes` counts
+    the kinds of operators that take most of the optimizer's time: a fused one has one."""
 
     rank: int
     world_size: int
@@ -474,7 +474,7 @@ def build_overview(trace: RankTrace) -> Overview:
 
 
 def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Event]]:
-    """The events of each class in order of precedence; `compute` holds the operators of a trace without kernels."""
+    """The events of each class in order of precedence; `compute` has the operators of a trace without kernels."""
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     # On a CPU, operators inside the data range fetch data and are not compute.
     order = "kernel compute communication copy data cpu" if on_gpu else "data compute communication copy cpu kernel"

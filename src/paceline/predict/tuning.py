@@ -67,9 +67,9 @@ EFFORTS = {
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """Settings of a tuning. Without `caps_bytes` a range is chosen. `confirms` says whether to run the job itself, and
+    """Settings of a tuning. Without `caps_bytes` a range is chosen. `confirms` is whether to run the job itself, and
     `race_s` limits the time of the plan comparison (by default the effort does). With a `network`, one rank sends to
-    `network_ranks - 1` ranks that do not exist. `takes_lists` says whether the wrapper accepts one cap per bucket. With
+    `network_ranks - 1` ranks that do not exist. `takes_lists` is whether the wrapper accepts one cap per bucket. With
     `strategies`, those that communicate in every step are compared as well; with `all`, only the best of them."""
 
     wrapper: str = option("paceline", choices=("paceline", "torch"))

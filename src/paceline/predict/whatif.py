@@ -91,9 +91,9 @@ def simulate_what_if(
 ) -> list[Prediction]:  # fmt: skip
     """One row per number of ranks, with the best bucket size. `draws` are draws of the measured job. A step has
     `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`; one of
-    several ranks is always slower by the share `slow`. `evidence` holds the profile's measurements of copies,
-    contention and neighbors; without it they are `known`, or assumed. At most `most_caps` bucket sizes are tried (0
-    means all). Calls that differ only in `send` use the same draws."""
+    several ranks is always slower by the share `slow`. `evidence` has the profile's measurements of copies, contention
+    and neighbors; without it they are `known`, or assumed. At most `most_caps` bucket sizes are tried (0 means all).
+    Calls that differ only in `send` use the same draws."""
     jobs = enumerate([job, *draws])
 
     def build(resample: Resample) -> Callable[[int], Draw]:

@@ -55,7 +55,7 @@ class Environment:
         return f"{self.machine}, torch {self.versions.get('torch', 'unknown')}"
 
     def differences(self, other: Environment) -> list[str]:
-        """The conditions in which two environments differ, so that their numbers cannot be compared."""
+        """The conditions that differ between two environments and make their numbers incomparable."""
         here, there = self._list_conditions(), other._list_conditions()
         names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
         return [f"{name}: {here.get(name, 'none')} compared with {there.get(name, 'none')}" for name in names]

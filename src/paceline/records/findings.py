@@ -220,8 +220,8 @@ def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Finding]:
     """Every reason to doubt the measured records, most serious first. An environment without a load belongs to a run
-    that timed nothing, or for which the load is irrelevant. Steps of a plan comparison are excluded, because its
-    intervals include their noise."""
+    that timed nothing or does not depend on the load. Steps of a plan comparison are excluded, because its intervals
+    include their noise."""
     compared = [r for r in records if isinstance(r, StepRecord) and r.note == RACED]
     records = [r for r in records if r not in compared]
     bounds = MemoryBounds(records)

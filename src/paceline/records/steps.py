@@ -18,7 +18,7 @@ from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
 ROLES = ("job", "plain", "local", "disturbed", "together", "coded")
-RACED = "confirmed"  # the note of job steps that ran under a plan to compare plans
+RACED = "confirmed"  # the note of job steps that ran for a plan comparison
 # The samples of a record besides its timing. Those after the phases belong to further kinds of steps.
 EXTRA_SAMPLES = (
     "marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped", "alone", "host",
@@ -39,7 +39,7 @@ class StepRecord(Record):
     """Steps of one variant of a job. Repetitions with the same number are adjacent in time in all variants of a cell,
     so they can be compared in pairs.
 
-    `timing` holds plain steps. Further kinds of steps of the same variant were interleaved with them; None means not
+    `timing` has plain steps. Further kinds of steps of the same variant were interleaved with them; None means not
     measured. `marked` steps have phase markers, `no_comm` have communication off (`no_comm_backward` is their
     backward), and `busy` is the time with at least one message in flight. The phases (`backward` includes its waits)
     belong to `marked`, or to `timing` without it. `host` is the host time of a step whose `timing` is GPU time.
@@ -477,7 +477,7 @@ class RankRecord(Record):
     times exclude, and the elements of the step's batches. `cpu_share` (above 1 with several threads), `queued_share`
     (waiting for a core) and `throttled_share` (by a container's limits) are shares of wall time. `padded_share` is the
     share of padding in the batches of recorded steps. `buffer_bytes` are broadcast in each forward. `delivered_share`
-    is the share of time in the data loader that only transferred batches which workers had finished."""
+    is the share of data-loader time spent on transferring batches that were already finished."""
 
     kind: ClassVar[str] = "rank"
     rank: int

@@ -277,7 +277,7 @@ class Study:
         return cls(path, verb, config, command_line)
 
     def _file(self, cell: str) -> Path:
-        """The file of a cell. If a file name cannot hold every character of the cell's name, a checksum makes it
+        """The file of a cell. If the cell's name has characters that a file name cannot have, a checksum makes it
         unique."""
         plain, slug = cell.replace(" ", "-"), re.sub(r"[^A-Za-z0-9.-]+", "-", cell)
         folder = self.path / _CELLS
@@ -292,7 +292,7 @@ class Study:
         try:
             document = check_format(load_json(file, ""), _CELL_FORMAT, file)
             if document["cell"] != cell:
-                raise RecordError(f"it holds {document['cell']!r}")
+                raise RecordError(f"it contains {document['cell']!r}")
             return [record_from_json(record) for record in document["records"]]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             code = "version" if getattr(error, "code", "") == "version" else "damaged"

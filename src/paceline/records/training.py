@@ -218,7 +218,7 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
         return max(0.0, (h - root) / a), max(0.0, (h + root) / a)
     if c <= 0:
         return 0.0, math.inf
-    # a <= 0 < c: one root on either side of 0. This form also holds at a = 0.
+    # a <= 0 < c: one root on either side of 0. This form also works at a = 0.
     return (c / (h + root) if h + root > 0 else math.inf), math.inf
 
 

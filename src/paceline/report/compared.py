@@ -313,7 +313,7 @@ def describe_numbers(rows: Sequence[ComparedNumber]) -> str:
 
 
 def _list_differences(parts: Sequence[Result]) -> dict[str, list[Any]]:
-    """Settings that may explain a difference. For a trace, batch size and accumulation are the effective ones."""
+    """Settings that may explain a difference. For a trace, uses the batch size and accumulation that actually ran."""
     settings = []
     for part in parts:
         tune = part.config.get("tune") or {}
@@ -505,7 +505,7 @@ class TrainComparisonResult(ComparisonResult):
             if self._num_equal:
                 text = f"{names} learn the same for {self._num_equal} of {first.run.steps} steps; then "
             by = f"the loss of a step differs by up to {most:.1%}."
-            text += by if math.isfinite(most) else "one of them has a loss that is not a finite number."
+            text += by if math.isfinite(most) else "one of them has a loss that is not finite."
         for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
             found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
             if None not in found:

@@ -188,7 +188,7 @@ class GoodputResult(Result):
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether one host can hold all ranks: this one, the one they were measured on, or one with many GPUs."""
+        """Whether all ranks fit on one host: this one, the measured one, or one with many GPUs."""
         known = self.run.environment.cores, self.config.get("measured_ranks") or 1
         return self.faults.ranks <= max(_MOST_ON_A_HOST, *known)
 

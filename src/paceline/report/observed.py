@@ -109,7 +109,7 @@ class TracedResult(Result):
         self.now = self.build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
         self.candidate = self.build_row("best", choice.best.cuts)
-        # A model that does not reproduce the traced step gives no limit.
+        # A model that misses the traced step cannot limit the gain.
         self.limit = Limit() if self.traced.is_off else self.model.limit_gain(self._now_cuts)
         ratios, ratio = [row.ratios[TRACED] for row in self.rows], self.candidate.ratios[TRACED]
         self.verdict = judge(ratios, _is_sure(ratio), self.limit).replace("default", "keep")

@@ -245,8 +245,8 @@ def _render_step(step: str) -> str:
 def render_page(
     results: Sequence[Result], page: Path | None = None, live: dict[str, Any] | None = None, now: str = ""
 ) -> str:
-    """Render the page of these results; the first one provides the verdict. `page` is its path, to which links to
-    traces are relative. With `live`, the page follows a run and starts with the table `now`."""
+    """Render the page of these results; the first one provides the verdict. Links to traces are relative to its path,
+    `page`. With `live`, the page follows a run and starts with the table `now`."""
     numbers, figures, sections = Numbers(), list[dict[str, Any]](), []
     for place, result in enumerate(results):
         verdict, rest = split_verdict(result.headline)

@@ -83,7 +83,7 @@ from paceline.report.result import Result, describe_job
 from paceline.report.table import SIMULATED, Column, Table, build_row, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
 
-# rows shown on the terminal: the widest ranges of bucket sizes, and the last one; the CSV has all of them
+# terminal rows: the widest ranges of bucket sizes, and the last one; the CSV has all ranges
 _MOST_ROWS = 24
 # A comparison that needs more seconds than this is not worth running: the plans hardly differ.
 _MOST_BUDGET_S = 600
@@ -332,7 +332,7 @@ class CapsResult(Result):
         return shared, (low, high), max(losses[p.cuts] for p in self.caps.points if low <= p.high_bytes <= high)
 
     def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
-        """From the tables alone, which do not give the number of distinct tokens per rank."""
+        """Uses assumed numbers of rows, because the tables do not give the number of distinct tokens per rank."""
         found, quick = [], replace(costs, curve=scale_curve(self.cost, alpha=0.1))
         for num_rows in _ROWS if self.job.lookups else ():
             lookups = tuple(replace(one, num_rows=num_rows) for one in self.job.lookups)
@@ -514,7 +514,7 @@ class CapsResult(Result):
         return [
             Table("caps", "backward against bucket size", columns, self.caps.points, shown=shown),
             *([Table("split", "tied tensor sent in two parts", SPLITS, self.splits)] if self.splits else []),
-            Table("sensitivity", "sensitivity of the best bucket size, from the tables alone", CHANGES, self.changes),
+            Table("sensitivity", "sensitivity of the best bucket size, from the tables only", CHANGES, self.changes),
             *([Table("measured", "measured and predicted", compared, self.measured)] if self.measured else []),
         ]
 
@@ -791,7 +791,7 @@ class TuneResult(Result):
 def describe_offers(tuning: Tuning) -> str:
     """The gains of strategies that change the update, in sentences; empty if none was requested."""
     offers = [(candidate.label, format_interval(to_default)) for candidate, to_default, _ in tuning.offers]
-    said = [f"{label} takes {ratio} compared with the default" for label, ratio in offers]
+    said = [f"{label} changes the step time by {ratio}" for label, ratio in offers]
     if tuning.whole is None:  # the fastest first
         others = [(one.step_s, text) for text, one in tuning.predicted.items() if not one.strategy.is_exact]
         said = [f"{text} is predicted to take {format_ms(step_s)} ms" for step_s, text in sorted(others)[:2]]
@@ -851,7 +851,7 @@ def describe_answer(tuning: Tuning) -> str:
         gain = f"{1 - race.gain.value:.1%} ({1 - race.gain.high:.1%} to {1 - race.gain.low:.1%})"
         return f"use {what}: {gain} faster than the default over {rounds}; {regret}"
     if race.verdict == "flat" and not race.is_level:
-        return f"flat: {race.limit} (predicted, and not contradicted by {rounds}); keep {what}"
+        return f"flat: {race.limit} (predicted, and consistent with {rounds}); keep {what}"
     if race.verdict == "flat":
         return f"flat: all {count} compared plans are within ±1 % of {what} over {rounds}; keep it"
     if race.verdict == "default":

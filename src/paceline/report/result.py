@@ -128,7 +128,7 @@ class Result:
 
     @property
     def failure(self) -> str:
-        """Why the result counts as failed, so that the command exits with 1; empty if it has not failed."""
+        """Why the result counts as a failure, for which the command exits with 1; empty if it does not."""
         return next((doubt.text for doubt in self.doubts if doubt.kind == "wrong"), "")
 
     @property

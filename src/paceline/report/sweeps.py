@@ -105,8 +105,7 @@ class CollectiveResult(Result):
     def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
         known = {(record.backend, record.world_size) for record in self.rows}
-        # With more than six curves, draw only backends and ranks that were measured here: more would be
-        # indistinguishable.
+        # With more than six curves, draw only the backends and ranks of this run: more would be indistinguishable.
         few = len({(r.backend, r.memory, r.device, r.world_size, r.note) for r in self.compared}) <= 6
         drawn = [*self.rows, *(r for r in self.compared if few or (r.backend, r.world_size) in known)]
         return {
@@ -167,7 +166,7 @@ def _name_backend(record: CollectiveRecord) -> str:
 
 
 # Columns in the middle and at the end of every timed row. `statistic` is `mean` if an imported table has no median;
-# `median_s` then holds that mean.
+# `median_s` is then that mean.
 _SPREAD = (
     Column("mean", "timing.mean_s", "ms", "mean_s", priority=-1),
     Column("p10", "timing.p10_s", "ms", "p10_s", priority=-2),
@@ -223,12 +222,12 @@ COMPARISON = (
     Column("backend", lambda p: _name_backend(p[0] or p[1]), key="backend", is_key=True),
     Column("ranks", lambda p: (p[0] or p[1]).world_size, "number", "world_size", is_key=True),
     Column("size", lambda p: (p[0] or p[1]).num_bytes, "bytes", "num_bytes", is_key=True),
-    Column("here", "0.time_s", "ms", "here_s", priority=2),
-    Column("there", "1.time_s", "ms", "there_s", priority=2),
-    Column("here / there", lambda p: p[0] and p[1] and p[0].time_s / p[1].time_s, "ratio", "ratio", priority=3),
-    Column("here busbw", "0.busbw_bytes_per_s", "GB/s", "here_busbw_gbps"),
-    Column("there busbw", "1.busbw_bytes_per_s", "GB/s", "there_busbw_gbps"),
-    Column("there is", lambda p: f"{p[1].source}, {p[1].timing.statistic}" if p[1] else None, key="there_is"),
+    Column("this run", "0.time_s", "ms", "here_s", priority=2),
+    Column("other", "1.time_s", "ms", "there_s", priority=2),
+    Column("this / other", lambda p: p[0] and p[1] and p[0].time_s / p[1].time_s, "ratio", "ratio", priority=3),
+    Column("this busbw", "0.busbw_bytes_per_s", "GB/s", "here_busbw_gbps"),
+    Column("other busbw", "1.busbw_bytes_per_s", "GB/s", "there_busbw_gbps"),
+    Column("other source", lambda p: f"{p[1].source}, {p[1].timing.statistic}" if p[1] else None, key="there_is"),
     Column("from", "1.note", key="from", priority=-1),
 )
 

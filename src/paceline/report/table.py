@@ -141,7 +141,7 @@ def build_row(columns: Sequence[Column], row: Any) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Table:
     """Rows under columns. `name` is used for its files, and `key` for its rows in JSON (the name by default). `shown`
-    are the rows shown on a terminal if not all of them; an empty list makes a table for files only."""
+    limits the rows on a terminal; an empty list makes a table for files only."""
 
     name: str
     title: str

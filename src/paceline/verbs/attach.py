@@ -123,7 +123,7 @@ def attach(
 class _Rank:
     """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds, seconds in
     evaluation, in checkpoints and in garbage collections, elements of its batches), all other facts in `about`, and
-    `place`, the position up to which its file has been read."""
+    `place`, the number of bytes read from its file."""
 
     about: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[float, ...]] = field(default_factory=list)
@@ -460,7 +460,7 @@ def _compare_plans(
     rounds = _COMPARISON_STEPS // (length * len(plans))
     if budget is not None:
         rounds = max(2, min(rounds, int(budget / (seen.step_s * length * len(plans)))))
-    # Alternate the direction, so that each plan comes first as often as last.
+    # Alternate the direction so that each plan comes first as often as last.
     turns = [turn for number in range(rounds) for turn in range(len(plans))[:: 1 if number % 2 == 0 else -1]]
     steps = _WARMUP + length * len(turns)
     session.say_long(seen.step_s * steps)

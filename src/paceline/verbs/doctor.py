@@ -37,7 +37,7 @@ def doctor(
     given["check_timeout"] = check_timeout != CHECK_S
     ignored = [] if hosts else [name for name, value in given.items() if value]
     refuse_given(ignored, "without --hosts: it applies only to checks over ssh; give --hosts, or leave it out")
-    # Without a session, so that doctor still works if none can be opened.
+    # Do not open a session, so that doctor works even where that fails.
     environment = capture_environment()
     names = list(parse_hosts(hosts)) if hosts else []
     if hosts:

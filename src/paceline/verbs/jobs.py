@@ -68,7 +68,7 @@ def choose_world(ranks: Counts | None, default: int) -> int:
 
 
 def choose_up_to(ranks: Counts | None, default: int) -> tuple[tuple[int, ...], list[str]]:
-    """The requested numbers of ranks that the launched world can hold, and a warning about the others.
+    """The requested numbers of ranks that fit in the launched world, and a warning about the others.
 
     A launched world of one rank, such as the shell of a batch job, is not a limit: local ranks are started instead.
     """

@@ -149,7 +149,7 @@ def predict_csv(
         folder: The folder with the three tables.
         ranks: Select from an all-reduce table with several numbers of ranks.
         backend: Select from an all-reduce table with several backends.
-        measured: Times of your own job at one or more bucket sizes, to which the prediction is fitted: "25MiB=724ms",
+        measured: Times of your own job at one or more bucket sizes, used to fit the prediction: "25MiB=724ms",
             or a table (columns `bucket_size` and `step_s` or `backward_s`). These are steps if layer-times has the rows
             `forward` and `step` (the optimizer), otherwise backward passes with communication.
         untied: The token embedding and the head are two tensors, although their sizes are equal.
@@ -216,7 +216,7 @@ def predict_trace(
         ranks_per_node: Number of ranks that share a node.
         inside: The network inside a node.
         algorithm: auto, ring, tree, two-level, gloo or shared.
-        measured: Times of steps without the profiler at one or more bucket sizes, to which the prediction is fitted:
+        measured: Times of steps without the profiler at one or more bucket sizes, used to fit the prediction:
             "25MiB=724ms", or a table (columns `bucket_size` and `step_s`).
         out: Save the run in a new subfolder of this folder.
     """

@@ -49,11 +49,11 @@ def profile(
     phases of its steps.
 
     Inside a launched world this is collective, and every rank gets the same result. In a plain process, a module runs
-    here, in a world of one. The values of the module and of its optimizers are restored at the end.
+    here, on one rank. At the end, the values of the module and its optimizers are restored.
 
     Args:
-        model: A module, with `step`. Or a picklable factory that returns such a pair, for which `ranks` local ranks are
-            started. Or the name of a built-in model.
+        model: A module, with `step`. Or a picklable factory that returns both, to run on `ranks` local ranks. Or the
+            name of a built-in model.
         step: `step(model)` runs one forward and backward pass with any inputs, and may step the optimizer.
         kind: "all" returns a `ProfileResult`, which `paceline.predict` reads; "layers" only the layers, on one rank;
             "phases" only the phases (a `PhasesResult`); "trace" a recording of every rank (a `TraceResult`; see

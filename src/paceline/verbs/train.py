@@ -64,7 +64,7 @@ def train(
         resume: The folder of a run to resume from its newest checkpoint. The run keeps its settings; only those that do
             not change the result may be given.
         out: Save the run in a new subfolder of this folder: metrics, checkpoints and the trained weights. Without it
-            nothing is written. If the variable PACELINE_RUN names the new folder and it already holds a run, that run
+            nothing is written. If the variable PACELINE_RUN names the new folder and that already has a run, the run
             is resumed, for example when a scheduler restarts a job.
         watch: Serve a live page from a separate process, and print its address.
         settings: The fields of `TrainSettings`, named like the options of `paceline train`: `batch_size`, `lr`,
