@@ -18,8 +18,8 @@ from paceline.records.samples import group_by
 from paceline.records.steps import Stall, TracedMessage, TracedStepRecord
 from paceline.units import format_duration
 
-# Gains below these shares of the step are within run-to-run noise and lead to no advice. The last one is higher,
-# because ranks also wait for each other when their steps merely vary.
+# Gains below these shares of the step are within run-to-run noise and lead to no advice. The last is for a changing
+# late rank, because ranks also wait for each other when their steps merely vary.
 WORTH, _IDLE_WORTH, _TURNS_WORTH = 0.05, 0.2, 0.1
 # Assumed time of a shared-memory message during compute, relative to gloo on one host: typical, longest and shortest.
 # Without compute, the ratios in `results` are 0.05 to 0.36.

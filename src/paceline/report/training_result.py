@@ -154,7 +154,7 @@ class TrainRunResult(Result):
         return [*self._describe_times(), *self._describe_phases(), *self._describe_saves(), *self._describe_faults()]
 
     def _describe_times(self) -> Sequence[str]:
-        """The total time, and the mean step of each rank since the run last changed its number of ranks."""
+        """The total time, and the mean step of each rank over the steps with the final number of ranks."""
         if self.total is None or not self.total.seconds or "ranks" not in self.rows[-1]:
             return ()
         own = zip(*(records.list_ranks(row, "step_s") for row in records.pick_like_last(self.rows)), strict=True)
