@@ -28,7 +28,7 @@ _LEAST_QUEUED = 0.15  # share of time that a thread may wait for a core without 
 _OFTEN = 0.8  # share of steps in which the same rank must have the largest batch to be named
 _STATIC = "DistributedDataParallel(model, find_unused_parameters=True, static_graph=True)"
 _SEARCH = "search_unused_parameters"
-_BROADCASTS = 2  # of buffers per forward: one for each of their types
+_BROADCASTS = 2  # buffer broadcasts per forward: one per dtype
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _find_replicated(evidence: Evidence) -> Loss | None:
 
 
 def _find_crowding(evidence: Evidence) -> Loss | None:
-    """Hosts whose ranks have more threads than cores and keep the cores busy."""
+    """The host whose ranks have the most threads, if it has fewer cores than threads and they are busy."""
     worst = max(group_by(evidence.ranks, lambda rank: rank.host).values(), key=lambda rs: sum(r.threads for r in rs))
     threads, cores = sum(rank.threads for rank in worst), evidence.cores or max(rank.cores for rank in worst)
     used = sum(rank.cpu_share for rank in worst)

@@ -51,8 +51,8 @@ def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -
 STRATEGIES = (
     *PLACE,
     *pick(strategy=0, update=7, sent=5, step=9, interval=3),
-    Column("to dense", "ratios.dense", _format_change, priority=2),
-    Column("to bf16", "ratios.bf16", _format_change, priority=6),
+    Column("vs. dense", "ratios.dense", _format_change, priority=2),
+    Column("vs. bf16", "ratios.bf16", _format_change, priority=6),
     Column("bucket size", lambda r: None if r.strategy.outer else r.cap_bytes, "bytes", "best_cap_bytes"),
     *raw_columns("low_s", "high_s", "num_buckets", "doubt", "exposed_s"),
     Column(None, is_worth_it, key="is_worth_it"),
