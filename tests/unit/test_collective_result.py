@@ -188,10 +188,10 @@ def test_a_comparison_shows_both_sides_and_leaves_gaps(build, build_collective, 
     other = build_collective(num_bytes=2**24)
     result = build(here, other, compared=[imported, build_collective(num_bytes=2**10)])
     less, both, ours = read_cells(result.table("comparison").markdown())
-    assert (both["here (ms)"], both["there (ms)"], both["here / there"]) == ("1.00", "2.00", "0.50")
-    assert (both["there is"], both["from"]) == ("imported, mean", "somebody")
-    assert (ours["there (ms)"], ours["here / there"], ours["there is"], ours["from"]) == ("", "", "", "")
-    assert (less["here (ms)"], less["here busbw (GB/s)"], less["size"]) == ("", "", "1 KiB")
+    assert (both["this run (ms)"], both["other (ms)"], both["this / other"]) == ("1.00", "2.00", "0.50")
+    assert (both["other source"], both["from"]) == ("imported, mean", "somebody")
+    assert (ours["other (ms)"], ours["this / other"], ours["other source"], ours["from"]) == ("", "", "", "")
+    assert (less["this run (ms)"], less["this busbw (GB/s)"], less["size"]) == ("", "", "1 KiB")
     pairs = result.to_json()["comparison"]
     assert [(bool(pair["here"]), bool(pair["there"])) for pair in pairs] == [(False, True), (True, True), (True, False)]
 

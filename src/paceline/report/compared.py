@@ -49,7 +49,7 @@ _OF_TRACES = (
 )
 _OF_TRAINING = ("step_s", "data_wait_s", "exposed_comm_s")
 _UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # others follow from the suffix
-_RATIO_NOTE = "Ratios of medians ± 95 %; = marks an insignificant difference. The runs were not interleaved."
+_RATIO_NOTE = "Ratios of medians ± 95 %; = marks no clear difference. The runs were not interleaved."
 # Fields of a record that do not identify the measurement, or that follow from other fields.
 _ABOUT = (
     *("source", "note", "num_wrong", "num_checked", "held_bytes", "peak_step_bytes", "order_seed"),

@@ -33,7 +33,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }
 # Printed under tables with ratios.
 _RATIO_NOTE = (
-    "Ratios are medians over interleaved repetitions ± 95 %; = marks an insignificant difference, ? one repetition."
+    "Ratios are medians over interleaved repetitions ± 95 %; = marks no clear difference, ? a single repetition."
 )
 _HEADED = ("ms", "s", "GB/s")
 _GAP = 2
