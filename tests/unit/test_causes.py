@@ -12,7 +12,7 @@ from paceline.predict.causes import _SEARCH, CAUSES, Evidence, find_causes
 from paceline.predict.traces import Lateness
 from paceline.records import RankRecord, TracedMessage, TracedStepRecord
 from paceline.records.findings import Finding
-from paceline.records.steps import OperatorTime, Stall
+from paceline.records.steps import RESENT, OperatorTime, Stall
 
 STEPS = 40
 
@@ -93,7 +93,7 @@ def made_rows(**parts: float) -> list[RankRow]:
 
 
 def test_a_search_for_unused_parameters_costs_its_time_and_its_message():
-    recorded = made_recorded(Stall(0.05, 0.01, 0.006), Stall(-0.02, 0.01, 0.01), search_s=0.008)
+    recorded = made_recorded(Stall(0.05, 0.01, 0.006), Stall(-0.02, 0.01, 0.001), search_s=0.008)
     options = {"find_unused": True}
     (found,) = find(made_evidence(options, options, recorded=recorded))
     assert found.kind == "unused parameters" and found.gain_s == pytest.approx(0.014)
@@ -101,16 +101,37 @@ def test_a_search_for_unused_parameters_costs_its_time_and_its_message():
     (found,) = find(made_evidence(options, options | {"has_unused": True}, recorded=recorded))
     assert "static_graph=True" in found.line
     for cured in ({}, options | {"is_static": True}):
-        assert find(made_evidence(cured, cured, recorded=recorded))[0].kind == "healthy"
+        assert find(made_evidence(cured, cured, recorded=recorded))[0].kind != "unused parameters"
 
 
 def test_broadcasting_buffers_delays_forward():
     recorded = made_recorded(*(Stall(-0.02, 0.01, 0.006) for _ in range(3)), Stall(0.05, 0.01, 0.006))
     options = {"buffer_bytes": 4096}
-    (found,) = find(made_evidence(options, options, recorded=recorded))
+    found, other = find(made_evidence(options, options, recorded=recorded))
+    assert other.kind == "collectives"
     assert found.kind == "buffers" and found.gain_s == pytest.approx(0.012)  # a third is the program's own
     assert "broadcast_buffers=False" in found.line
-    assert find(made_evidence(recorded=recorded))[0].kind == "healthy"
+    assert find(made_evidence(recorded=recorded))[0].kind == "collectives"
+
+
+def test_gradients_of_every_micro_batch_cost_what_they_block():
+    resent = [Stall(-0.02 * number, 0.01, 0.008, RESENT) for number in (3, 2, 1)]
+    (found,) = find(made_evidence(recorded=made_recorded(*resent)))
+    assert found.kind == "accumulate" and found.gain_s == pytest.approx(0.024)
+    assert "each of 4 micro-batches" in found.evidence and "no_sync" in found.line
+    hidden = [replace(stall, blocked_s=0.0) for stall in resent]
+    assert find(made_evidence(recorded=made_recorded(*hidden)))[0].kind == "healthy"
+
+
+def test_collectives_of_the_program_are_counted_without_those_of_the_wrapper():
+    own = [Stall(0.065, 0.004, 0.004, "all_reduce"), Stall(0.07, 0.004, 0.003, "barrier")]
+    (found,) = find(made_evidence(recorded=made_recorded(*own, Stall(0.06, 0.001, 0.001, "barrier"))))
+    assert found.kind == "collectives" and found.gain_s == pytest.approx(0.008)
+    assert "(2 x barrier, 1 x all_reduce)" in found.evidence
+    wrapper = [Stall(-0.03, 0.01, 0.004), Stall(-0.02, 0.01, 0.004), Stall(0.02, 0.01, 0.004)]
+    options = {"buffer_bytes": 4096, "find_unused": True}
+    found = find(made_evidence(options, options, recorded=made_recorded(*wrapper)))
+    assert "collectives" not in {one.kind for one in found}
 
 
 def test_an_optimizer_is_fused_first_and_then_sharded():

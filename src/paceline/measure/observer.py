@@ -53,7 +53,7 @@ _BUCKET_ATTRIBUTES = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_
 
 
 class Settings(NamedTuple):
-    """What to observe: `steps` steps (0: all), of which `record` are traced after `warmup` others.
+    """What to observe: at least `steps` steps (0: all) and `least_s` seconds; after `warmup` steps, `record` are traced.
 
     With `every`, times are written after this many steps and four times a second, not only at the end. `race` compares
     plans: from step `first` onward, the program runs `turns` of `length` steps each. A turn is an index into `plans`,
@@ -62,6 +62,7 @@ class Settings(NamedTuple):
 
     folder: str
     steps: int
+    least_s: float = 0.0
     warmup: int = 0
     record: int = 0
     every: int = 0
@@ -120,7 +121,7 @@ class Observer:
         self._used: dict[str, float] = {}
         self._loader: dict[str, Any] = {}
         self._fetched_s = [0.0, 0.0]  # in loaders that had to wait for a batch, and in those that had it
-        self._end_s = 0.0
+        self._opened_s = self._end_s = 0.0
         self._written_s = 0.0
         self._profiler: Any = None
         self._range: Any = None  # profiler range of the current step
@@ -291,6 +292,7 @@ class Observer:
         rank = dist.get_rank() if is_open else int(os.environ.get("RANK") or 0)
         devices = [parameter.device for group in optimizer.param_groups for parameter in group["params"]]
         self._device = next((one for one in devices if one.type == "cuda"), (devices or [self._device])[0])
+        self._opened_s = time.perf_counter()
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._head = {
@@ -331,7 +333,8 @@ class Observer:
             self._finish(_STOP_S if settings.stop else 0.0)
 
     def _are_all_taken(self) -> bool:
-        return 0 < self._settings.steps <= self._num_steps
+        is_long = self._settings.least_s <= 0 or time.perf_counter() - self._opened_s >= self._settings.least_s
+        return 0 < self._settings.steps <= self._num_steps and is_long
 
     def _read_finished(self, wait_s: float = 0.0) -> None:
         """Read the times of the steps that the device has finished, waiting at most `wait_s` for the others."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from paceline.predict.traces import BUCKET, Event, Floats, attribute_time, find_messages, is_collective, union_time
 from paceline.records.samples import Samples, group_by
-from paceline.records.steps import OperatorTime, Stall, TracedStepRecord
+from paceline.records.steps import RESENT, OperatorTime, Stall, TracedStepRecord
 
 _LOADING, _FORWARD, _OPTIMIZER = (
     "enumerate(DataLoader)",
@@ -57,10 +57,10 @@ class PhaseFinder:
 
     def find(
         self, device: Any, window: tuple[float, float], span: tuple[float, float], backwards: Sequence[Any],
-        sent: AbstractSet[int],
+        sent: AbstractSet[int], resent: AbstractSet[int],
     ) -> dict[str, Any]:  # fmt: skip
-        """Fields for the record of a step whose last backward sent the messages `sent`. `window` is the step in host
-        time, `span` in device time."""
+        """Fields for the record of a step whose last backward sent the messages `sent`, and earlier ones `resent`.
+        `window` is the step in host time, `span` in device time."""
         places = [device.place(one) for one in backwards]
         begin, forward = places[-1][0], 0.0
         for one, (first, _) in zip(backwards, places, strict=True):
@@ -73,7 +73,7 @@ class PhaseFinder:
             data = sum(device.measure_idle(*window, part) for part in loading)
         ends = [e["ts"] for e in self._optimizers if backwards[-1].end <= e["ts"] < window[1]]
         optimizer = span[1] - device.find_ready(window[0], min(ends)) if ends else 0.0
-        stalls = tuple(self._list_stalls(span, begin, sent))
+        stalls = tuple(self._list_stalls(span, begin, sent, resent))
         times = {"data_s": data, "forward_s": forward, "optimizer_s": optimizer}
         operators = tuple(self._list_operators(*(span if device.is_gpu else window)))
         found = {name: max(0.0, time) * 1e-6 for name, time in times.items()}
@@ -95,12 +95,16 @@ class PhaseFinder:
             if took > 0 and (place < _MOST_OPERATORS or name in _KEPT):
                 yield OperatorTime(name, took * 1e-6)
 
-    def _list_stalls(self, span: tuple[float, float], begin: float, sent: AbstractSet[int]) -> Iterator[Stall]:
+    def _list_stalls(
+        self, span: tuple[float, float], begin: float, sent: AbstractSet[int], resent: AbstractSet[int]
+    ) -> Iterator[Stall]:
         for event in self._collectives:
             first, last = event["ts"], event["ts"] + event["dur"]
             if id(event) not in sent and span[0] <= first < span[1]:
                 own = union_time(self._starts, self._ends, np.array([[first, last]])) if last > first else 0.0
-                yield Stall((first - begin) * 1e-6, max(0.0, last - first) * 1e-6, max(0.0, last - first - own) * 1e-6)
+                name = RESENT if id(event) in resent else event["name"].rpartition(":")[2]
+                took, blocked = max(0.0, last - first), max(0.0, last - first - own)
+                yield Stall((first - begin) * 1e-6, took * 1e-6, blocked * 1e-6, name)
 
 
 @dataclass(frozen=True)

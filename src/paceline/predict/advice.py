@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from paceline.errors import RecordError
@@ -301,8 +301,10 @@ def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list
             own = ("before_s", "backward_s", "after_s", "data_s", "forward_s", "optimizer_s")
             times: dict[str, Any] = {name: getattr(step, name) * factor for name in own}
             times["alone_s"] = tuple(seconds * factor for seconds in step.alone_s)
-            stalls = (astuple(stall) for stall in step.stalls)
-            times["stalls"] = tuple(Stall(at_s * factor, *(s * stretch for s in rest)) for at_s, *rest in stalls)
+            times["stalls"] = tuple(
+                Stall(stall.start_s * factor, stall.took_s * stretch, stall.blocked_s * stretch, stall.name)
+                for stall in step.stalls
+            )
             times["idle_s"] = max(0.0, step.idle_s - max(0.0, recorded_s - step_s))
             ready_s = tuple(moment * factor for moment in step.ready_s)
             found.append(replace(step, **times, ready_s=ready_s, messages=messages))

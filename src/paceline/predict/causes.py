@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from paceline.predict.accounting import RankRow, estimate_mean
 from paceline.records.findings import Finding
 from paceline.records.samples import group_by
-from paceline.records.steps import RankRecord, TracedStepRecord
+from paceline.records.steps import RESENT, RankRecord, TracedStepRecord
 from paceline.units import format_bytes, format_duration, format_number_of
 
 _Interval = tuple[float, float]
@@ -175,6 +176,39 @@ def _find_buffers(evidence: Evidence) -> Loss | None:
     return Loss(gain_s, text, estimate_mean(times, gain_s))
 
 
+def _find_resent(evidence: Evidence) -> Loss | None:
+    """Gradients that every micro-batch of a step sends."""
+    recorded = evidence.list_recorded()
+    times = [sum(stall.blocked_s for stall in step.stalls if stall.name == RESENT) for step in recorded]
+    if not any(times):
+        return None
+    last = max(recorded, key=lambda step: len(step.stalls))
+    number = 1 + round(sum(stall.name == RESENT for stall in last.stalls) / max(1, len(last.messages)))
+    gain_s = statistics.fmean(times)
+    text = f"each of {number} micro-batches sends its gradients, which takes {format_duration(gain_s)} more than once"
+    return Loss(gain_s, f"{text} per step", estimate_mean(times, gain_s))
+
+
+def _find_collectives(evidence: Evidence) -> Loss | None:
+    """Collectives that neither the wrapper nor its gradients need."""
+    first, times, names = evidence.ranks[0], list[float](), Counter[str]()
+    for step in evidence.list_recorded():
+        stalls = [stall for stall in step.stalls if stall.name != RESENT]
+        if first.find_unused:
+            stalls = [stall for stall in stalls if not 0 <= stall.start_s <= step.over_s]
+        if first.buffer_bytes:
+            forward = [stall for stall in stalls if stall.start_s < 0]
+            stalls = [stall for stall in stalls if stall not in forward[:_BROADCASTS]]
+        times.append(sum(stall.blocked_s for stall in stalls))
+        names.update(stall.name for stall in stalls)
+    if not any(times):
+        return None
+    gain_s = statistics.fmean(times)
+    each = ", ".join(f"{count / len(times):.3g} x {name}" for name, count in names.most_common(3))
+    text = f"collectives other than those of gradients ({each}) block each step for {format_duration(gain_s)}"
+    return Loss(gain_s, text, estimate_mean(times, gain_s))
+
+
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +347,20 @@ CAUSES = (
         _find_buffers,
         "do not broadcast them; only evaluation needs BatchNorm statistics, so broadcast them before it",
         "DistributedDataParallel(model, broadcast_buffers=False)",
+    ),
+    Cause(
+        "accumulate",
+        "computed",
+        _find_resent,
+        "send gradients only after the last micro-batch of a step",
+        "with model.no_sync(): loss.backward()  # in all micro-batches but the last",
+    ),
+    Cause(
+        "collectives",
+        "at most",
+        _find_collectives,
+        "make them less often, combine them into one, or do not wait for them (async_op=True)",
+        "if step % 100 == 0: torch.distributed.all_reduce(torch.stack(metrics))",
     ),
     Cause("optimizer", "estimated", _find_unfused, "update all parameters in one kernel", ""),
     Cause(

@@ -87,7 +87,9 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
             pairs, num_other = sent[chosen]
             step = _build_step(trace, len(steps), inside[chosen], pairs, named, device, (begin, end), (first, reached))
             alone_s = tuple((last - first) * 1e-6 for first, last in alone)
-            of_step = (begin, end), (first, reached), inside[: chosen + 1], {id(pair.message) for pair in pairs}
+            ids = [{id(pair.message) for pair in one} for one, _ in sent]
+            resent = set().union(*ids) - ids[chosen]
+            of_step = (begin, end), (first, reached), inside[: chosen + 1], ids[chosen], resent
             steps.append(replace(step, alone_s=alone_s, num_other=num_other, **phases.find(device, *of_step)))
     if not steps:
         raise RecordError("it has no complete step: trace two or more, up to the end of an optimizer step")

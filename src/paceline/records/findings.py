@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,7 @@ from paceline.records.environment import Environment
 from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import UNSTABLE, Samples
-from paceline.records.steps import RACED, StepRecord
+from paceline.records.steps import RACED, RankRecord, StepRecord
 from paceline.records.training import BatchRecord
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of
 
@@ -24,6 +25,7 @@ NOISY = ("inconclusive", "unstable", "drifting", "few")
 _MOST_NAMES = 3
 # Limits on the share of CPU time stolen by the hypervisor, and on the load per core before a run.
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
+_MOST_UNCERTAIN = 0.1  # of the median step of an observed program
 # Evidence and remedy (empty if there is none), most serious first. `_KINDS` merges kinds that differ only in their
 # text.
 _TEXTS = {
@@ -49,7 +51,8 @@ _SUBJECTS = {
     "compress": "the message size", "copies": "copying", "optimizer": "the optimizer", "launches": "kernel launching",
     "tensor cores": "arithmetic without tensor cores", "threads": "CPU oversubscription",
     "changing late rank": "variation between ranks", "shared cores": "core contention", "throttling": "CPU throttling",
-    "unused parameters": "the search for unused parameters", "buffers": "the broadcast of buffers",
+    "collectives": "extra collectives", "unused parameters": "the search for unused parameters",
+    "buffers": "the broadcast of buffers",
     "replicated optimizer": "the replicated optimizer",
     "evaluation": "evaluation between steps", "checkpoint": "saving checkpoints",
 }  # fmt: skip
@@ -186,7 +189,10 @@ def _name(record: _Timed) -> str:
     return format_bytes(record.num_bytes) + (" in shared memory" if record.memory == "shared" else "")
 
 
-def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds) -> Iterator[_Reason]:
+def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds, is_observed: bool) -> Iterator[_Reason]:
+    """Reasons to doubt a record. The steps of an observed program may differ by themselves, so only the uncertainty of
+    their median counts."""
+    unstable = max(UNSTABLE, _MOST_UNCERTAIN / 2 * math.sqrt(timing.count)) if is_observed else UNSTABLE
     fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
     spread = f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
     if num_wrong := getattr(r, "num_wrong", None):
@@ -199,7 +205,7 @@ def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds) -> Iterator[
             yield "epochs", timing.noise, spread
     elif timing.count < 5:
         yield "few", -timing.count, ""
-    elif timing.noise > UNSTABLE:
+    elif timing.noise > unstable:
         yield "unstable", timing.noise, spread
     elif abs(timing.drift) > 0.25:
         yield "drifting", abs(timing.drift), f"{timing.drift:+.0%}"
@@ -224,9 +230,9 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Fin
     include their noise."""
     compared = [r for r in records if isinstance(r, StepRecord) and r.note == RACED]
     records = [r for r in records if r not in compared]
-    bounds = MemoryBounds(records)
+    bounds, is_observed = MemoryBounds(records), any(isinstance(r, RankRecord) for r in records)
     timed = [
-        (r, list(_find_reasons(r, r.timing, bounds)))
+        (r, list(_find_reasons(r, r.timing, bounds, is_observed)))
         for r in records
         if isinstance(r, _Timed) and isinstance(r.timing, Samples)
     ]

@@ -383,14 +383,19 @@ class TracedMessage(Checked):
             yield f"launched at {self.launch_s} s, started at {self.start_s} s and ended at {self.done_s} s"
 
 
+RESENT = "gradients"
+
+
 @dataclass(frozen=True)
 class Stall(Checked):
-    """A collective of the program that is not a gradient message: its start in seconds since backward began, its time,
-    and the part of that in which the rank computed nothing."""
+    """A collective that is not one of those messages: its start in seconds since backward began, its time, and the part
+    of that in which the rank computed nothing. Its name is the operation's, or `RESENT` for gradients that an earlier
+    micro-batch of the step sent."""
 
     start_s: float
     took_s: Seconds
     blocked_s: Seconds
+    name: str = ""
 
 
 @dataclass(frozen=True)

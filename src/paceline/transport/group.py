@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from paceline import machine
 from paceline.errors import LaunchError
-from paceline.torch_internals import c10d
+from paceline.torch_internals import c10d, is_recording
 from paceline.transport import native, proof, works
 from paceline.transport.hierarchy import TwoLevels
 from paceline.transport.works import (
@@ -180,7 +180,7 @@ class PacelineGroup(_TorchGroup):
             if address:
                 count = tensor.numel()
                 assert dtype is not None and op is not None
-                if count > _SMALL or self._pending or opts.asyncOp:
+                if count > _SMALL or self._pending or opts.asyncOp or is_recording():
                     values = native.ALL_REDUCE, dtype, op, 0, address, address, count
                     return self._start_one(values, opts, tensor)
                 self._num_started += 1
@@ -298,6 +298,7 @@ class PacelineGroup(_TorchGroup):
         number: int = self._gloo._get_sequence_number_for_group()
         return number + self._num_started
 
+    @works.record_operation
     def _start(self, operations: Sequence[_Operation], opts: Any, result: works.Tensors, *after: works.After) -> Any:
         """Run or start operations, followed by the `after` actions."""
         self._num_started += len(operations)
@@ -326,6 +327,7 @@ class PacelineGroup(_TorchGroup):
             raise
         return work
 
+    @works.record_operation
     def _start_one(self, operation: native.Operation, opts: Any, *tensors: torch.Tensor) -> Any:
         """`_start` for one operation in shared memory on contiguous tensors, without `after` actions."""
         self._num_started += 1

@@ -11,9 +11,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from paceline.errors import PacelineError
-from paceline.torch_internals import c10d, has_internal_overlap, skip_frames
+from paceline.torch_internals import c10d, has_internal_overlap, is_recording, skip_frames
 from paceline.transport import native
 
 Tensors = Sequence[torch.Tensor]
@@ -21,6 +22,10 @@ Tensors = Sequence[torch.Tensor]
 After = Callable[[], Any] | None
 Actions = Sequence[Callable[[], Any]]
 
+_NAMES = {
+    native.ALL_REDUCE: "all_reduce", native.REDUCE_SCATTER: "reduce_scatter", native.ALL_GATHER: "all_gather",
+    native.BROADCAST: "broadcast", native.BARRIER: "barrier",
+}  # fmt: skip
 DTYPES = {
     torch.float32: native.F32, torch.float64: native.F64, torch.bfloat16: native.BF16, torch.float16: native.F16,
     torch.int32: native.I32, torch.int64: native.I64,
@@ -164,6 +169,23 @@ class NativeWork(TensorWork):
     def exception(self) -> Exception | None:
         """The error, if the operations have finished with one."""
         return self.find_error() if self.is_finished() else None
+
+
+def record_operation(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for methods that start operations: record each in a profiler range that ends with it, as gloo does."""
+
+    @functools.wraps(start)
+    def wrapped(group: Any, operations: Any, *args: Any) -> Any:
+        if not is_recording():
+            return start(group, operations, *args)
+        kind = operations[0] if isinstance(operations, tuple) else operations[0][0]
+        with record_function(f"shm:{_NAMES[kind]}") as span:
+            work = start(group, operations, *args)
+            if isinstance(work, NativeWork):
+                span._call_end_callbacks_on_future(work.get_future())
+        return work
+
+    return wrapped
 
 
 def keep_from_compiler(*items: Any, with_calls: bool = True) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _WARMUP = 4  # untimed steps at the start of a program: torch's wrapper builds its buckets in the second
 _LEAST_STEPS = 8  # minimum number of steps to observe
+_STEPS, _LEAST_S = 48, 10.0  # to observe by default: so many steps, and for so long
 _COMPARISON_STEPS = 145  # total steps of a plan comparison
 _SWITCH_STEPS = 2  # untimed steps at the start of each turn
 _TURN_STEPS = 3  # timed steps of each turn
@@ -56,15 +57,15 @@ _MOST_STEPS = 5000  # number of recent steps to keep for a watched program
 
 
 def attach(
-    command: Sequence[str], *, steps: int = 48, stop: bool = False, every: int | None = None, race: bool = False,
-    caps: Sizes = (), budget: float | None = None, port: int | None = None, browser: bool | None = None,
-    out: Place = None, progress: bool | None = None,
+    command: Sequence[str], *, steps: int | None = None, stop: bool = False, every: int | None = None,
+    race: bool = False, caps: Sizes = (), budget: float | None = None, port: int | None = None,
+    browser: bool | None = None, out: Place = None, progress: bool | None = None,
 ) -> AttachedResult:  # fmt: skip
     """Where does your own program spend its time, and which buckets would be faster? Needs no changes to the program.
 
     Args:
         command: The command that starts the program: `["torchrun", "--nproc-per-node", "2", "train.py"]`.
-        steps: Number of steps to observe, from the start (0: all).
+        steps: Number of steps to observe, from the start (0: all). Default: 48, and more within the first 10 s.
         stop: Stop the program on all ranks after these steps. Otherwise it continues.
         every: Watch the program: print the time of a step every N steps, and serve a live page.
         port: Port of the live page. Default: a free one.
@@ -74,6 +75,8 @@ def attach(
         budget: Time limit for the comparison, in seconds.
         out: Save the run in a new subfolder of this folder.
     """
+    least_s = _LEAST_S if steps is None and not (stop or race) else 0.0
+    steps = _STEPS if steps is None else steps
     check_counts(steps=steps or None, every=every)
     words = list(command)
     refuse(
@@ -86,7 +89,7 @@ def attach(
         advice = "put the launcher itself after -- (in a Slurm batch script, unset SLURM_PROCID first)"
         raise ConfigError(f"this process is one rank of a launched world: {advice}", code="launched")
     verb = "tune attach" if race else "watch" if every else "profile attach"
-    asked = {"steps": steps, "stop": stop or race, "every": every or 0}
+    asked = {"steps": steps, "least_s": least_s, "stop": stop or race, "every": every or 0}
     recorded = {"warmup": min(_BEFORE, steps // 2 or _BEFORE), "record": min(_RECORDED, steps // 4 or _RECORDED)}
     with (
         open_session(verb, {"command": words, **asked}, out=out, progress=progress) as session,
@@ -358,7 +361,7 @@ def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedSt
 def _drop_paused(recorded: Sequence[TracedStepRecord], rank: _Rank) -> list[TracedStepRecord]:
     """The recorded steps without evaluation, checkpoint or collection, if there are any and the trace has all steps."""
     first, last = rank.about["recorded"]
-    paused = {number for number, *times in rank.steps if sum(_read_pauses(times)) > 0.02 * times[0]}
+    paused = {number for number, *times in rank.steps if _is_paused(times)}
     found = [step for step in recorded if first + step.number not in paused]
     return found if found and len(recorded) == last - first else list(recorded)
 
@@ -375,20 +378,38 @@ def _pick_steps(ranks: Sequence[_Rank]) -> tuple[_Times, list[float], list[float
     return by_rank, common, [n for n in common if n > _WARMUP and not first <= n <= last] or common
 
 
+def _drop_pauses(by_rank: _Times, numbers: Sequence[float]) -> list[float]:
+    """The steps without a pause on any rank, if they are the majority."""
+    calm = [number for number in numbers if not any(_is_paused(steps[number]) for steps in by_rank)]
+    return calm if 2 * len(calm) > len(numbers) else list(numbers)
+
+
+def _is_paused(times: Sequence[float]) -> bool:
+    return sum(_read_pauses(times)) > 0.02 * times[0]
+
+
 def _read_pauses(times: Sequence[float]) -> tuple[float, float, float]:
     """Seconds in evaluation, in checkpoints and in garbage collections."""
     evaluated_s, saved_s, collected_s = (*times, *[0.0] * 6)[3:6]
     return evaluated_s, saved_s, collected_s
 
 
+def _extend_pauses(times: Sequence[float], usual_s: float) -> list[float]:
+    """The pauses of a step, the longest one with what follows from it: flushing a file, caches to fill again."""
+    pauses = list(_read_pauses(times))
+    if (paused_s := sum(pauses)) > 0:
+        pauses[pauses.index(max(pauses))] += max(0.0, times[0] - usual_s - paused_s)
+    return pauses
+
+
 def _build_record(
     ranks: Sequence[_Rank], traced: Sequence[TracedStepRecord] = (), only: Sequence[int] = (), **more: Any
 ) -> StepRecord:
-    """One record of the untraced steps that all ranks took, or of `only` these steps. Steps exclude pauses, in which
-    all ranks wait for the longest one."""
+    """One record of the untraced steps that all ranks took, or of `only` these steps. Steps with a pause are excluded
+    or, if they are the majority, shortened by the longest pause of any rank, because all ranks wait for it."""
     about = ranks[0].about
     by_rank, common, used = _pick_steps(ranks)
-    used = list(only) or used
+    used = list(only) or _drop_pauses(by_rank, used)
     wrapper = next(iter(about.get("wrappers") or ()), {"model": "the program", "wrapper": "none"}) | more
     backend = next((step.backend for step in traced if step.backend), about["backend"])
     is_gpu = about["device"] == "cuda"  # on a GPU, the host collects garbage while kernels run
@@ -414,13 +435,14 @@ def _build_record(
 def _build_ranks(ranks: Sequence[_Rank]) -> list[RankRecord]:
     """What each rank did besides its timed steps; empty if a rank did not report it."""
     by_rank, _, numbers = _pick_steps(ranks)
-    found = []
+    calm, found = _drop_pauses(by_rank, numbers), []
     for rank, steps in zip(ranks, by_rank, strict=True):
         about, used = rank.about, [steps[number] for number in numbers]
         if "cores" not in about:
             return []
         options, optimizer, usage = (about.get(name) or {} for name in ("options", "optimizer", "used"))
-        evaluated_s, saved_s, collected_s = zip(*map(_read_pauses, used), strict=True)
+        usual_s = statistics.median(steps[number][0] for number in calm)
+        evaluated_s, saved_s, collected_s = zip(*(_extend_pauses(times, usual_s) for times in used), strict=True)
         shares = {name: usage.get(f"{name}_s", 0.0) / usage["wall_s"] for name in _SHARES} if usage else {}
         padded = about.get("padded") or [0.0]
         found.append(
