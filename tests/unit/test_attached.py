@@ -30,7 +30,7 @@ from paceline.report.prediction_rows import _find_status, format_cap
 from paceline.runtime.ranks.session import Session
 from paceline.units import KIB, MIB, format_ms
 from paceline.verbs import attach as attaching
-from paceline.verbs.attach import _build_record, _Files
+from paceline.verbs.attach import _build_ranks, _build_record, _Files
 from tests.unit.made_ddp import build_document, made_job, made_on_cpu, made_on_gpu
 from tests.unit.made_traces import MadeTrace
 from tests.unit.test_causes import made_rank
@@ -248,6 +248,49 @@ def test_steps_that_were_recorded_or_came_first_are_not_timed(tmp_path):
     assert [row[0] for row in record.timing.seconds] == pytest.approx([0.05, 0.10, 0.11, 0.12])
     assert len(record.timing.warmup_seconds) == 3 and record.phase("data_wait").median_s == 0.001
     assert (record.model, record.wrapper, record.bucket_bytes) == ("Net", "torch", (3 * MIB, MIB))
+
+
+def write_paused(folder: Path, num_paused: int) -> None:
+    """Twenty steps of 10 ms. After some of them rank 0 saves for 40 ms, writes it to disk for another 20 ms, and rank 1
+    waits."""
+    for rank in (0, 1):
+        steps = []
+        for number in range(5, 25):
+            is_paused = number - 5 < num_paused
+            saved_s = 0.040 if is_paused and not rank else 0.0
+            steps.append((number, 0.070 if is_paused else 0.010, 0.0, 0.0, 0.0, saved_s, 0.0))
+        head = {"rank": rank, "world_size": 2, "backend": "gloo", "device": "cpu", "threads": 1, "cores": 1, "host": ""}
+        (folder / f"rank-{rank}-1.jsonl").write_text(json.dumps(head | {"steps": steps}) + "\n")
+
+
+def test_steps_with_a_pause_count_only_as_a_pause_with_what_follows_from_it(tmp_path):
+    write_paused(tmp_path, 5)
+    ranks = _Files(tmp_path, 0).read()
+    timing = _build_record(ranks).timing
+    assert timing.count == 15 and timing.median_s == pytest.approx(0.010) and timing.noise == 0
+    saved_s = [sum(rank.saved_s) for rank in _build_ranks(ranks)]
+    assert saved_s == [pytest.approx(5 * 0.060), 0.0]
+
+
+def test_steps_are_shortened_by_their_pauses_if_most_have_one(tmp_path):
+    write_paused(tmp_path, 15)
+    ranks = _Files(tmp_path, 0).read()
+    timing = _build_record(ranks).timing
+    assert timing.count == 20 and timing.median_s == pytest.approx(0.030)
+    assert sum(_build_ranks(ranks)[0].saved_s) == pytest.approx(15 * 0.040)
+
+
+@pytest.mark.parametrize(("count", "is_busy"), [(16, True), (400, False)])
+def test_an_observed_program_whose_steps_vary_is_doubted_only_if_its_median_is_uncertain(count, is_busy, tmp_path):
+    for rank in (0, 1):
+        steps = [(number, 0.010 if number % 3 else 0.020, 0.0, 0.0) for number in range(5, 5 + count)]
+        head = {"rank": rank, "world_size": 2, "backend": "gloo", "device": "cpu", "threads": 1, "cores": 1, "host": ""}
+        (tmp_path / f"rank-{rank}-1.jsonl").write_text(json.dumps(head | {"steps": steps}) + "\n")
+    ranks = _Files(tmp_path, 0).read()
+    record, environment = _build_record(ranks), replace(capture_environment(), load_average=None, stolen=0.0)
+    assert record.timing.noise > UNSTABLE
+    doubts = find_doubts([record, *_build_ranks(ranks)], environment)
+    assert [doubt.kind for doubt in doubts] == (["inconclusive", "unstable"] if is_busy else [])
 
 
 def write_cuda_rank(folder: Path, rank: int, gpu_s: float, host_s: list[float]) -> None:

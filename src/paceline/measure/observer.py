@@ -53,7 +53,7 @@ _BUCKET_ATTRIBUTES = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_
 
 
 class Settings(NamedTuple):
-    """What to observe: at least `steps` steps (0: all) and `least_s` seconds; after `warmup` steps, `record` are traced.
+    """What to observe: at least `steps` steps (0: all) and `least_s` seconds; `record` of them are traced.
 
     With `every`, times are written after this many steps and four times a second, not only at the end. `race` compares
     plans: from step `first` onward, the program runs `turns` of `length` steps each. A turn is an index into `plans`,

@@ -225,8 +225,8 @@ def draw_caps(
     axes.axhline(alone_s * 1e3, color=COLORS[6], ls=":", lw=1, label="without communication")
     axes.set(xscale="log", xlabel="bucket size (MiB)")
     if rows:
-        sizes, low, high = zip(*((r.cap_bytes / MIB, r.low_s * 1e3, r.high_s * 1e3) for r in rows), strict=True)
-        axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
+        caps, low, high = zip(*((r.cap_bytes / MIB, r.low_s * 1e3, r.high_s * 1e3) for r in rows), strict=True)
+        axes.fill_between(caps, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
 
 
 def draw_measured(axes: Axes, points: Sequence[Sequence[Any]], label: str, **style: Any) -> None:
