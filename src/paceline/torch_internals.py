@@ -231,3 +231,10 @@ def raise_recompile_limit(limit: int) -> None:
 def is_recording() -> bool:
     """Whether a torch profiler is recording ranges; True if unknown."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+def extend_range(span: Any, future: torch.futures.Future) -> None:
+    """End a profiler range when this future completes; without torch's support, at the end of its block."""
+    extend = getattr(span, "_call_end_callbacks_on_future", None)
+    if extend is not None:
+        extend(future)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline.torch_internals import get_default_store
 from paceline.transport import register, why_not
 from tests.dist import gloo_programs
 
@@ -156,7 +157,7 @@ def record_collectives() -> list[tuple[str, float]]:
     """The recorded ranges of a barrier, of an all-reduce that rank 1 joins 20 ms after rank 0, and of a small one."""
     register()
     dist.init_process_group("shm", timeout=timedelta(seconds=30))
-    values, store = torch.ones(1 << 20), dist.distributed_c10d._get_default_store()
+    values, store = torch.ones(1 << 20), get_default_store()
     with torch.profiler.profile() as profiler:
         dist.barrier()
         if dist.get_rank() == 1:

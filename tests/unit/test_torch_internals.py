@@ -131,6 +131,18 @@ def test_the_profiler():
         assert internals.is_profiling() and internals.is_recording()
 
 
+def test_a_range_ends_with_a_future():
+    future = torch.futures.Future()
+    with torch.profiler.profile() as profiler:
+        with torch.profiler.record_function("long") as span:
+            internals.extend_range(span, future)
+        with torch.profiler.record_function("inner"):
+            pass
+        future.set_result(None)
+    times = {event.name: event.time_range for event in profiler.events()}
+    assert times["long"].start < times["inner"].start and times["inner"].end < times["long"].end
+
+
 def test_groups(world):
     assert list(internals.list_groups()) == [world]
     store = internals.get_default_store()

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from paceline.errors import PacelineError
-from paceline.torch_internals import c10d, has_internal_overlap, is_recording, skip_frames
+from paceline.torch_internals import c10d, extend_range, has_internal_overlap, is_recording, skip_frames
 from paceline.transport import native
 
 Tensors = Sequence[torch.Tensor]
@@ -182,7 +182,7 @@ def record_operation(start: Callable[..., Any]) -> Callable[..., Any]:
         with record_function(f"shm:{_NAMES[kind]}") as span:
             work = start(group, operations, *args)
             if isinstance(work, NativeWork):
-                span._call_end_callbacks_on_future(work.get_future())
+                extend_range(span, work.get_future())
         return work
 
     return wrapped
