@@ -17,14 +17,14 @@ from paceline.workloads.registry import WORKLOADS
 BACKENDS = ("gloo", "nccl", "shm")
 OPS = ("sum", "avg", "min", "max", "prod")
 REDUCING = ("all_reduce", "reduce_scatter")
-# What the shm backend reduces in shared memory; it passes everything else to gloo.
+# Types that the shm backend reduces in shared memory; gloo handles all others.
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
 DEFAULT_WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-simple")
 WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
-# Models that can be measured on two cores in minutes; the others are for GPUs and must be named explicitly.
+# Models small enough to measure on two cores in minutes; larger ones must be requested explicitly.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
-# Maximum number of bucket settings to try when tuning a wrapper: its default caps, five others, a single bucket and,
+# Upper bound on bucket settings to try when tuning a wrapper: its default caps, five other caps, a single bucket and,
 # for torch's wrapper, our plan.
 MAX_CANDIDATES = 8
 _TIME = ", or leave it out to fit the time"
@@ -32,8 +32,8 @@ _TIME = ", or leave it out to fit the time"
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a measurement, identical on every rank: records, and facts about the environment known only to
-    ranks."""
+    """The result of a measurement, identical on every rank: records, and environment details that only ranks can
+    query."""
 
     records: tuple[Record, ...]
     details: dict[str, Any]
@@ -41,7 +41,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """Settings shared by all benchmarks of a process group. `iters` and `warmup`: None means as time allows."""
+    """Settings shared by all process-group benchmarks. With `iters` or `warmup` None, the time budget decides."""
 
     memory_advice: ClassVar[str] = "use smaller sizes"
     cell_s: ClassVar[float] = 2.0  # time budget of a cell, unless `iters` is given
@@ -62,7 +62,7 @@ class GroupSettings:
         return ITEM_BYTES[self.dtype]
 
     def is_whole(self, num_bytes: int) -> bool:
-        """Whether this number of bytes is a whole number of elements, and at least one."""
+        """Whether the size is a positive whole number of elements."""
         return num_bytes >= self.item_bytes and num_bytes % self.item_bytes == 0
 
     def device_of(self, backend: str) -> str:
@@ -71,28 +71,28 @@ class GroupSettings:
 
     @property
     def num_cells(self) -> int:
-        """Number of combinations that are timed."""
+        """Number of timed combinations."""
         raise NotImplementedError
 
     @property
     def limit_s(self) -> float | None:
-        """About the longest that timing takes, as long again for warm-ups; None if the number of repetitions is given,
-        because their time is unknown."""
+        """Approximate upper bound on timing, doubled to cover warm-ups; None if the number of repetitions is fixed,
+        because a repetition's duration is unknown."""
         return None if self.iters is not None else 2 * self.num_cells * self.cell_s
 
     def check(self) -> None:
-        """Refuse requests that no machine can measure; `check_host` checks this machine."""
+        """Reject requests that no machine could run; `check_host` checks this machine."""
         check_options(self)
         if "nccl" in self.backends and self.device == "cpu":
             raise ConfigError("the nccl backend works on GPUs only: leave out --device cpu, or use the gloo backend")
 
     @property
     def bytes_per_rank(self) -> int:
-        """The maximum memory of one rank's messages."""
+        """Peak memory for one rank's messages."""
         raise NotImplementedError
 
     def check_host(self, local_ranks: int) -> None:
-        """Refuse requests for which this host lacks GPUs or memory, before any rank starts."""
+        """Reject requests that need more GPUs or memory than this host has, before any rank starts."""
         on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
         gpus, who = machine.count_gpus() if on_gpu else 0, " and ".join(sorted(on_gpu))
         # GPU memory is checked later, on the ranks, where torch can query it.
@@ -111,9 +111,9 @@ class GroupSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSettings(GroupSettings):
-    """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are those of nccl-tests, in bytes.
+    """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are in bytes, defined as in nccl-tests.
 
-    `memories` are the kinds of memory to use; only the shm backend has `shared`. `limit` also measures
+    `memories` lists the memory kinds to use; only the shm backend supports `shared`. `limit` also measures
     memory bandwidth.
     """
 
@@ -146,7 +146,7 @@ class CollectiveSettings(GroupSettings):
             )
 
     def _check_shared(self) -> None:
-        """Refuse requests that the shm backend cannot reduce in shared memory."""
+        """Reject requests that the shm backend cannot reduce in shared memory."""
         what, backends = self.collective, " and ".join(self.backends)
         others = " and ".join(backend for backend in self.backends if backend != "shm")
         limits = (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS))
@@ -169,11 +169,11 @@ class CollectiveSettings(GroupSettings):
 
     @property
     def has_shares(self) -> bool:
-        """Whether every rank has its own share of the vector."""
+        """Whether the collective splits the vector into one share per rank."""
         return self.collective in ("all_gather", "reduce_scatter")
 
     def memories_of(self, backend: str) -> tuple[str, ...]:
-        """The kinds of memory to measure on this backend."""
+        """The memory kinds to measure on this backend."""
         return self.memories if backend == "shm" else ("ordinary",)
 
     def num_elements(self, num_bytes: int, world_size: int) -> int:
@@ -183,7 +183,7 @@ class CollectiveSettings(GroupSettings):
 
     @property
     def bytes_per_rank(self) -> int:
-        """One vector per kind of memory, plus a copy target for the limit; or a vector, a share, and gloo's copies of
+        """One vector per memory kind, plus a copy target for the limit; or a vector, a share, and gloo's copies of
         both."""
         if self.has_shares:
             return 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
@@ -192,7 +192,7 @@ class CollectiveSettings(GroupSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSettings(GroupSettings):
-    """`bench chunks`: a fixed total, all-reduced in chunks of various sizes, in bytes."""
+    """`bench chunks`: all-reduce a fixed total in chunks of several sizes, in bytes."""
 
     total_bytes: int
     chunks: tuple[int, ...]
@@ -217,8 +217,8 @@ class ChunkSettings(GroupSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WrapperSettings(GroupSettings):
-    """`bench wrappers`: each model on each number of ranks, with all wrappers interleaved. If `batch_size` is None,
-    each model uses its own."""
+    """`bench wrappers`: each model on each number of ranks, with all wrappers interleaved. With `batch_size` None, each
+    model uses its default."""
 
     memory_advice: ClassVar[str] = "leave out a large --model or some wrappers"
     cell_s: ClassVar[float] = 30.0
@@ -237,7 +237,7 @@ class WrapperSettings(GroupSettings):
         return WORKLOADS[model].batch_size if self.batch_size is None else self.batch_size
 
     def replica_bytes(self, model: str, num_backends: int) -> int:
-        """Parameters and buffers of all replicas, plus gradients and a copy for the one that steps. Excludes
+        """Parameters and buffers of all replicas, plus gradients and a copy for the active one. Excludes
         activations."""
         replicas = num_backends * len(self.wrappers)
         if {"torch-tuned", "paceline-tuned"} & {*self.wrappers}:  # candidates are tried beforehand, one at a time

@@ -1,4 +1,4 @@
-"""Times the computation of codecs between messages, on the gradients of a job. The messages are simulated."""
+"""Times codec computation on the gradients of a job. The messages are simulated."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from paceline.strategy import Strategy, count_each
 from paceline.training.step import NoPhases
 from paceline.units import MIB
 
-# Maximum total size of the gradients that are used.
+# Maximum total size of the gradients used.
 _MOST_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 _PACE = Pace(budget_s=5.0, min_iters=4, max_iters=10, warmup=1)
-_STEP_TOUCHES = 4  # memory that a step touches besides a codec, in multiples of the gradients
-# Few and many ranks, to separate costs that grow with the number of ranks from those that do not.
+_STEP_TOUCHES = 4  # memory that a step touches outside the codec, in multiples of the gradients
+# Few and many ranks, to separate fixed costs from those that grow with the number of ranks.
 RANKS = (2, 8)
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 def take_gradients(replica: Replica) -> Named:
-    """The gradients of one more step of a bare replica, in ready order."""
+    """Run one more step of a bare replica and return its gradients in ready order."""
     found: dict[str, torch.Tensor] = {}
     most = _MOST_BYTES[replica.device.type]
 
@@ -54,9 +54,9 @@ def take_gradients(replica: Replica) -> Named:
 def measure_codecs(
     grads: Named, device: torch.device, bench: StepBench, ranks: Sequence[int] = RANKS
 ) -> list[CodecRecord]:
-    """Time the codecs, interleaved, on all ranks of a job's bench at once: with all gradients in one bucket, with one
-    bucket per gradient, and for more ranks. If the single bucket is large, it is also timed in smaller pieces. An outer
-    optimizer is timed for one round over the same number of parameters; a sharded update also gathers the parameters.
+    """Time the codecs, interleaved, on all ranks of a job's bench at once: with large buckets, with one bucket per
+    gradient, for more ranks, and, if there are several large buckets, with all gradients in one. An outer optimizer is
+    timed for one round over the same number of parameters; a sharded update also gathers the parameters.
     Collective: call on every rank."""
     grads = _choose_common(grads, bench)
     if not grads:
@@ -73,7 +73,7 @@ def measure_codecs(
     parsed = [Strategy.parse(text) for text in MEASURED]
     runs = [(one, *setting) for one in parsed if not one.outer for setting in settings]
     runs += [(one, first, [grads]) for one in parsed if one.outer]
-    # Stands in for the other memory that a step touches: parameters, gradients and optimizer state.
+    # Evicts the caches as a step does when it touches parameters, gradients and optimizer state.
     others = torch.zeros(min(_STEP_TOUCHES * num_bytes, _MOST_BYTES[device.type]) // 4, device=device)
     rounds: list[list[list[float]]] = []  # seconds of each part of each run
 
@@ -101,7 +101,7 @@ def measure_codecs(
 
 
 def _choose_common(grads: Named, bench: StepBench) -> Named:
-    """The gradients that all ranks have, in rank 0's order."""
+    """The gradients present on all ranks, in rank 0's order."""
     names = bench.world.share([name for name, _ in grads])
     own, common = dict(grads), set(names[0]).intersection(*names)
     return [(name, own[name]) for name in names[0] if name in common]
@@ -110,8 +110,8 @@ def _choose_common(grads: Named, bench: StepBench) -> Named:
 def _time(
     strategy: Strategy, world_size: int, buckets: Sequence[Named], others: torch.Tensor, control: dist.ProcessGroup
 ) -> list[float]:
-    """The seconds of each part, summed over all buckets. The second step is timed: by then memory is allocated, and the
-    gradients are no longer in the caches."""
+    """The seconds of each part, summed over all buckets. Only the second step is timed: by then memory is allocated and
+    the gradients are out of the caches."""
     codec = build_codec(strategy, 0, world_size)
     parts: list[float] = []
     outers = [
@@ -144,7 +144,7 @@ def _end_round(outer: Outer) -> Exchange:
 
 
 def _update(vector: torch.Tensor, world_size: int) -> Exchange:
-    """The exchange of a sharded update: a bucket of gradients, then the same number of parameters."""
+    """The exchange of a sharded update: scatter a bucket of gradients, then gather its parameters."""
     yield from scatter(vector, 0, world_size, sums=vector.is_cuda)
     each = count_each(vector.numel(), vector.element_size(), world_size)
     rows = yield GATHER, join([vector[:each]], vector.new_empty(each))
@@ -155,7 +155,7 @@ def _update(vector: torch.Tensor, world_size: int) -> Exchange:
 
 @torch.no_grad()
 def _run(exchange: Exchange, world_size: int, wait: Callable[[], None]) -> list[float]:
-    """The seconds of each part of an exchange, as if the other ranks sent the same data as this one."""
+    """The seconds of each part of an exchange, pretending that every other rank sends this rank's data."""
     value = None
     parts: list[float] = []
     while True:

@@ -1,6 +1,6 @@
-"""The collectives that can be measured: objects that prepare their data, run the call, and check every element.
+"""The measurable collectives: objects that prepare their data, run the call, and check every element.
 
-`engine` times them. Also here: memory passes, which bound the speed of an all-reduce, and a chunked all-reduce.
+`engine` times them. The module also defines a chunked all-reduce and memory passes, which bound all-reduce bandwidth.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def measure_chunks(settings: ChunkSettings) -> Measured:
 
 
 class _Vector(Timed):
-    """An operation on a vector of known data on every rank. `record` gets the properties of the group."""
+    """An operation on a vector of known data on every rank."""
 
     def __init__(
         self, settings: GroupSettings, group: Group, elements: int, allocate: Allocator, record: Callable[..., Record],
@@ -83,8 +83,8 @@ class _Vector(Timed):
 
 
 class AllReduce(_Vector):
-    """Reduces a vector in place. Other collectives override preparing, calling and checking; some also use `share`,
-    1/n of the vector."""
+    """Reduces a vector in place. Other collectives override `prepare`, `call` and `check`; some also use `share`, 1/n
+    of the vector."""
 
     def __init__(
         self, settings: CollectiveSettings, group: Group, num_bytes: int, allocate: Allocator, memory: str
@@ -119,7 +119,7 @@ class AllGather(AllReduce):
 
 
 class ReduceScatter(AllReduce):
-    """Reduces the vectors and leaves one share of the result on each rank."""
+    """Reduces the vectors and leaves each rank one share of the result."""
 
     def prepare(self, repetition: int) -> None:
         super().prepare(repetition)
@@ -134,7 +134,7 @@ class ReduceScatter(AllReduce):
 
 
 class Broadcast(AllReduce):
-    """Sends the vector of rank 0 to all ranks."""
+    """Sends rank 0's vector to all ranks."""
 
     def prepare(self, repetition: int) -> None:
         if self.rank == 0:
@@ -155,7 +155,7 @@ COLLECTIVES: dict[str, type[AllReduce]] = {
 
 
 class ChunkedAllReduce(_Vector):
-    """Reduces one total in many messages, all launched before waiting for the first, as a wrapper launches buckets."""
+    """Reduces a vector in chunks and launches them all before waiting for the first, as a wrapper launches buckets."""
 
     def __init__(self, settings: ChunkSettings, group: Group, chunk_bytes: int, allocate: Allocator) -> None:
         total = settings.total_bytes
@@ -172,7 +172,7 @@ class ChunkedAllReduce(_Vector):
 class MemoryAdd(_Vector):
     """Measures memory bandwidth: all ranks add a number to their vectors in place, at the same time.
 
-    `MemoryBounds` derives the bound for an all-reduce, which uses the same vector, from this and from `MemoryCopy`.
+    `MemoryBounds` combines this with `MemoryCopy` into a bound for an all-reduce of the same vector.
     """
 
     operation = "add"
@@ -197,7 +197,7 @@ class MemoryCopy(MemoryAdd):
     operation = "copy"
 
     def prepare(self, repetition: int) -> None:
-        # Write the source last, so that as much of it as fits is in the caches, as for an all-reduce.
+        # Write the source last, to leave it in the caches, as for an all-reduce.
         self.target.fill_(-1 if self.dtype.is_signed else 255)
         super().prepare(repetition)
 
@@ -208,9 +208,9 @@ class MemoryCopy(MemoryAdd):
         return self.pattern.count_wrong(self.target, repetition, rank=self.rank)
 
 
-_PERIOD = 4093  # a prime, so that data shifted by a power of two differs from the data
+_PERIOD = 4093  # a prime: a shift by a power of two then changes the data
 _BLOCK = 64 * _PERIOD  # elements written or compared at once, which avoids message-sized temporaries
-# Sums of integers up to this bound are exact in the type, in any order of summation.
+# Integer sums up to this bound are exact in the type, in any order of summation.
 _EXACT = {
     torch.float32: 2**24, torch.float64: 2**53, torch.float16: 2**11, torch.bfloat16: 2**8,
     torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.uint8: 2**8 - 1, torch.int8: 2**7 - 1,
@@ -218,15 +218,15 @@ _EXACT = {
 
 
 class Pattern:
-    """Data of `world_size` ranks whose reduction under `op` is known exactly, so that every element can be checked.
+    """Data for `world_size` ranks with an exactly known reduction under `op`, so that every element can be checked.
 
     Each rank's vector repeats its own short list of small integers, starting at a different place in every repetition.
-    A wrong offset, a missing rank, and stale or torn data all change the values.
+    A wrong offset, a missing rank, and stale or torn data all produce wrong values.
     """
 
     def __init__(self, world_size: int, dtype: torch.dtype, op: str, device: torch.device | str) -> None:
         ceiling = max(1, min(100, _EXACT[dtype] // world_size))
-        # For a product, each element is 2 on up to six random ranks and 1 on the others, so that it stays exact.
+        # For a product, each element is 2 on up to six random ranks and 1 on the others, which keeps it exact.
         twos = torch.randint(0, world_size, (6, _PERIOD), generator=torch.Generator().manual_seed(7919))
 
         def source(rank: int) -> torch.Tensor:
@@ -236,7 +236,7 @@ class Pattern:
             return torch.randint(0, ceiling + 1, (_PERIOD,), generator=generator)
 
         def expand(source: torch.Tensor) -> torch.Tensor:
-            """One block plus one period, so that a block can start anywhere in the period."""
+            """One block plus one period: a block can then start anywhere in the period."""
             return source.to(dtype).repeat(_BLOCK // _PERIOD + 1).to(device)
 
         sources = [source(rank) for rank in range(world_size)]
@@ -244,8 +244,8 @@ class Pattern:
         reduced = reduce(pairwise, sources)
         self._blocks = [expand(source) for source in sources]
         self._reduced = expand(reduced.double() / world_size if op == "avg" else reduced)
-        # Averages and floating-point sums beyond the exact range are rounded by at most eps / 2 per rank. Allow twice
-        # that, but never so much that a vector of zeros would pass.
+        # Rounding changes averages, and sums beyond the exact range, by at most eps / 2 per rank. Allow twice that, but
+        # never enough for a vector of zeros to pass.
         exact = op in ("min", "max", "prod") or not dtype.is_floating_point
         exact = exact or (op == "sum" and world_size * ceiling <= _EXACT[dtype])
         self._tolerance = 0.0 if exact else min(0.25, world_size * torch.finfo(dtype).eps)
@@ -258,7 +258,7 @@ class Pattern:
 
     def count_wrong(self, vector: torch.Tensor, repetition: int, rank: int | None = None, offset: int = 0) -> int:
         """Number of elements that differ from `rank`'s data or, if it is None, from the reduction over all ranks.
-        `offset` is the index in the full vector at which this vector starts."""
+        `offset` is the vector's start index in the full vector."""
         block = self._reduced if rank is None else self._blocks[rank]
         start = (repetition + offset) % _PERIOD
         tolerance = self._tolerance if rank is None else 0.0

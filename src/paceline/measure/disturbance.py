@@ -1,7 +1,7 @@
 """Disturbs steps with messages that are sent when gradients are ready, like buckets, without the step waiting for them.
 
-On several ranks the messages are real. On one rank a thread, or a separate stream on a GPU, moves as many bytes as a
-collective would. `predict.predictor` fits how much computation and messages slow each other down.
+On several ranks the messages are real. On one rank a thread, or a separate stream on a GPU, moves the same number of
+bytes as a collective. `predict.predictor` fits how much computation and messages slow each other down.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from paceline.training.step import Phases, PhaseTimes
 
 _MOST_BURSTS = 4  # maximum number of bursts of messages during backward
 _SLOWEST = 6.0  # assumed slowdown of messages during a step; a burst must end before the next one starts
-# Fraction of backward to fill with messages. On one rank a message is so short that it is repeated: otherwise step
-# noise would hide its cost.
+# Fraction of backward to fill with messages. On one rank a message is short, so it is repeated: otherwise step noise
+# would hide its cost.
 _SHARE = 0.25
-_CHUNK = 1 << 18  # elements that a collective moves at once
+_CHUNK = 1 << 18  # elements per copy, as in a collective
 
 
 class Traffic:
     """Sends messages from `memory`. `send` starts a burst and immediately returns its start and end as device
-    timestamps; the end is valid once `wait` has returned. `is_free` means that timing the messages does not slow the
-    step."""
+    timestamps; the end is valid once `wait` has returned. `is_free`: timing the messages does not slow the step."""
 
     is_free = True
 
@@ -52,7 +51,7 @@ class Traffic:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Wait for everything sent. Does nothing on a GPU, where the end of the step includes it."""
+        """Wait for all messages. A no-op on a GPU, where the end of the step includes them."""
 
     def close(self) -> None:
         self.wait()
@@ -68,8 +67,8 @@ class Traffic:
 class _Messages(Traffic):
     """Real messages between all ranks, one at a time. Collective: every rank must send the same ones.
 
-    With NCCL a side stream waits for each message, to time it. A GPU has few hardware queues, fewer still under MPS: in
-    the queue of the computing stream this wait would stall the step.
+    With NCCL a side stream waits for each message, to time it. A GPU has few hardware queues, fewer still under MPS: if
+    the side stream shared a queue with the compute stream, this wait would stall the step.
     """
 
     is_free = False
@@ -104,7 +103,7 @@ class _Messages(Traffic):
 
 
 class _Copies(Traffic):
-    """A separate thread, like a backend's, that reads, adds and copies the bytes. numpy releases the GIL meanwhile."""
+    """A separate thread, like a backend's, reads, adds and copies the bytes. numpy releases the GIL meanwhile."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)
@@ -137,8 +136,8 @@ class _Copies(Traffic):
 
 
 class _Kernels(Traffic):
-    """Kernels on a separate stream that read, add and copy the bytes. One launch stands for several messages, so that
-    the host does not slow the step."""
+    """Kernels on a separate stream read, add and copy the bytes. One launch represents several messages, which spares
+    the host and does not slow the step."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)
@@ -157,7 +156,7 @@ class _Kernels(Traffic):
 
 
 def build_traffic(world: World, channel: Channel, memory: torch.Tensor) -> Traffic | None:
-    """The traffic for this world; None if gloo would have to copy from a GPU. Collective on several ranks."""
+    """Traffic for this world, or None if gloo would have to copy from a GPU. Collective: call on every rank."""
     if world.world_size > 1:
         return _Messages(channel, memory) if memory.device.type == "cpu" or channel.is_nccl else None
     return _Copies(memory) if memory.device.type == "cpu" else _Kernels(memory)
@@ -167,8 +166,8 @@ class Disturbance(Probe):
     """Sends messages of one size when certain gradients are ready, like buckets, but the step does not wait for them.
 
     If timing the messages would slow the step (`Traffic.is_free`), they are timed in separate steps of kind `messages`.
-    `read_ready_times` returns the seconds of backward after which each gradient was ready, by parameter index, and the
-    duration of backward. Messages are also timed alone in each step, because a profile does not have a sweep of them.
+    `read_ready_times` returns each gradient's ready time in seconds since the start of backward, by parameter index,
+    and the duration of backward. Messages are also timed alone before each step, because a profile includes no sweep.
     """
 
     def __init__(
@@ -212,7 +211,7 @@ class Disturbance(Probe):
         return None
 
     def _time_alone(self) -> float:
-        """Seconds per message of one burst, without a step. Collective: call on every rank."""
+        """Seconds per message in one burst outside a step. Collective: call on every rank."""
         count = self._num_each or self._traffic.count_most(self._num_bytes)
         span = self._traffic.send(self._num_bytes, count)
         synchronize(self._traffic.device)
@@ -223,7 +222,7 @@ class Disturbance(Probe):
         self._spans.append(self._traffic.send(self._num_bytes, self._num_each, self._is_timed))
 
     def end(self, kind: str, times: PhaseTimes) -> None:
-        """Wait for all messages; record their mean duration, and the part of it before the end of backward."""
+        """Wait for all messages; record their mean duration and how much of it overlapped backward."""
         self._traffic.wait()
         if self._is_timed:
             pairs = itertools.pairwise(times.moments)

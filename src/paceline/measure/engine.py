@@ -1,6 +1,6 @@
 """One measurement, top to bottom: groups, cells, rounds, repetitions, the timed call, the check, the samples.
 
-It times any operation of several ranks; `collectives` and `wrappers` define the operations.
+The engine times any multi-rank operation; `collectives` and `wrappers` define the operations.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Point = TypeVar("Point")
 Report = Callable[[float], None]
 Allocator = Callable[[str, int, torch.dtype, torch.device], torch.Tensor]
 
-# Timeout for ranks that wait while others measure a cell, which may take a long time on a slow network.
+# Timeout for ranks outside a cell: other ranks may measure it for a long time on a slow network.
 PATIENCE = timedelta(hours=24)
 _REPORT_S = 0.2
 
 
 @dataclass(frozen=True)
 class Pace:
-    """By default, as many repetitions as fit into `budget_s`, after `warmup` warm-ups or `warmup_s` seconds of them."""
+    """Default pace: repetitions fill `budget_s` after `warmup` warm-ups, or after `warmup_s` seconds of warm-ups."""
 
     budget_s: float
     min_iters: int
@@ -62,7 +62,7 @@ class Group:
 
 @dataclass
 class Timing:
-    """One rank's raw times for one cell: when each repetition started (this host's clock) and how long it took."""
+    """One rank's raw times for one cell: start (this host's clock) and duration of each repetition."""
 
     starts_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -72,10 +72,10 @@ class Timing:
 
 
 class Timed:
-    """An operation to time. It is prepared, called and checked; only the call is timed.
+    """An operation to time. The engine prepares, calls and checks it; only the call is timed.
 
-    `num_elements` are checked in every repetition. `record(timing=, num_wrong=, num_checked=)` makes its record; it is
-    sent to the other ranks, so it must be picklable (a `functools.partial` of a record class).
+    Every repetition checks `num_elements`. `record(timing=, num_wrong=, num_checked=)` builds the record; it is sent to
+    other ranks, so it must be picklable (a `functools.partial` of a record class).
     """
 
     device: torch.device
@@ -84,7 +84,7 @@ class Timed:
     timing: Timing
 
     def prepare(self, repetition: int) -> None:
-        """Write new data, different in every repetition."""
+        """Write fresh data, different for every repetition."""
         raise NotImplementedError
 
     def call(self) -> Any:
@@ -100,7 +100,7 @@ def measure_cells(
 ) -> Measured:
     """Time and check every cell: each number of ranks x each size in bytes. Operations in a cell are interleaved.
 
-    `build(groups, size, allocate)` makes the operations of a cell, given one group per backend.
+    `build(groups, size, allocate)` builds the operations of a cell, given one group per backend.
     Collective: call on every rank of the launched world.
     """
 
@@ -132,15 +132,15 @@ def run_cells(
 ) -> Measured:  # fmt: skip
     """Open the world, measure every cell (each number of ranks x each point) and post its records.
 
-    `measure(world, groups, point, report)` gets one group per backend and returns the records. It is called on every
-    rank of the world: the first n ranks measure a cell of n ranks, and the others wait.
+    `measure(world, groups, point, report)` gets one group per backend and returns the records. It runs on every rank of
+    the world: the first n ranks measure a cell of n ranks, and the others wait.
     Collective: call on every rank of the launched world.
     """
     cells = [(n, point) for n in settings.ranks for point in points]
     records: list[Record] = []
     on_gpu = any(settings.device_of(backend) == "cuda" for backend in settings.backends)
-    # One thread per rank unless requested otherwise: with more, filling and checking the data wakes OpenMP threads,
-    # which then spin on the cores that the timed call needs (`engine_against_loop.py --threads 8` shows it).
+    # One thread per rank by default: with more, filling and checking the data wakes OpenMP threads, which then spin on
+    # the cores that the timed call needs (`engine_against_loop.py --threads 8` shows it).
     # The world's default group is gloo, for control; the measured groups are created inside it.
     device = "cuda" if on_gpu else "cpu"
     with init("gloo", device, threads=settings.threads, timeout_s=PATIENCE.total_seconds(), announce=None) as world:
@@ -155,7 +155,7 @@ def run_cells(
 
 
 def follow(world: World, label: str, number: int = 0, total: int = 1) -> Report:
-    """A function that posts the finished fraction of part `number` of `total`, on rank 0 and at a limited rate."""
+    """Return a function that posts the progress of part `number` of `total`, on rank 0 and at a limited rate."""
     posted_s = -math.inf
 
     def report(share: float) -> None:
@@ -169,15 +169,15 @@ def follow(world: World, label: str, number: int = 0, total: int = 1) -> Report:
 
 
 def build_control(world: World, members: list[int] | None = None) -> dist.ProcessGroup:
-    """A group for barriers before timed calls. Ranks leave a shared-memory barrier within microseconds of each other,
-    unlike a gloo barrier."""
+    """Build a group for barriers before timed calls. Ranks leave a shared-memory barrier within microseconds of each
+    other, unlike a gloo barrier."""
     backend = "shm" if world.shares_clock and not why_not() else "gloo"
     group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=PATIENCE)
     return group
 
 
 def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group]]:
-    """For each number of ranks, one group per backend. Collective: call on every rank, inside or outside a group."""
+    """For each number of ranks, build one group per backend. Collective: call on every rank, even outside a group."""
     groups: dict[int, list[Group]] = {}
     for n in settings.ranks:
         if n > world.world_size:
@@ -195,7 +195,7 @@ def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group
 
 
 def _describe_rank(world: World) -> dict[str, Any]:
-    """The parts of the environment that only a rank knows: threads, launcher, GPUs, NCCL."""
+    """The environment details that only a rank can query: threads, launcher, GPUs, NCCL."""
     details: dict[str, Any] = {
         "launcher": world.launcher,
         "threads_per_rank": world.threads,
@@ -210,12 +210,12 @@ def _describe_rank(world: World) -> dict[str, Any]:
 
 
 def allocate(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate a vector. Each cell caches this function, so operations share vectors by name."""
+    """Allocate a vector. Each cell caches the results, so its operations share vectors by name."""
     need = elements * dtype.itemsize
     if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
         found = f"{format_bytes(need)} does not fit into the {format_bytes(free)} free on {device}"
         raise ConfigError(f"{found}: use smaller sizes", code="memory")
-    # Zeroed, so that the first repetition has no page faults.
+    # Writing zeros avoids page faults in the first repetition.
     return torch.zeros(elements, dtype=dtype, device=device)
 
 
@@ -240,8 +240,8 @@ def time_interleaved(
 
 
 def time_once(item: Timed, control: dist.ProcessGroup, repetition: int) -> None:
-    """Write the data, synchronize the device, wait at a barrier, read the clock, call, synchronize, read the clock,
-    and check the data. Only the call is between the two readings. Collective: call on every rank."""
+    """Write the data, synchronize the device, wait at a barrier, time the call up to the end of its device work, and
+    check the data. Collective: call on every rank."""
     item.prepare(repetition)
     synchronize(item.device)
     dist.barrier(group=control)
@@ -266,11 +266,11 @@ def run_rounds(
 ) -> None:
     """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
 
-    `end_warmup` is called after the warm-ups with their number, `report` with the finished fraction of repetitions.
-    `is_over` is called after each repetition with the number so far, and returns whether to stop, which must be the
-    same on all ranks. Collective: call on every rank of `control`.
+    Calls `end_warmup` with the number of warm-ups, `report` with the finished fraction of repetitions, and, after each
+    repetition, `is_over` with their number so far; it returns whether to stop, with the same answer on all ranks.
+    Collective: call on every rank of `control`.
     """
-    with pause_collection():  # a collection would be included in a timed call
+    with pause_collection():  # a garbage collection would add to a timed call
         warm_s: list[float] = []
         while len(warm_s) < (pace.warmup if warmup is None else warmup):
             warm_s.append(agree_on_max(run_round(len(warm_s)), control))
@@ -278,7 +278,7 @@ def run_rounds(
                 break
         end_warmup(len(warm_s))
         if iters is None:
-            # Use the fastest warm-up: a hiccup in one of them must not reduce the number of repetitions.
+            # Use the fastest warm-up: a single hiccup must not reduce the number of repetitions.
             fitting = int(pace.budget_s / min(warm_s)) if warm_s else pace.min_iters
             iters = min(pace.max_iters, max(pace.min_iters, fitting))
         for repetition in range(iters):
@@ -305,7 +305,7 @@ def synchronize(device: torch.device) -> None:
 def build_samples(
     by_rank: Sequence[Sequence[float]], num_warmup: int, starts_by_rank: Sequence[Sequence[float]] = ()
 ) -> Samples:
-    """Samples from each rank's times, warm-ups first. If ranks share a clock, start times become arrivals."""
+    """Build samples from each rank's times, warm-ups first. Start times on a shared clock become arrivals."""
     rows = tuple(zip(*by_rank, strict=True))
     starts = tuple(zip(*starts_by_rank, strict=True))
     arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[num_warmup:])

@@ -1,4 +1,4 @@
-"""Checks whether this machine is ready to train: one check per requirement, the last of them a real all-reduce.
+"""Checks whether this machine is ready to train: one check per requirement, up to a real all-reduce.
 
 Imports torch late, because torch itself may be broken.
 """
@@ -36,7 +36,7 @@ _report = CheckRecord.build
 
 
 def check_health(environment: Environment) -> Iterator[CheckRecord]:
-    """Run all checks, cheap ones first, and yield each result. `environment` must be read first: checks cause load."""
+    """Run all checks, cheap ones first, and yield each result. Read `environment` beforehand: checks cause load."""
     stolen = machine.StolenTime()
     yield from _check_parts()
     yield _check_load(dataclasses.replace(environment, stolen=stolen.read_share()))
@@ -70,7 +70,7 @@ def _check_host() -> Iterator[CheckRecord]:
     cores, all_cores, quota = machine.count_cores(), os.cpu_count() or 1, machine.read_quota()
     limited = f" of {all_cores} (limited by affinity or the container)" if cores < all_cores else ""
     advice = f"the container's CPU quota is {quota:g} cores, and throttling looks like noise: raise the quota"
-    is_limited = quota < min(all_cores, cores + 1)  # by a quota, not only by affinity
+    is_limited = quota < min(all_cores, cores + 1)  # the quota, not affinity, is the limit
     yield _report("cores", f"{cores}{limited}, {machine.cpu_name()}", advice if is_limited else "")
     free, total = machine.available_memory_bytes(), machine.total_memory_bytes()
     advice = "two ranks and a model need more: close something, or use a larger machine" if free < 1.5 * 2**30 else ""
@@ -88,7 +88,7 @@ def _check_host() -> Iterator[CheckRecord]:
 
 
 def _check_load(environment: Environment) -> CheckRecord:
-    """Whether times measured now can be trusted, worded like the warning about a run."""
+    """Check for other load that would distort measurements, worded like the warning about a run."""
     busy, quiet = [part for found in describe_load(environment) for part in found], "not known"
     if environment.load_average is not None:
         quiet = f"{environment.load_average:.1f} on {format_number_of(environment.cores, 'core')}"
@@ -138,7 +138,7 @@ def _check_interface() -> CheckRecord:
 
 
 def _describe_missing() -> str:
-    """The private names that this torch lacks, and the features that need them."""
+    """The private names missing from this torch, and the features that need them."""
     try:
         from paceline.torch_internals import find_missing
     except PacelineError as error:
@@ -191,7 +191,7 @@ def _check_allreduce(backend: str, ranks: int, name: str) -> CheckRecord:
     settings = CollectiveSettings(backends=(backend,), ranks=(ranks,), sizes=(MIB,), iters=10, warmup=2)
     try:
         settings.check()
-        with RankPool(ranks) as pool:  # `run_ranks` would use the launched world, if there is one of a single rank
+        with RankPool(ranks) as pool:  # `run_ranks` would join a launched single-rank world
             record = pool.run(measure_collectives, (settings,), timeout_s=90)[0].records[0]
     except PacelineError as error:
         return _report(name, str(error).splitlines()[0], "run again with --debug, and see docs/measuring.md", "fail")

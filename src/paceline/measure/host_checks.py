@@ -15,15 +15,15 @@ from paceline.records.samples import Samples
 from paceline.runtime.hosts.ssh import Agent, ask_all
 from paceline.units import GIB, MIB, format_duration, format_memory
 
-# A host's reply to `agent.tell_facts`; the `address` and `interface` at which others reach it; and `offset_s`, by which
-# its clock is ahead of the launcher's, accurate to `within_s`.
+# A host's reply to `agent.tell_facts`, plus the `address` and `interface` at which others reach it, and `offset_s`, its
+# clock's lead over the launcher's, accurate to `within_s`.
 Facts = dict[str, Any]
 
 _ASKS = 5  # clock queries per host; the fastest reply is used
 _SKEW_S = 0.5  # clock skew that causes a warning
 _FULL_BYTES = 100 * MIB  # free disk space below which a check fails
-_LITTLE_BYTES = 2 * GIB  # free disk space below which it warns
-# Messages on each link: largest size, seconds per kind, timeout.
+_LITTLE_BYTES = 2 * GIB  # free disk space below which the check warns
+# Messages on each link: maximum size, seconds per kind (short, long), timeout.
 _LINK_BYTES = 16 * MIB
 _BUDGET_S = 0.3
 _LINK_S = 20.0
@@ -33,8 +33,8 @@ _report = functools.partial(CheckRecord.build, status="fail")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the hosts will run: folder, program and script, interface and port ("" and 0 mean automatic), and whether it
-    needs Paceline there."""
+    """The job's requirements: folder, program and script, interface and port ("" and 0 mean automatic), and whether
+    each host needs Paceline."""
 
     folder: str
     program: str = ""
@@ -45,7 +45,7 @@ class Wanted:
 
 
 def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | PacelineError]:
-    """Query all hosts in parallel; returns each host's facts, or the error if it could not be reached."""
+    """Query all hosts in parallel. Returns each host's facts, or the error if it could not be reached."""
     begin_s = time.monotonic()
 
     def ask(agent: Agent) -> Facts:
@@ -79,7 +79,7 @@ def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | P
 
 
 def check_survey(surveyed: Mapping[str, Facts | PacelineError], wanted: Wanted) -> Iterator[CheckRecord]:
-    """One check for each requirement of a host. Versions are compared with those of the first host that answered."""
+    """Yield one check per host and requirement. Versions are compared with those of the first host that answered."""
     first = next((name for name, facts in surveyed.items() if isinstance(facts, dict)), "")
     for name, facts in surveyed.items():
         if isinstance(facts, PacelineError):
@@ -167,7 +167,7 @@ def check_links(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wan
 
 
 def find_port(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wanted) -> int:
-    """The rendezvous port on the first host, after all other hosts have reached it."""
+    """Return a rendezvous port on the first host that every other host has reached."""
     first = agents[0]
     port = _listen(first, facts, wanted)
     for found in ask_all(agents[1:], lambda agent: _reach(agent, {first: port}, facts)):
@@ -187,7 +187,7 @@ def _listen(host: Agent, facts: Mapping[str, Facts], wanted: Wanted) -> int:
 
 
 def _reach(sender: Agent, ports: Mapping[Agent, int], facts: Mapping[str, Facts]) -> dict[Agent, LaunchError]:
-    """The hosts to which this one cannot connect at these ports, with the reasons."""
+    """The hosts that this one cannot reach at these ports, with the reasons."""
     others = {agent: port for agent, port in ports.items() if agent is not sender}
     if not others:
         return {}

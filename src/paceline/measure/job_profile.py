@@ -1,4 +1,4 @@
-"""Profiles of a job: when each gradient of the bare model is ready, the times of its blocks, and its step phases.
+"""Profiles a job: ready times of the bare model's gradients, times of its blocks, and step phases.
 
 No hook waits for the device: on CUDA a timestamp is an event on the stream, which is read after the step.
 """
@@ -39,20 +39,20 @@ from paceline.workloads.models import find_blocks
 
 _PACE = Pace(budget_s=15.0, min_iters=12, max_iters=100, warmup=4)
 _OUTSIDE = -1
-# Sizes of the messages that disturb steps, and the memory limit for them. Smaller ones have no visible effect on a GPU.
+# Sizes of the messages that disturb steps, and their memory limit. Smaller messages have no visible effect on a GPU.
 _MESSAGE_BYTES = {"cpu": (MIB // 4, 4 * MIB), "cuda": (4 * MIB, 25 * MIB)}
 _TRAFFIC_BYTES = {"cpu": 256 * MIB, "cuda": 512 * MIB}
 
 Block = tuple[str, nn.Module]
-# A built-in job; or a user's module and step, or a factory for both, with a wrapper and the options of `join_world`.
+# A built-in job; or a user's module and step (or a factory for both), a wrapper and the options of `join_world`.
 Given = TrainSettings | tuple[OwnModel, OwnStep | None, str, dict[str, Any]]
 
 
 class LayerTimes(NamedTuple):
     """Times of one step: `took_s` of each phase, `ready_s` of each gradient since the start of backward, and of blocks.
 
-    If lookups contribute rows to an embedding's gradient, `num_rows` counts them, and `rest_s` is when the part of the
-    gradient that does not come from lookups was ready.
+    If lookups contribute rows to an embedding's gradient, `num_rows` counts them, and `rest_s` is the ready time of the
+    gradient's other part.
     """
 
     took_s: dict[str, float]
@@ -66,10 +66,10 @@ class LayerTimes(NamedTuple):
 class LayerClock:
     """Timestamps of a step: its phases, its gradients as they become ready, and the start and end of each block.
 
-    Hooks are on autograd nodes. A hook on a parameter would slow every later step even after its removal, because torch
-    still looks for it; a hook on the node that accumulates the gradient disappears with the graph. A module's full
-    backward hooks put views around every output, which breaks in-place operations; hooks on the nodes of a block's
-    inputs and outputs do not.
+    Hooks are on autograd nodes. A parameter hook would slow every later step even after its removal, because torch
+    still looks for it; a hook on the gradient accumulation node disappears with the graph. A module's full backward
+    hooks wrap every output in a view, which breaks in-place operations; hooks on the nodes of a block's inputs and
+    outputs do not.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class LayerClock:
         self._lookups = lookups
 
     def attach(self, hooks: contextlib.ExitStack) -> None:
-        """Start a step; the caller closes `hooks` after it."""
+        """Start a step. The caller closes `hooks` at its end."""
         self.marks: list[tuple[str, Any]] = []  # phases and their start times
         self._ready: dict[int, Any] = {}
-        self._rows: dict[int, tuple[Any, list[torch.Tensor]]] = {}  # when gradients of lookups arrived, and their rows
+        self._rows: dict[int, tuple[Any, list[torch.Tensor]]] = {}  # arrival times and rows of lookup gradients
         if self._lookups is not None:
             self._lookups.attach(self._note_rows)
             hooks.callback(self._lookups.stop)
         self._calls: list[tuple[int, Any, Any]] = []  # block, start and end of one forward
-        self._owners: list[tuple[Any, int]] = []  # time in backward at which this block, or none, starts running
-        self._open: dict[int, tuple[Any, list[Any]]] = {}  # forwards in progress; a recomputed one may stop halfway
+        self._owners: list[tuple[Any, int]] = []  # time in backward, and the block (or none) that starts there
+        self._open: dict[int, tuple[Any, list[Any]]] = {}  # forwards in progress; recomputation may stop halfway
         step_bench.hook_gradients(self._params, hooks, self._note_ready)
         for index, block in enumerate(self._blocks):
             before = functools.partial(self._begin_forward, index)
@@ -110,8 +110,8 @@ class LayerClock:
         return PhaseTimes(self.marks)
 
     def read(self) -> LayerTimes:
-        """The times of the step, which must have finished on the GPU."""
-        # Measure everything from the first timestamp: event times are rounded, and a part must not exceed the whole.
+        """Read the step's times, once it has finished on the GPU."""
+        # Measure from the first timestamp: event times are rounded, and a part must not exceed the whole.
         at_s = functools.partial(between_s, self.marks[0][1])
         spans = [(phase, at_s(begin), at_s(end)) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
         took_s: dict[str, float] = {}
@@ -148,7 +148,7 @@ class LayerClock:
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._open[index] = mark(self.device), _find_nodes(*args, *kwargs.values())
-        # A forward that is recomputed in backward (checkpointing) is part of its block's backward.
+        # Recomputation in backward (checkpointing) is part of the block's backward.
         if self._is_backward:
             self._begin_block(index)
 
@@ -178,7 +178,7 @@ def _find_nodes(*values: Any) -> list[Any]:
     """The autograd nodes that produced the tensors in a nested structure."""
     found: list[Any] = []
     for value in values:
-        # Shortcut for the usual case: the search takes longer than the rest of the hook.
+        # Fast path for the usual case: the search takes longer than the rest of the hook.
         for tensor in [value] if isinstance(value, torch.Tensor) else find_tensors(value):
             node = tensor.grad_fn
             if node is not None and not any(node is other for other in found):
@@ -187,7 +187,7 @@ def _find_nodes(*values: Any) -> list[Any]:
 
 
 def list_blocks(module: nn.Module) -> list[Block]:
-    """The blocks that `find_blocks` finds, and parameterless modules outside them (activations), in definition order.
+    """The blocks from `find_blocks`, and parameterless modules outside them (activations), in definition order.
     Blocks may share a submodule, such as a dropout, but a nested block belongs to its outer block."""
     found = {block: name or "model" for name, block in find_blocks(module)}  # the root module has no name
     inside = {part for block in found for part in block.modules() if part is not block}
@@ -198,14 +198,14 @@ def list_blocks(module: nn.Module) -> list[Block]:
 class Layers(step_bench.Probe):
     """Collects layer times from the `profiled` steps of a bare replica. Leaves no hooks on the module.
 
-    `blocks` are named modules in definition order that do not contain each other; None means `list_blocks`.
+    `blocks` are named, non-nested modules in definition order; None means `list_blocks`.
     """
 
     def __init__(self, replica: Replica, model: str, blocks: Sequence[Block] | None) -> None:
         self._module = replica.module
         self._model = model
         self.steps: list[LayerTimes] = []
-        self._names: dict[nn.Parameter, list[str]] = {}  # names of every trainable parameter; tied ones have several
+        self._names: dict[nn.Parameter, list[str]] = {}  # trainable parameters; tied ones have several names
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 self._names.setdefault(parameter, []).append(name)
@@ -231,11 +231,11 @@ class Layers(step_bench.Probe):
                 raise MeasurementError(f"the step of {self._model} ran no {phase}: {needed}", code="no-phase")
 
     def read_ready_times(self) -> tuple[dict[int, float], float]:
-        """When each gradient was ready in the last step, by parameter index, and how long backward took."""
+        """Each gradient's ready time in the last step, by parameter index, and the duration of backward."""
         return self.steps[-1].ready_s, self.steps[-1].took_s["backward"]
 
     def build_record(self, bench: StepBench, variant: Variant) -> LayerProfileRecord:
-        """Rank 0's layers, profiled while all ranks computed. Collective: call on every rank."""
+        """Build the record of rank 0's layers, profiled while all ranks computed. Collective: call on every rank."""
         warm, num_ranks = bench.num_warm_steps, bench.world.world_size
         times = {name: variant.times[name] for name in ("forward", "backward", "optimizer")}
         times |= {"timing": variant.times["marked"], "profiled_step": variant.times["profiled"]}
@@ -292,11 +292,11 @@ def measure_profile(
     given: Given, kind: str, iters: int | None, warmup: int | None, number: int = 0, total: int = 1, largest: int = 0,
     with_costs: bool = True,
 ) -> list[Record]:  # fmt: skip
-    """Profile the layers of the bare model ("layers"), the phases of its steps ("phases"), or both if there are several
-    ranks ("all"). `with_costs` also measures what messages and the wrapper cost.
+    """Profile the layers of the bare model ("layers"), its step phases ("phases"), or both on several ranks ("all").
+    `with_costs` also measures the cost of messages and of the wrapper.
 
-    This is job `number` of `total`. The data must suffice for the `largest` batch per rank of all these jobs: if a
-    later one were refused, earlier results would be lost. Collective: call on every rank.
+    This is job `number` of `total`. The data must suffice for the `largest` batch per rank of all these jobs: otherwise
+    rejecting a later one would lose earlier results. Collective: call on every rank.
     """
     records: list[Record] = []
     with open_job(given, is_bare=kind == "layers") as (world, job):
@@ -323,8 +323,8 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
     """Measure how ranks on one host slow each other down: interleaved steps of the bare model on the first `ranks`
     ranks and on all ranks of this world, without messages.
 
-    Ranks divide the cores evenly unless threads are requested. Returns no records if there is too little data for all
-    ranks. Collective: call on every rank.
+    Ranks divide the cores evenly by default. Returns no records if there is too little data for all ranks.
+    Collective: call on every rank.
     """
     requested = given.threads if isinstance(given, TrainSettings) else given[3]["threads"]
     if isinstance(given, TrainSettings) and given.global_batch_size is not None:
@@ -342,7 +342,7 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
                 bench.add(Variant(labels, own if world.rank < count else None))
             bench.run(_PACE, iters or 8, 2 if warmup is None else warmup, follow(world, "neighbours"))
             return [bench.build_record(variant) for variant in bench.variants]
-    except ConfigError:  # too few samples; other problems are reported by the profile
+    except ConfigError:  # too few samples; the profile reports other problems
         return []
 
 
@@ -350,11 +350,11 @@ def measure_layers(
     world: World, replica: Replica, labels: dict[str, Any], blocks: Sequence[Block] | None = None,
     iters: int | None = None, warmup: int | None = None, report: Report | None = None, job: MeasuredJob | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Profile steps of a bare replica, interleaved with plain ones, so that the record shows the cost of profiling.
+    """Profile steps of a bare replica, interleaved with plain ones to show the cost of profiling.
 
-    `labels` are those of its job. With `job`, also interleaves steps disturbed by messages and steps of the wrapper on
-    a single-rank group; their records follow, along with those of codecs. The steps train the module. Collective: call
-    on every rank.
+    `labels` are its job's labels. With `job`, also interleaves steps disturbed by messages and steps of the wrapper on
+    a single-rank group; returns their records and those of codecs after the profile. The steps train the module.
+    Collective: call on every rank.
     """
     per_turn = 1 if job is None else job.steps_per_turn
     iters = iters or (20 if job is None else 10)
@@ -372,15 +372,15 @@ def measure_layers(
         profile = layers.build_record(bench, plain)
         if job is None:
             return [profile]
-        # Last, so that it does not disturb the steps of other ranks.
+        # Measured last: codecs would disturb the steps of other ranks.
         has_room = _has_room(world, replica)
         codecs = measure_codecs(take_gradients(replica), replica.device, bench) if has_room else []
         return [profile, *(bench.build_record(variant) for variant in bench.variants), *codecs]
 
 
 def _has_room(world: World, replica: Replica) -> bool:
-    """Whether the GPU has enough memory for two more models with gradients, optimizer moments and buckets, plus
-    traffic; or for the buffers of codecs. Collective: call on every rank."""
+    """Whether every GPU has enough memory for two more models with gradients, optimizer moments and buckets, plus
+    traffic; or for the codecs' buffers. Collective: call on every rank."""
     device = replica.device
     num_bytes = sum(param.nbytes for param in replica.parameters)
     return device.type != "cuda" or all(world.share(torch.cuda.mem_get_info(device)[0] > 16 * num_bytes))
@@ -407,8 +407,8 @@ def add_costs(
     bench: StepBench, replica: Replica, layers: Layers, traffic: Traffic | None, sizes: Sequence[int],
     build: Callable[[dist.ProcessGroup, int], Replica],
 ) -> None:  # fmt: skip
-    """Add steps of a bare replica, disturbed by messages of these sizes, and steps of the wrapper on a single-rank
-    group, with a single bucket and with one bucket per gradient. `build(group, cap_bytes)` returns a wrapped replica.
+    """Add steps of a bare replica disturbed by messages of these sizes, and steps of the wrapper on a single-rank
+    group, with one bucket and with one bucket per gradient. `build(group, cap_bytes)` returns a wrapped replica.
     Collective: call on every rank."""
     world = bench.world
     num_bytes = sum(param.nbytes for param in replica.parameters)

@@ -1,9 +1,9 @@
 """Observes the ranks of a user's unmodified program: times all steps, and traces a few.
 
-`paceline.autoload` calls `attach` if PACELINE_ATTACH holds its settings. A step ends with its optimizer; on a GPU, once
-the GPU has finished it. torch's profiler records a few steps in detail. Nothing is inserted between torch's wrapper and
-its messages, so the program's results do not change. Each rank writes its own files, sends nothing, and never makes the
-program wait for its GPU. Needs only torch.
+`paceline.autoload` calls `attach` if PACELINE_ATTACH is set. A step ends with its optimizer step; on a GPU, when the
+GPU has finished it. torch's profiler records a few steps in detail. The program's messages pass through no extra hook,
+so its results do not change. Each rank writes its own files, sends nothing, and never makes the program wait for its
+GPU. Needs only torch.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from paceline.torch_internals import DataLoaderIterator, is_delivered, is_profil
 _MOST_RECORDED = 16  # maximum number of traced ranks
 _FINAL_BUCKETS_STEP = 4  # step after which wrappers have their final buckets
 _WRITE_EVERY_S = 0.25
-_STOP_S = 60.0  # how long to wait for the GPU's last steps when stopping the program
-_CLOSE_S = 5.0  # the same when the program ends by itself
+_STOP_S = 60.0  # timeout for the GPU's last steps when stopping the program
+_CLOSE_S = 5.0  # the same timeout when the program ends by itself
 _POLL_S = 1e-3
-_MOST_EXITS = 3  # how many times a program may catch the exit that `--stop` requests
-_LEAST_TOKENS = 8  # shortest rows of integers that count as sequences
+_MOST_EXITS = 3  # number of times that a program may catch the SystemExit raised for `--stop`
+_LEAST_TOKENS = 8  # minimum length of integer rows to count as sequences
 _MOST_BUFFER_BYTES = 64 * 2**20  # larger buffers are not checked for changes
-_OLDEST = 2  # garbage generation whose collections are pauses; younger ones are short
-# The options of a DataLoader that a rank reports, and their names in its iterators.
+_OLDEST = 2  # garbage collector generation to time; collections of younger ones are short
+# Reported DataLoader options, and their names in its iterators.
 _LOADER = {"num_workers": "num_workers", "are_workers_persistent": "persistent_workers"}
-# Attributes in which wrappers keep their bucket sizes: ours, and torch's in several versions.
+# Attributes for bucket sizes: in our wrapper, and in several versions of torch's.
 _BUCKET_ATTRIBUTES = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
 
 
 class Settings(NamedTuple):
-    """What to observe: at least `steps` steps (0: all) and `least_s` seconds; `record` of them are traced.
+    """What to observe: at least `steps` steps (0: all) and `least_s` seconds, tracing `record` of the steps.
 
-    With `every`, times are written after this many steps and four times a second, not only at the end. `race` compares
+    With `every`, times are written every `every` steps and four times a second, not only at the end. `race` compares
     plans: from step `first` onward, the program runs `turns` of `length` steps each. A turn is an index into `plans`,
-    which are caps in MiB; None stands for the program's own buckets.
+    a list of caps in MiB, or None for the program's own buckets.
     """
 
     folder: str
@@ -76,8 +76,8 @@ def attach() -> None:
 
 
 class _LaunchedStep(NamedTuple):
-    """A step that the host has launched, with timestamps of its device. `spans` are those in data loaders, evaluation
-    and `torch.save`, `collected_s` is host time in garbage collection, and `elements` the size of its batches."""
+    """A step that the host has launched, with device timestamps. `spans` cover data loaders, evaluation and
+    `torch.save`, `collected_s` is host time in garbage collection, and `elements` the size of its batches."""
 
     number: int
     begin: Any
@@ -91,9 +91,9 @@ class _LaunchedStep(NamedTuple):
 class Observer:
     """Observes the steps of this process: their number, duration, data loading time and host time.
 
-    On a GPU, duration and data loading time are measured on the GPU: data loading time is the time that the GPU is idle
-    while the host is in a data loader; time that the host waits while the GPU is busy is not counted. All optimizers
-    that step before one of them steps again belong to one step, and the last of them ends it.
+    On a GPU, duration and data loading time are measured on the GPU: data loading time is GPU idle time while the host
+    is in a data loader, so loading that overlaps GPU work does not count. All optimizers that step before one of them
+    steps again belong to one step, and the last of them ends it.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -111,16 +111,16 @@ class Observer:
         self._device = torch.device("cpu")
         self._begin: Any = 0.0
         self._spans: list[tuple[str, Any, Any]] = []
-        self._inside = ""  # the kind of span that is open, and its begin
+        self._inside = ""  # kind of the open span; `_opened` is its start
         self._opened: Any = 0.0
         self._collected_s = self._collecting_s = 0.0
-        self._elements = 0  # size of the batches of this step
+        self._elements = 0  # size of this step's batches
         self._padded: list[float] = []
-        self._roots: set[int] = set()  # IDs of wrappers and of the modules in them
+        self._roots: set[int] = set()  # IDs of wrappers and their modules
         self._buffers: list[tuple[Any, Any]] = []  # buffers and their early values
         self._used: dict[str, float] = {}
         self._loader: dict[str, Any] = {}
-        self._fetched_s = [0.0, 0.0]  # in loaders that had to wait for a batch, and in those that had it
+        self._fetched_s = [0.0, 0.0]  # seconds of fetches that waited for a worker, and of those with a batch ready
         self._opened_s = self._end_s = 0.0
         self._written_s = 0.0
         self._profiler: Any = None
@@ -169,7 +169,7 @@ class Observer:
             finally:
                 self._fetched_s[is_ready] += time.perf_counter() - begin_s
                 self._close_span()
-            # Read now: the iterator may be gone at the end of the program.
+            # Read now: the iterator may not exist at the end of the program.
             self._loader = {name: vars(iterator).get(f"_{key}", 0) for name, key in _LOADER.items()}
             with contextlib.suppress(Exception):  # a batch may be of any type
                 self._note_batch(batch)
@@ -180,11 +180,11 @@ class Observer:
     def _note_batch(self, batch: Any) -> None:
         tensors = list(itertools.islice(_list_tensors(batch), 8))
         self._elements += max((one.numel() for one in tensors), default=0)
-        if self._range is not None:  # in a recorded step, whose time does not count
+        if self._range is not None:  # only in recorded steps: their time does not count
             self._padded += itertools.islice(filter(None, map(_find_padding, tensors)), 1)
 
     def _time_evaluation(self, original: Any) -> Callable[..., Any]:
-        """From `model.eval()` to `model.train()`."""
+        """Time the span from `model.eval()` to `model.train()`."""
 
         def call(module: Any, mode: bool = True) -> Any:
             if id(module) in self._roots:
@@ -226,7 +226,8 @@ class Observer:
         return threading.get_ident() == self._thread
 
     def _open_span(self, name: str) -> bool:
-        """Whether it was opened: spans do not overlap, and those of other threads do not delay a step."""
+        """Open a span and return True, unless another is open (spans do not overlap) or this is a side thread, which
+        does not delay the step."""
         if self._inside or not self._is_own_thread() or _is_captured():
             return False
         self._inside, self._opened = name, mark(self._device)
@@ -252,7 +253,7 @@ class Observer:
                 self._num_steps += 1
         except Exception as error:
             self._abort(error)
-        # A failure of the observer must not keep the program running if it is to be stopped.
+        # Stop a program after `--stop` steps even if the observer has failed.
         if self._settings.stop and self._tail and self._num_steps >= self._settings.steps:
             self._exit()
 
@@ -277,7 +278,7 @@ class Observer:
             step = _LaunchedStep(self._num_steps, self._begin, end, self._spans, host_s, collected_s, elements)
             self._launched.append(step)
             self._advance()
-        # Our own work after a step, such as starting a profile, is not part of any step.
+        # The observer's own work after a step, such as starting a profile, is not part of any step.
         self._begin = mark(self._device)
         self._end_s = time.perf_counter()
         self._spans = []
@@ -285,7 +286,7 @@ class Observer:
         self._elements = 0
 
     def _open(self, optimizer: Optimizer) -> None:
-        """Called at the first optimizer step, which shows that this process trains: find its rank and its files."""
+        """Determine the rank and its file at the first optimizer step, which shows that this process trains."""
         if self._head:
             return
         is_open = dist.is_available() and dist.is_initialized()
@@ -311,11 +312,11 @@ class Observer:
         multiprocessing.util.Finalize(None, self._close, exitpriority=1)
 
     def _advance(self) -> None:
-        """Do the work that is due after a step."""
+        """Do the observer's work after a step."""
         settings = self._settings
         number = self._num_steps
         self._read_finished()
-        if number == _FINAL_BUCKETS_STEP:  # the wrappers may be gone at the end of the program
+        if number == _FINAL_BUCKETS_STEP:  # read now: the wrappers may not exist at the end of the program
             wrappers = self._list_wrappers()
             self._head["wrappers"] = list(map(_describe, wrappers))
             self._head["options"] = _describe_options(wrappers[0]) if wrappers else {}
@@ -337,7 +338,7 @@ class Observer:
         return 0 < self._settings.steps <= self._num_steps and is_long
 
     def _read_finished(self, wait_s: float = 0.0) -> None:
-        """Read the times of the steps that the device has finished, waiting at most `wait_s` for the others."""
+        """Read the times of steps that the device has finished, waiting at most `wait_s` for the others."""
         until_s = time.monotonic() + wait_s
         while self._launched:
             step = self._launched[0]
@@ -356,7 +357,7 @@ class Observer:
             self._launched.popleft()
 
     def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
-        """Between two turns, record the buckets of the last one and give the wrappers those of the next."""
+        """Between two turns, record the buckets of the last turn and rebuild those of the next."""
         turn, place = divmod(self._num_steps - first, length)
         if place or not 0 <= turn <= len(turns):
             return
@@ -370,7 +371,7 @@ class Observer:
         return [wrapper for one in self._wrapped if (wrapper := one()) is not None]
 
     def _start_recording(self) -> None:
-        if is_profiling():  # a second profiler would stop the first
+        if is_profiling():  # a second profiler would stop the program's
             self._head["not_recorded"] = "the program runs torch's profiler itself"
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
@@ -391,7 +392,7 @@ class Observer:
         return call
 
     def _open_range(self) -> None:
-        """Open a profiler range for the next step, if it is to be recorded."""
+        """Close the profiler range of the last step; open one for the next step if it is recorded."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
         self._range = None
@@ -404,7 +405,7 @@ class Observer:
         profiler.stop()
         path = self._path.with_name(f"trace-{self._head['rank']}-{self._pid}.json")
         profiler.export_chrome_trace(str(path))
-        # The last of these steps includes the time of writing the file.
+        # The last of these steps includes the time to write the file.
         self._head |= {"trace": path.name, "recorded": [self._first + 1, self._num_steps + 1]}
 
     def _write(self, more: dict[str, Any]) -> None:
@@ -414,7 +415,7 @@ class Observer:
         self._written_s = time.perf_counter()
 
     def _finish(self, wait_s: float = 0.0) -> None:
-        """Write the results once. If the GPU has not finished and there is no time to wait, a later step writes them.
+        """Write the results once. If the GPU has not finished and `wait_s` is 0, a later step writes them.
 
         Hooks stay in place as no-ops, because torch is iterating over them right now.
         """
@@ -440,7 +441,7 @@ class Observer:
     def _close(self) -> None:
         try:
             self._finish(_CLOSE_S)
-        except Exception as error:  # the GPU failed, or the folder is gone
+        except Exception as error:  # a failed GPU or a missing folder
             self._abort(error)
 
     def _abort(self, error: Exception) -> None:
@@ -463,12 +464,12 @@ class Observer:
 
 
 def _is_captured() -> bool:
-    """Whether a CUDA graph is being captured. If so, this is not a step, and GPU events must not be queried."""
+    """Whether a CUDA graph is being captured, which is not a step and forbids querying GPU events."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def rebucket(wrapper: Any, cap_mib: float | None) -> None:
-    """Rebuild a wrapper's buckets between two steps, as if it had been built with this cap; None restores its own cap.
+    """Rebuild a wrapper's buckets between two steps with this cap; None restores the original cap.
 
     As in a new wrapper, the buckets are final from the second step onward.
     """
@@ -504,7 +505,7 @@ def rebucket(wrapper: Any, cap_mib: float | None) -> None:
 
 
 def _describe(wrapper: Any) -> dict[str, Any]:
-    """The properties of a wrapper, with the names of the fields of a step record."""
+    """A wrapper's properties, with the field names of a step record."""
     data = wrapper._get_ddp_logging_data()
     return {
         "model": data["module_name"],
@@ -523,7 +524,7 @@ def list_bucket_bytes(wrapper: Any) -> list[int]:
 
 
 def _describe_options(wrapper: Any) -> dict[str, Any]:
-    """The options of a wrapper that may cost time for nothing."""
+    """The wrapper options that may cost time needlessly."""
     data = wrapper._get_ddp_logging_data()
     return {
         "find_unused": bool(data.get("find_unused_parameters")),
@@ -545,8 +546,8 @@ def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _read_usage() -> dict[str, float]:
-    """Wall time, CPU time of this process, time that this thread waited for a core, and time that its container was
-    throttled, in seconds so far; 0 where the system does not say."""
+    """Cumulative seconds of wall time, this process's CPU time, this thread's wait for a core, and its container's
+    throttling; 0 if the system does not report it."""
     found = {"wall_s": time.perf_counter(), "cpu_s": sum(os.times()[:2]), "queued_s": 0.0, "throttled_s": 0.0}
     with contextlib.suppress(OSError, ValueError, IndexError):
         ran_ns, queued_ns, *_ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
@@ -567,7 +568,7 @@ def _list_tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _find_padding(batch: torch.Tensor) -> float:
-    """The share of a batch of sequences that is padding: equal elements at one end of the rows, or 0 in a mask."""
+    """The padded fraction of a batch of sequences: equal elements at one end of the rows, or zeros in a mask."""
     if batch.ndim != 2 or batch.is_floating_point() or batch.device.type != "cpu" or batch.shape[1] < _LEAST_TOKENS:
         return 0.0
     is_mask = bool(batch.dtype == torch.bool or ((batch == 0) | (batch == 1)).all())
@@ -575,7 +576,7 @@ def _find_padding(batch: torch.Tensor) -> float:
     for rows in (batch.long(), batch.long().flip(1)):
         padding = 0 if is_mask else rows[:, -1].mode().values
         run = (rows == padding).flip(1).long().cumprod(1).sum(1)
-        if is_mask and int(rows.sum()) + int(run.sum()) != rows.numel():  # other zeros: these are no masks
+        if is_mask and int(rows.sum()) + int(run.sum()) != rows.numel():  # zeros elsewhere: not a mask
             continue
         shares.append(float((run - (run > 0).long() * (not is_mask)).sum()) / rows.numel())
     return max(shares, default=0.0)

@@ -1,7 +1,7 @@
 """Runs one training job under many bucket plans, interleaved with the measurements that calibrate its prediction.
 
-Each round has one all-reduce of every size and one step of every variant, on all ranks. `predict` evaluates the
-records; its calibration never uses the steps of the job itself.
+Each round has one all-reduce of every size and one turn of every variant, on all ranks. `predict` evaluates the
+records; its calibration never uses steps of the job itself.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from paceline.torch_internals import gpu_sleep
 from paceline.training.step import list_models
 from paceline.units import format_bytes
 
-# Smallest message of the sweep; a cost curve also needs one of at least twice this size.
+# Smallest message in the sweep; a cost curve also needs one of at least twice this size.
 _SMALLEST_BYTES = 4 << 10
 _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
-# Interpreter switch interval: the thread of the emulated network must not wait long for the GIL.
+# Interpreter switch interval: the emulated network's thread must not wait long for the GIL.
 _SWITCH_S = 1e-4
 _CYCLES = 50_000_000
 
-# Plan comparison: minimum time of a turn, maximum steps per turn, maximum rounds. Longer turns would take more time to
-# reach the same interval: noise lasts longer than a turn, so the plans should alternate quickly.
+# Plan comparison: minimum time per turn, maximum steps per turn, maximum rounds. With longer turns the same interval
+# would take more time: noise outlasts a turn, so the plans should alternate quickly.
 _TURN_S = 0.002
 _MOST_STEPS = 16
 _MOST_ROUNDS = 1 << 16
@@ -79,11 +79,11 @@ def tune_job(settings: TuneSettings, given: Given) -> Tuned:
                     try:
                         tuning = judge_tuning(settings, records, variants.gradients, default_plan)
                         found = [tuning.candidates, tuning.predictions]
-                        # Saved before the first of these steps, as evidence that the predictions did not use them.
+                        # Saved before the plans run, as evidence that the predictions did not use their steps.
                         files = {PREDICTIONS: render_predictions(tuning.predictions)}
                         config = settings.to_json(variants.gradients, default_plan, tuning.predictions)
                         post(Progress(1, 2, "comparing plans", tuple(records), files=files, config=config))
-                    except PacelineError as error:  # raised on all ranks below, because the others wait for the result
+                    except PacelineError as error:  # the other ranks wait for the result: raise it on all ranks below
                         found = error
                 shared = world.share(found)[0]
                 if isinstance(shared, PacelineError):
@@ -97,7 +97,7 @@ def tune_job(settings: TuneSettings, given: Given) -> Tuned:
 
 class _Variants:
     """All variants of the job on one step bench: `calibrate`, then `confirm` the candidates, then `close`.
-    Collective: every rank of the world must make the same calls."""
+    Collective: call on every rank."""
 
     def __init__(self, settings: TuneSettings, job: MeasuredJob, world: World) -> None:
         self._settings = settings
@@ -114,8 +114,8 @@ class _Variants:
         self._networks = None if curve is None else (EmulatedNetwork(None), EmulatedNetwork(curve))
 
     def calibrate(self) -> tuple[list[Record], Plan]:
-        """Measure the sweep, plain steps, ready times, contention, the wrapper's own cost, and the job itself at a grid
-        of caps. Also returns the wrapper's default plan for the profiled order."""
+        """Measure the sweep, plain steps, ready times, contention, wrapper overhead, and the job itself on a grid of
+        caps. Also returns the wrapper's default plan for the profiled order."""
         settings = self._settings
         effort = settings.amount
         replica = self._build()
@@ -182,7 +182,7 @@ class _Variants:
                 steps_s = [max(row) for row in zip(*by_rank, strict=True)]
                 turns_s[candidate.label] = reduce_turns(steps_s, bench.steps_per_turn)
             race = judge_race(turns_s, DEFAULT)
-            for variant in bench.variants:  # strategies are compared until the end, all of them
+            for variant in bench.variants:  # strategies are never dropped
                 is_left = self._settings.strategies or variant.labels["label"] in (*race.left, DEFAULT)
                 variant.is_dropped = not is_left
             return race.is_decided or spent >= 1
@@ -200,7 +200,7 @@ class _Variants:
     def _add(
         self, role: str, label: str, cap_bytes: int = 0, plan: Plan | None = None, strategy: Strategy = DENSE
     ) -> Variant:
-        """Add the job, or the job with a codec (`coded`), with a cap, a plan or default buckets."""
+        """Add a variant with a cap, a plan or default buckets: the job itself, or with a codec (role `coded`)."""
         is_job = role == "job"
         labels: dict[str, Any] = {"role": role, "label": label}
         if is_job:
@@ -224,7 +224,7 @@ class _Variants:
         return self._job.build(None if group is None else wrap_by)
 
     def _allocate(self) -> torch.Tensor:
-        """Memory for all gradients, allocated as the wrapper allocates its buckets."""
+        """Allocate memory for all gradients the way the wrapper allocates its buckets."""
         elements = max(self._num_bytes, 2 * _SMALLEST_BYTES) // 4
         if self._settings.wrapper == "torch":
             return torch.zeros(elements, device=self._world.device)
@@ -235,8 +235,8 @@ class _Variants:
         report = follow(self._world, "measuring", 0, num_parts)
         pace = Pace(effort.budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=4)
 
-        # Send a few sizes after each step, different ones in each round: as inside a step, threads are then asleep and
-        # the caches are cold.
+        # Send a few sizes after each turn, varying by round: as inside a step, threads are then asleep and the caches
+        # are cold.
         def send_some(place: int, num_places: int, repetition: int) -> None:
             for messages in (one for i, one in enumerate(sweep) if (i + repetition) % num_places == place):
                 time_once(messages, self._bench.control, repetition)
@@ -245,7 +245,7 @@ class _Variants:
 
 
 class _Messages(Timed):
-    """A wrapper's messages that are launched together; their content is not checked."""
+    """A wrapper's messages, launched together. Their content is not checked."""
 
     def __init__(self, channel: Channel, parts: Sequence[torch.Tensor], record: Callable[..., Record]) -> None:
         self._channel = channel
@@ -256,7 +256,7 @@ class _Messages(Timed):
 
     def prepare(self, repetition: int) -> None:
         for part in self._parts:
-            part.fill_(1.0)  # a bucket is also written just before it is sent
+            part.fill_(1.0)  # like a bucket, which is written just before it is sent
 
     def call(self) -> None:
         works = [self._channel.start_sum(part) for part in self._parts]
@@ -270,8 +270,8 @@ class _Broadcast(_Messages):
 
 
 def _build_sweep(world: World, channel: Channel, memory: torch.Tensor, wrapper: str, buffers: int) -> list[_Messages]:
-    """Messages to time: from small ones to all gradients at once, in `memory` like the wrapper's buckets; pairs of
-    messages; and the wrapper's message for `buffers` bytes of buffers in each step."""
+    """Build the messages to time: small ones up to all gradients at once, in `memory` like the wrapper's buckets; pairs
+    of messages; and the wrapper's per-step message for `buffers` bytes of buffers."""
     if world.world_size == 1:
         return []
     where: dict[str, Any] = {
@@ -303,8 +303,8 @@ def _build_sweep(world: World, channel: Channel, memory: torch.Tensor, wrapper: 
 
 
 class EmulatedNetwork:
-    """A FIFO network that sends one message at a time; each takes the time given by the curve, or none without a
-    curve."""
+    """A FIFO network that sends one message at a time. The curve gives each message's duration; without a curve it is
+    0."""
 
     def __init__(self, curve: CostCurve | None) -> None:
         self._curve = curve
@@ -319,11 +319,11 @@ class EmulatedNetwork:
             sys.setswitchinterval(_SWITCH_S)
             self._thread = ThreadPoolExecutor(1, "paceline-emulated-network")
         assert isinstance(model, DistributedDataParallel)
-        # A lambda has no annotations for torch to compare with types.
+        # A lambda: torch compares annotations with types, and ours are strings.
         model.register_comm_hook(None, lambda state, bucket: self._send(bucket.buffer()))
 
     def close(self) -> None:
-        """End the thread. No messages may be in flight."""
+        """Stop the thread. No messages may be in flight."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

@@ -54,9 +54,9 @@ def trace_job(
 
 
 def record_trace(world: World, replica: Replica, warmup: int, active: int, extras: Collection[str] = ()) -> RankTrace:
-    """Take one step and `warmup` others, then record `active` ones. Each is a range `step N` that ends when the device
-    has finished. The buckets of our wrapper also become events. `extras` ("memory", "shapes") make steps slower.
-    "memory" records one more step, in which tensors are listed, and whose time does not count."""
+    """Take one step and `warmup` others, then record `active` steps. Each is a range `step N` that ends when the device
+    has finished. Our wrapper's buckets also become events. `extras` ("memory", "shapes") slow the steps; "memory" also
+    records an untimed step with marks that list its tensors."""
     device = replica.device
     phases = _TracedPhases()
     memory = _TracedMemory(replica) if "memory" in extras else None
@@ -79,7 +79,7 @@ def record_trace(world: World, replica: Replica, warmup: int, active: int, extra
         synchronize(device)
 
     timed: list[StepTimes | None] = []
-    sends = device.type != "cuda" or world.world_size > 1  # NCCL sends nothing on one rank
+    sends = device.type != "cuda" or world.world_size > 1  # NCCL sends nothing in a single-rank world
     wrapped = replica.model if isinstance(replica.model, DDP) and sends else None
     with contextlib.ExitStack() as recording:
         if memory is not None:
@@ -92,7 +92,7 @@ def record_trace(world: World, replica: Replica, warmup: int, active: int, extra
         for number in range(-warmup, active):
             if wrapped is not None and number >= 0:
                 wrapped.time_next_step()
-            world.barrier()  # outside the range, so that a slow profiler does not make the rank look late
+            world.barrier()  # outside the range: a slow profiler must not make the rank look late
             with record_function(f"step {number}"):
                 step(number, phases)
             profiler.step()
@@ -118,7 +118,7 @@ def record_trace(world: World, replica: Replica, warmup: int, active: int, extra
 
 
 class _TracedPhases:
-    """Marks each phase as a range in the trace. `loaded` is the input of the step."""
+    """Marks each phase as a range in the trace. `loaded` is the step's input."""
 
     def __init__(self) -> None:
         self._range = contextlib.ExitStack()
@@ -135,8 +135,8 @@ class _TracedPhases:
 
 
 class _TracedMemory(_TracedPhases):
-    """The phases of one step, with marks that list tensors of the replica: all of them at the start of each phase, the
-    inputs of each forward, and each gradient before it is accumulated, because a wrapper may copy it immediately."""
+    """The phases of one step, with marks that list the replica's tensors: all of them at the start of each phase, the
+    inputs of each forward, and each gradient before accumulation, because a wrapper may copy it immediately."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _TracedMemory(_TracedPhases):
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[None]:
-        """Add marks to the enclosed step."""
+        """Mark the enclosed step."""
         if self._device.type == "cuda":
             self._allocated_bytes = torch.cuda.memory_allocated(self._device)
         # Keep the nodes alive until the end: a graph built in backward (checkpointing) then uses the same ones.
@@ -196,7 +196,7 @@ class _TracedMemory(_TracedPhases):
 
 
 def list_blocks(listed: dict[str, Any], device: torch.device) -> tuple[tuple[int, int, str], ...]:
-    """The memory blocks of tensors on a device, given by category: the address, bytes and category of each block.
+    """Address, bytes and category of each memory block on a device, from tensors by category.
 
     A batch may be a view of a whole data set, so data counts only from its first to its last byte, not as the whole
     storage.
@@ -217,14 +217,14 @@ def list_blocks(listed: dict[str, Any], device: torch.device) -> tuple[tuple[int
 
 
 def _clock_offset_ns() -> tuple[int, int]:
-    """The time taken to read both clocks, and the Unix clock minus `time.perf_counter`."""
+    """Duration of reading both clocks, and the Unix clock minus `time.perf_counter`, both in nanoseconds."""
     before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
     return after - before, unix - (before + after) // 2
 
 
 def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Event]:
-    """Events of one step's buckets on separate tracks: waiting to be launched, and in flight. Concurrent messages use
-    separate tracks. `origin_s` is the origin of event times, by `time.perf_counter`."""
+    """Build trace events for one step's buckets: waiting for launch, and in flight. Concurrent messages get separate
+    tracks. `origin_s` is the origin of event times, by `time.perf_counter`."""
     begin_us = (step.begin_s - origin_s) * 1e6
     buckets = [bucket for bucket in step.buckets if bucket.done_s > 0]
     lanes = find_lanes((bucket.launch_s, bucket.done_s) for bucket in buckets)

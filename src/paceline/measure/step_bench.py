@@ -1,7 +1,7 @@
 """The step bench: variants of one job take interleaved steps of several kinds, which become step records.
 
-`StepBench._take` times one step. The job is one of ours, built from settings (`TrainingJob`), or a user's own module
-and step function (`OwnJob`). The caller chooses which variants to compare: wrappers, phases, plans or ranks.
+`StepBench._take` times one step. The job is built from settings (`TrainingJob`), or is a user's own module and step
+function (`OwnJob`). The caller chooses the variants to compare: wrappers, phases, plans or ranks.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ OwnStep = Callable[[nn.Module], Any]
 
 @dataclass
 class Replica:
-    """A model that takes training steps on this rank: `load` gets the next input, `run(input, phases)` takes a step on
-    it. `activate` is called before each step, ahead of the barrier."""
+    """A model that takes training steps on this rank: `load` gets the next input, `run(input, phases)` takes a step.
+    The bench calls `activate` before each step, ahead of the barrier."""
 
     model: nn.Module
     module: nn.Module
@@ -86,21 +86,21 @@ def wrap(
     module: nn.Module, wrapper: str, group: dist.ProcessGroup | None = None, plan: Plan | None = None,
     cap_bytes: int = 0, **options: Any,
 ) -> nn.Module:  # fmt: skip
-    """The module in a data-parallel wrapper, `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults.
+    """Wrap the module for data parallelism with `paceline` or `torch`, using a plan, a cap, or the wrapper's defaults.
     Several models each get their own wrapper."""
     if list_models(module) != [module]:
         return wrap_models(module, lambda part: wrap(part, wrapper, group, plan, cap_bytes, **options))
     if cap_bytes:
         options["bucket_cap_mb"] = cap_bytes / MIB
     if wrapper == "paceline":
-        # Steps without communication let replicas diverge, which is expected here, so do not check for it.
+        # Steps without communication make replicas diverge: do not check for it.
         return DDP(module, process_group=group, plan=plan, **{"check_replicas_every": 0} | options)
     options |= {} if plan is None else plan.as_torch_kwargs()
     return DistributedDataParallel(module, process_group=group, **options)
 
 
 def list_gradients(module: nn.Module) -> tuple[Gradient, ...]:
-    """The gradients of a bare module in definition order, as a plan names them."""
+    """The gradients of a bare module in definition order, with their names in a plan."""
     return tuple(
         Gradient(name, p.nbytes, p.element_size(), str(p.dtype).removeprefix("torch."), p.device.type, tuple(p.shape))
         for name, p in module.named_parameters()
@@ -109,7 +109,7 @@ def list_gradients(module: nn.Module) -> tuple[Gradient, ...]:
 
 
 def read_buckets(model: nn.Module) -> tuple[int, ...]:
-    """The bytes of each bucket in launch order, as the wrapper reports them; none for a bare model."""
+    """Each bucket's bytes in launch order, as reported by the wrapper; empty for a bare model."""
     if (models := list_models(model)) != [model]:
         return tuple(size for part in models for size in read_buckets(part))
     if isinstance(model, DDP):
@@ -118,9 +118,8 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
 
 
 class TrainingJob:
-    """A job built from settings. `labels` are fields of its records. Steps use whole global batches and a learning rate
-    of 0, so that replicas do not diverge. A user's own step may update parameters; it has its own model in each
-    replica."""
+    """A job built from settings. `labels` are fields of its records. Steps use full global batches and a learning rate
+    of 0, which keeps replicas identical. A user's own step may update parameters; each replica then has a new model."""
 
     steps_per_turn = 1
 
@@ -135,8 +134,8 @@ class TrainingJob:
         self.labels |= {"precision": job.settings.precision, "wrapper": job.settings.wrapper}
 
     def build(self, wrap: Wrap | None = None, windows: Windows | None = None, num_ranks: int = 0) -> Replica:
-        """A replica, bare or wrapped, with the job's parameter values. `windows` and `num_ranks` default to the job's.
-        Collective if the wrapper is."""
+        """Build a replica, bare or wrapped, with the job's parameter values. `windows` and `num_ranks` default to the
+        job's. Collective if building the wrapper is."""
         bare = dataclasses.replace(self.job.settings, wrapper="none")
         like = self.module if self.job.learner.own_step is None else None
         learner = build_learner(bare, self.job.world, self.job.train, like=like)
@@ -146,7 +145,7 @@ class TrainingJob:
         return self._take_steps(learner, windows or cycle_windows(self.job))
 
     def build_own(self) -> Replica:
-        """A replica in the job's own wrapper. Collective if the wrapper is."""
+        """Build a replica in the job's own wrapper. Collective if building the wrapper is."""
         job = self.job
         wrapper = job.settings.wrapper
         if job.learner.own_step is not None and wrapper != "none":
@@ -169,8 +168,8 @@ class OwnJob:
     parameters.
 
     A factory builds a new (model, step) pair for each replica. Without one, all replicas share the module: each replica
-    wraps it anew before its turn, and takes a few steps before it is timed. The values of the module and of the
-    optimizers that `step` uses are restored at the end, because steps without communication make ranks diverge.
+    rewraps it before its turn and takes a few untimed steps. The state of the module and of the optimizers in `step` is
+    restored at the end, because steps without communication make ranks diverge.
     """
 
     def __init__(self, model: OwnModel, step: OwnStep | None = None, wrapper: str = "none") -> None:
@@ -186,7 +185,7 @@ class OwnJob:
         )
         self.steps_per_turn = 4 if self.is_shared else 1  # changing the wrapper is expensive
         self._active: Replica | None = None
-        # In host memory: copies on the GPU would count toward measured memory.
+        # Saved in host memory: copies on the GPU would count toward measured memory.
         self._saved = {key: value.detach().to("cpu", copy=True) for key, value in self.module.state_dict().items()}
         self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
         self._device = trained[0].device
@@ -279,8 +278,8 @@ def check_whole(job: Job, size: int, smaller: str = "a smaller --batch-size") ->
 
 
 def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows:
-    """This rank's part of full global batches, epoch after epoch. Short tails are dropped, because their steps would
-    not be comparable. `batch_size` and `world_size` default to the job's."""
+    """Yield this rank's part of full global batches, epoch after epoch. Drops short last batches, because their steps
+    would not be comparable. `batch_size` and `world_size` default to the job's."""
     batch_size = batch_size or job.batches.batch_size
     world_size = world_size or job.world.world_size
     size = batch_size * world_size * job.batches.accumulate
@@ -294,8 +293,8 @@ def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows
 
 
 def hook_gradients(params: Sequence[nn.Parameter], hooks: contextlib.ExitStack, note: Callable[..., None]) -> None:
-    """Call `note(index, *gradients)` whenever a parameter's gradient has been accumulated, until `hooks` closes."""
-    # Keep the nodes alive, so that later graphs, including those built in backward (checkpointing), use the same ones.
+    """Call `note(index, *gradients)` after each accumulation of a parameter's gradient, until `hooks` closes."""
+    # Keep the nodes alive: later graphs, including those built in backward (checkpointing), then use the same ones.
     nodes = [get_gradient_edge(param).node for param in params]
     hooks.callback(nodes.clear)
     for index, node in enumerate(nodes):
@@ -303,7 +302,7 @@ def hook_gradients(params: Sequence[nn.Parameter], hooks: contextlib.ExitStack, 
 
 
 class TimedMessages:
-    """A replica whose messages are timed: call `begin` before a step and `read` after it.
+    """Times a replica's messages: call `begin` before a step and `read` after it.
 
     torch's wrapper accepts a hook only before its first step, so `build` creates another replica in the same wrapper.
     Its messages cannot be timed on a GPU.
@@ -311,18 +310,18 @@ class TimedMessages:
 
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
         self.replica = replica
-        self._before = Sent(0, 0)  # what Paceline's wrapper had sent at `begin`
-        self._buckets: list[BucketTimes] = []  # what torch's hook sent since `begin`
+        self._before = Sent(0, 0)  # traffic of Paceline's wrapper up to `begin`
+        self._buckets: list[BucketTimes] = []  # sent by torch's hook since `begin`
         self._group = group
         self._has_hook = is_torchs(replica.model) and replica.device.type == "cpu"
         if self._has_hook:
             self.replica = build()
             assert isinstance(self.replica.model, DistributedDataParallel)
-            # A lambda, because torch compares annotations with types, and ours are strings.
+            # A lambda: torch compares annotations with types, and ours are strings.
             self.replica.model.register_comm_hook(None, lambda state, bucket: self._send(bucket))
 
     def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket as torch's wrapper does without a hook, and record the start and end times."""
+        """Average a bucket as torch's wrapper does without a hook, and record its launch and completion."""
         times = BucketTimes(bucket.buffer().nbytes, launch_s=time.perf_counter())
         self._buckets.append(times)
         buffer = bucket.buffer().div_(dist.get_world_size(self._group))
@@ -342,10 +341,10 @@ class TimedMessages:
             self._before = self.replica.model.count_sent()
 
     def read(self) -> tuple[float, Sent] | None:
-        """Seconds in which at least one message of the last step was in flight, and the messages and bytes sent.
+        """Seconds with at least one message of the last step in flight, and the messages and bytes sent.
 
-        Counts gradients only, not control words or BatchNorm statistics, which are not part of a bucket plan. None if
-        messages cannot be timed.
+        Counts gradients only: control words and BatchNorm statistics are not part of a bucket plan. None if messages
+        cannot be timed.
         """
         model = self.replica.model
         if self._has_hook:
@@ -364,7 +363,7 @@ class TimedMessages:
 
 
 def check_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) -> None:
-    """Raise an error if a rank sent anything other than planned in a step."""
+    """Raise an error if any rank's traffic in a step differs from the plan."""
     for number, step in enumerate(zip(*by_rank, strict=True), start=1):
         for rank, sent in enumerate(step):
             if sent != planned:
@@ -380,7 +379,7 @@ class Probe:
     """Observes a variant's steps: `begin` is called before the barrier, `end` after the step has finished."""
 
     def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
-        """Return its own phases, or None for the usual ones; `hooks` is closed after the step, even if it fails."""
+        """Return the probe's phases, or None for the usual ones. `hooks` closes after the step, even if it fails."""
         return None
 
     def end(self, kind: str, times: PhaseTimes) -> None:
@@ -392,9 +391,9 @@ class Variant:
     """One variant of the job and its times on this rank, by record field. `replica` is None on ranks that only join the
     barrier.
 
-    `labels` are fields of its record. Each round has one step of each of its `kinds`, until it `is_dropped`. Kinds:
-    plain; marked, with phases; no_comm, without communication; timed, with its messages timed; messages, with the
-    probe's single messages timed; profiled, with the probe's own phases.
+    `labels` are fields of its record. Each round takes steps of each of its `kinds`, until it `is_dropped`. Kinds:
+    plain; marked (with phases); no_comm (without communication); timed (with message times); messages (the probe times
+    its messages); profiled (with the probe's own phases).
     """
 
     labels: dict[str, Any]
@@ -419,9 +418,9 @@ class Variant:
 
 
 class StepBench:
-    """Times interleaved steps of several variants on all ranks of a world. Collective: all ranks make the same calls.
+    """Times interleaved steps of several variants on all ranks of a world. Collective: call on every rank.
 
-    With `loads_inside`, waiting for data is part of the step. Each turn has `steps_per_turn` steps of a kind.
+    With `loads_inside`, waiting for data is part of the step. A turn has `steps_per_turn` steps of each kind.
     """
 
     def __init__(
@@ -462,11 +461,11 @@ class StepBench:
         after: Callable[[int, int, int], None] | None = None, end_warmup: Callable[[], None] = lambda: None,
         is_over: Callable[[int], bool] = lambda number: False, seed: int | None = None,
     ) -> None:  # fmt: skip
-        """Run all rounds. In each, every variant that is not dropped takes one step of each of its kinds.
+        """Run all rounds. In each, every remaining variant takes `steps_per_turn` steps of each of its kinds.
 
         The order changes from round to round in a balanced design, or at random with a `seed`. Callbacks:
-        `after(place, num_places, round)` after each turn, `end_warmup` after the warm-ups, and `is_over(number)`,
-        which may end the run, after each round that follows.
+        `after(place, num_places, round)` after each turn, `end_warmup` after the warm-ups, and `is_over(number)` after
+        each later round, which may end the run.
         """
 
         self.order_seed = seed
@@ -476,7 +475,7 @@ class StepBench:
             running = [variant for variant in self.variants if not variant.is_dropped]
             if self.steps_per_turn == 1:
                 turns = [[(variant, kind)] for variant in running for kind in variant.kinds]
-            else:  # all kinds of a variant in a row: switching variants is expensive
+            else:  # keep a variant's kinds together: switching variants is expensive
                 turns = [[(v, kind) for kind in v.kinds for _ in range(self.steps_per_turn)] for v in running]
             order = order_turns(len(turns), repetition) if seed is None else draw_turns(len(turns), repetition, seed)
             for place, index in enumerate(order):
@@ -493,7 +492,7 @@ class StepBench:
         run_rounds(run_round, self.control, pace, iters, warmup, report, note_warmup, is_over)
 
     def _take(self, variant: Variant, kind: str) -> None:
-        """Time one step, which its ranks start together; other ranks only join the barrier."""
+        """Time one step, after a barrier; ranks without a replica only join the barrier."""
         timed = variant.timed if kind == "timed" else None
         replica = timed.replica if timed is not None else variant.replica
         if replica is None:
@@ -538,7 +537,7 @@ class StepBench:
             variant.sent.append(found[1])
 
     def build_record(self, variant: Variant, **more: Any) -> StepRecord:
-        """The record of a variant, on every rank. Collective: call on every rank."""
+        """Build a variant's record, identical on every rank. Collective: call on every rank."""
         labels = self.labels | variant.labels | more
         warm = self.num_warm_steps
         mine = None
@@ -559,7 +558,7 @@ class StepBench:
         if not self._loads_inside and labels.get("data") != "own":
             found["data_wait"] = None
         planned = Sent(sum(size > 0 for size in buckets), sum(buckets))
-        settled = [steps[warm:] for steps in sent]  # during warm-up a wrapper may not have its final buckets yet
+        settled = [steps[warm:] for steps in sent]  # the wrapper may rebuild its buckets during warm-up
         check_sent(settled, planned, f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks")
         defaults: dict[str, Any] = {
             "world_size": self.world.world_size,
@@ -574,19 +573,19 @@ class StepBench:
 
 
 def draw_turns(count: int, repetition: int, seed: int) -> list[int]:
-    """A random order for this round, the same on all ranks.
+    """Draw a random order for this round, the same on all ranks.
 
-    A disturbance of any length is then equally likely to hit either of two variants in each round.
+    A disturbance of any length is then equally likely to hit either of two variants.
     """
     return random.Random(f"{seed} {repetition}").sample(range(count), count)
 
 
 def order_turns(count: int, repetition: int) -> list[int]:
-    """The order of turns in one round. Over many rounds, each turn follows every other turn equally often.
+    """Order the turns of one round. Over many rounds, each turn follows every other turn equally often.
 
     A Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition, and reversed in every second cycle, which also
-    balances odd numbers. After each such block, turns are relabeled at random, so that periodic disturbances do not
-    favor any of them. The first block is not relabeled: a probe may need what an earlier one found.
+    balances odd numbers. Relabeling turns at random after each such block prevents periodic disturbances from favoring
+    any turn. The first block keeps its labels: a probe may need an earlier probe's results.
     """
     zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
     order = [(place + repetition) % count for place in zigzag]

@@ -1,6 +1,6 @@
 """Compares data-parallel wrappers: replicas of one model take interleaved steps, and their parameters are checked.
 
-`steps` interleaves them; `records.steps` derives numbers from the records.
+`step_bench` interleaves them; `records.steps` derives numbers from the records.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from paceline.workloads.registry import WORKLOADS
 
 _SEED = 1
 _LEARNING_RATE = 1e-3
-# The budget covers all wrappers of a cell. Warm-ups are needed because torch rebuilds its buckets in the second step,
-# and Paceline plans in the first.
+# The budget covers all wrappers of a cell. During the warm-ups, Paceline plans (first step) and torch rebuilds its
+# buckets (second step).
 _PACE = Pace(budget_s=WrapperSettings.cell_s, min_iters=10, max_iters=100, warmup=3)
 _TUNING_PACE = Pace(budget_s=8.0, min_iters=5, max_iters=15, warmup=3)
 # Tolerated relative difference between a parameter's change and its change under torch's wrapper. Rounding causes about
@@ -44,20 +44,20 @@ _TOLERANCE = 0.05
 _COARSE_TOLERANCE = 0.5
 _CAPS_MIB = (1, 5, 10, 25, 50)
 _OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters)
-# Options that a user would set when tuning torch's wrapper, regardless of buckets.
+# Options that a user tuning torch's wrapper would set besides buckets.
 _TUNED: dict[str, Any] = {
     "gradient_as_bucket_view": True,
     "static_graph": True,
     # torch 2.13 renames the option that stops the broadcast of buffers in every forward.
     ("forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"): False,
 }
-_MEMORY_STEPS = 3  # first steps of a replica, in which its memory is measured
+_MEMORY_STEPS = 3  # number of first steps in which a replica's memory is measured exactly
 _WATCHDOG_S = 0.25  # NCCL's watchdog frees finished messages every tenth of a second
 
 
 @dataclass(frozen=True)
 class Wrapping:
-    """A function that wraps a module, a description of the configuration, and a note on how it was chosen."""
+    """A wrapper configuration: the wrapping function, a description, and a note on how it was chosen."""
 
     configuration: str
     wrap: Callable[..., nn.Module]  # called with a module and its `group`
@@ -65,7 +65,7 @@ class Wrapping:
 
 
 def find_wrapping(wrapper: str) -> Wrapping:
-    """The wrapping with this name. Tuned wrappers are not included: their options are found by measuring."""
+    """The wrapping with this name, except for tuned wrappers, which get their options from a measurement."""
     if wrapper == "bare":
         return Wrapping("no communication", lambda module, group: module)
     name, _, reducer = wrapper.partition("-")
@@ -74,7 +74,7 @@ def find_wrapping(wrapper: str) -> Wrapping:
 
 
 def build_module(model: str, seed: int, device: torch.device) -> nn.Module:
-    """The model with parameters determined by the seed, built on the device, because copying a large one is slow."""
+    """Build a model from the seed, directly on the device because copying a large model is slow."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         with torch.device(device):
@@ -94,8 +94,8 @@ def measure_wrappers(settings: WrapperSettings) -> Measured:
 
 
 class _ReplicaCheck(Probe):
-    """Checks one replica on this rank: the number of parameters that changed differently than under torch's wrapper
-    and, on GPUs, the memory that it holds between steps and the peak that a step adds."""
+    """Checks one replica on this rank: the number of parameters that deviate from training under torch's wrapper and,
+    on GPUs, the memory held between steps and the peak added by a step."""
 
     def __init__(self, replica: Replica, held_bytes: int) -> None:
         self.replica = replica
@@ -115,7 +115,7 @@ class _ReplicaCheck(Probe):
     def end(self, kind: str, times: PhaseTimes) -> None:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
-            # Memory held between steps may be freed before the peak, so the two are only added within a step.
+            # A step may free memory held between steps before its peak, so add the two per step.
             self._peak_bytes = max(self._peak_bytes, self.held_bytes + peak)
             if self._num_steps < _MEMORY_STEPS:
                 self.held_bytes += _count_allocated(self._device, True) - self._before
@@ -127,7 +127,7 @@ class _ReplicaCheck(Probe):
 
 
 class _Cell:
-    """One model on the first n ranks: every wrapper on every backend. Other ranks only take part in the barriers."""
+    """One model on the first n ranks: every wrapper on every backend. Other ranks only join the barriers."""
 
     def __init__(self, settings: WrapperSettings, world: World, groups: Sequence[Group], model: str) -> None:
         self.settings = settings
@@ -145,7 +145,7 @@ class _Cell:
             "num_parameters": self.workload.num_parameters,
             "num_bytes": 4 * self.workload.num_elements,
         }
-        # On GPUs Paceline's wrapper waits for the control words of its first ten steps; later it reads them late.
+        # On GPUs Paceline's wrapper waits for the control words of its first ten steps only.
         self.warmup = 12 if groups[0].device.type == "cuda" else 3
 
     def measure(self, report: Report) -> list[StepRecord]:
@@ -173,15 +173,15 @@ class _Cell:
         return variant
 
     def _build_replica(self, group: Group, wrapping: Wrapping, is_exact: bool = False) -> tuple[Replica, int]:
-        """A new replica in its wrapper, and the bytes that both hold; the count is exact only with `is_exact`, which
-        is slower.
+        """Build a wrapped replica, and count the bytes held by both; the count is exact only with `is_exact`, which is
+        slower.
 
-        Ranks start with different parameters, which detects a wrapper that does not broadcast those of rank 0.
+        Ranks start with different parameters to detect a wrapper that does not broadcast those of rank 0.
         Collective: call on every rank of the group.
         """
         workload, device, rank = self.workload, group.device, self.world.rank
         if device.type == "cuda":
-            # NCCL holds the memory of its last message, perhaps a previous replica's, until another one finishes.
+            # NCCL keeps the memory of its last message, perhaps a previous replica's, until another message finishes.
             dist.all_reduce(torch.zeros(1, device=device), group=group.data)
         before = _count_allocated(device, is_exact)
         module = build_module(self.model, _SEED + rank, device)
@@ -203,7 +203,7 @@ class _Cell:
         return Replica(model, module, device, run), held_bytes
 
     def _check_gpu_memory(self) -> None:
-        """Refuse replicas that do not fit into the GPU memory of every rank; raised on all ranks."""
+        """Reject replicas that do not fit into the GPU memory of every rank; raises on all ranks."""
         on_gpu = [group for group in self.groups if group.device.type == "cuda"]
         for group in on_gpu:
             sharing = math.ceil(group.world_size / torch.cuda.device_count())  # an overestimate with several hosts
@@ -214,14 +214,14 @@ class _Cell:
             refuse((need > free, f"the replicas of {self.model} take about {found}: {advice}"), code="memory")
 
     def _find_wrappings(self, group: Group) -> dict[str, Wrapping]:
-        """The wrapping of each wrapper on this group. Tuned ones are measured."""
+        """The wrapping of each wrapper on this group; measures candidates for tuned wrappers."""
         return {
             name: self._tune(group, name.removesuffix("-tuned")) if name.endswith("-tuned") else find_wrapping(name)
             for name in self.settings.wrappers
         }
 
     def _tune(self, group: Group, wrapper: str) -> Wrapping:
-        """The fastest of several bucket settings for a wrapper. Its note lists the median of every setting."""
+        """Find a wrapper's fastest bucket settings. The note lists the median of every candidate."""
         plan = None  # one more candidate for torch: the plan of Paceline's wrapper
         if self.is_in and wrapper == "torch":
             replica, _ = self._build_replica(group, find_wrapping("paceline"))
@@ -248,8 +248,8 @@ class _Cell:
         return replace(candidates[medians.index(min(medians))], note=note)
 
     def _compare_with_torch(self, bench: StepBench, variants: Sequence[tuple[Group, Variant]]) -> None:
-        """Count the parameters of each replica that changed differently than under torch's wrapper. Called after the
-        warm-ups: later, rounding alone can make replicas diverge."""
+        """Count each replica's parameters that deviate from training under torch's wrapper. Called after the warm-ups:
+        later, rounding can make replicas diverge."""
         num_steps = bench.num_warmup
         for group in self.groups if self.is_in and num_steps else ():
             mine = {v.labels["wrapper"]: cast(_ReplicaCheck, v.probe) for owner, v in variants if owner is group}
@@ -264,7 +264,7 @@ class _Cell:
                     found.num_wrong = count_wrong_parameters(*params, group.data, num_steps, tolerance)
 
     def _build_record(self, bench: StepBench, group: Group, variant: Variant) -> StepRecord:
-        """The record of a variant, after checking that parameters are equal on all ranks."""
+        """Build a variant's record, after checking that parameters are equal on all ranks."""
         mine = None
         wrapper = variant.labels["wrapper"]
         if self.is_in:
@@ -283,9 +283,9 @@ class _Cell:
 
 
 def build_candidates(module: nn.Module, ours: Plan | None, wrapper: str = "torch") -> list[Wrapping]:
-    """Bucket settings to try for a wrapper, each with different buckets; includes `ours` if torch supports it.
+    """Build the bucket settings to try for a wrapper, without duplicates; includes `ours` if torch supports it.
 
-    Buckets are compared in reverse parameter order, which is close to the order of gradients.
+    To find duplicates, buckets are planned in reverse parameter order, which is close to gradient order.
     """
     gradients = list_gradients(module)
     is_torch = wrapper == "torch"
@@ -297,7 +297,7 @@ def build_candidates(module: nn.Module, ours: Plan | None, wrapper: str = "torch
         ("one bucket", [total + 1], {"bucket_cap_mb": math.ceil(total / MIB) + 1}),
     ]
     if ours is not None:
-        with contextlib.suppress(ConfigError):  # torch's rule cannot produce these buckets
+        with contextlib.suppress(ConfigError):  # raised if torch's rule cannot produce these buckets
             options = ours.as_torch_kwargs()
             if set(options) <= _OPTIONS:
                 ways.append(("Paceline's plan", [], options))
@@ -317,8 +317,8 @@ def count_wrong_parameters(
 ) -> int:  # fmt: skip
     """Number of this rank's parameters that differ from rank 0's or, after these steps, are not close to the reference.
 
-    Close means that the change since `start` (rank 0's) differs from the reference's change by at most the fraction
-    `tolerance`. Comparing values instead of changes would not detect a wrong gradient after a few small steps.
+    Close means that the change since `start` (rank 0's values) is within the fraction `tolerance` of the reference's
+    change. Comparing values instead of changes would not detect a wrong gradient after a few small steps.
     Collective: call on every rank of the group.
     """
     wrong = 0
@@ -328,7 +328,7 @@ def count_wrong_parameters(
         is_wrong = not torch.equal(first, parameter)
         if reference is not None:
             theirs = reference[index]
-            # Allow for rounding: one ulp of the value per step, and gradients that are zero except for rounding.
+            # Allow for rounding: one ulp of the value per step, and gradients that are zero up to rounding.
             ulps = torch.finfo(theirs.dtype).eps * math.sqrt(num_steps) * float(theirs.norm())
             slack = ulps + 1e-6 * _LEARNING_RATE * num_steps * math.sqrt(theirs.numel())
             change = float((theirs - origin).norm())

@@ -146,7 +146,7 @@ class LargeBatchSettings(grid.GridSettings):
 
 
 def _check_length(cell: TrainingCell, num_samples: int) -> None:
-    """Refuse a warm-up or batch growth for which the run is too short, before anything is trained."""
+    """Reject a warm-up or batch growth for which the run is too short, before anything is trained."""
     cell.settings.check()
     try:
         cell.settings.build_schedules(num_samples)

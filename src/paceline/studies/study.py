@@ -61,11 +61,11 @@ class StudySettings:
         return self.job.ranks
 
     def check(self) -> None:
-        """Refuse settings that cannot be measured; the job itself is checked separately."""
+        """Reject settings that cannot be measured; the job itself is checked separately."""
         check_options(self)
 
     def check_size(self) -> None:
-        """Refuse cells that do not fit into memory here, or that would never finish."""
+        """Reject cells that do not fit into memory here, or that would never finish."""
         given = asdict(self)
         sizes = (*given.get("batch_sizes", ()), given.get("most_at_once", 1))
         check_size(replace(self.job, batch_size=max(sizes), global_batch_size=None, accumulate=None))
@@ -117,7 +117,7 @@ def finish_study(session: Session, settings: StudySettings, at_once: int = 1) ->
 
 
 def refuse_unused(job: dict[str, Any], names: Sequence[str], why: str) -> None:
-    """Refuse options that would have no effect."""
+    """Reject options that would have no effect."""
     refuse(*((name in job, f"--{name.replace('_', '-')}: {why}; leave it out") for name in names), code="unused")
 
 

@@ -74,7 +74,7 @@ class GridSettings(StudySettings):
         raise NotImplementedError
 
     def check_model(self, has_norm: bool) -> None:
-        """Refuse configurations that do not fit the model; `has_norm`: it has a BatchNorm."""
+        """Reject configurations that do not fit the model; `has_norm`: it has a BatchNorm."""
 
     def list_cells(self, num_samples: int) -> list[TrainingCell]:
         """All runs, seed by seed, so that an interrupted study can still compare configurations."""

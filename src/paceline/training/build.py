@@ -57,7 +57,7 @@ class Job:
     batch_schedule: BatchSchedule
 
     def check_length(self) -> None:
-        """Refuse to train for whole epochs on a stream of unknown length."""
+        """Reject to train for whole epochs on a stream of unknown length."""
         train = self.train
         if self.settings.steps is not None or not isinstance(train, OwnData) or not train.is_stream:
             return
@@ -239,7 +239,7 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
 
 
 def _check_shares(data: OwnData, world: World) -> list[tuple[int, int]]:
-    """Refuse ranks whose data differs when it should be shared, or is the same when it should be sharded.
+    """Reject ranks whose data differs when it should be shared, or is the same when it should be sharded.
 
     Returns the number of samples and the checksum of each rank. Collective.
     """

@@ -132,7 +132,7 @@ def fingerprint(model_state: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def check_fingerprint(found: Mapping[str, str], expected: Mapping[str, str], where: str) -> None:
-    """Refuse weights of another model; the error names the first differences."""
+    """Reject weights of another model; the error names the first differences."""
     odd = [
         f"{name} is {found.get(name, 'missing')} and should be {expected.get(name, 'absent')}"
         for name in dict.fromkeys((*expected, *found))

@@ -47,7 +47,7 @@ def may_stay(error: BaseException) -> bool:
 
 
 def check_policy(job: Job) -> None:
-    """Refuse recovery policies that the built job does not support; the result is the same on every rank."""
+    """Reject recovery policies that the built job does not support; the result is the same on every rank."""
     asked = f"--on-fault {job.settings.on_fault}"
     stream = job.train if isinstance(job.train, OwnData) and job.train.is_stream else None
     refuse(

@@ -19,7 +19,7 @@ SCHEDULES = ("constant", "cosine", "linear", "piecewise")
 
 
 def check_drops(drops: tuple[float, ...], shape: str, name: str = "--lr-drops") -> None:
-    """Refuse drops that are not increasing fractions of a run, or that are used without the piecewise schedule."""
+    """Reject drops that are not increasing fractions of a run, or that are used without the piecewise schedule."""
     found = f"{name} {','.join(map(str, drops)) or 'none'}"
     if bool(drops) != (shape == "piecewise"):
         raise ConfigError(f"{found} with schedule {shape}: only piecewise has drops, and it needs them: 0.5,0.75")
@@ -177,7 +177,7 @@ class BatchSchedule:
         return tuple(first.get(size) for _, size in self.marks)
 
     def check(self) -> None:
-        """Refuse growths that do not fit this data, rather than train without them."""
+        """Reject growths that do not fit this data, rather than train without them."""
         flag = f"--batch-growth {format_growths(self.growths)}:"
         for (share, factor), (_, size), step in zip(self.growths, self.marks, self.growth_steps, strict=True):
             if size > self.num_samples:

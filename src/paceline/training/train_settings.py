@@ -256,7 +256,7 @@ class TrainSettings:
         return name == "synthetic:numbers" or (is_default and MODELS[self.model].form.kind == "numbers")
 
     def check(self) -> None:
-        """Refuse invalid settings. Ranks check what depends on the data or the model."""
+        """Reject invalid settings. Ranks check what depends on the data or the model."""
         check_options(self)
         parse_save_every(self.save_every)
         find_hang_timeout(self.hang_timeout)
@@ -284,7 +284,7 @@ class TrainSettings:
             raise ConfigError(f"{found}: leave it out, or use --on-fault restart")
 
     def _check_batches(self) -> None:
-        """Refuse inconsistent batch sizes and run lengths."""
+        """Reject inconsistent batch sizes and run lengths."""
         _ = self.batches
         if self.steps is not None and self.epochs != 1:
             found = f"--steps {self.steps} with --epochs {self.epochs}"
@@ -296,7 +296,7 @@ class TrainSettings:
             raise ConfigError(f"--grow {self.grow} has no effect without --batch-growth: leave it out, or give both")
 
     def _check_ranks(self) -> None:
-        """Refuse combinations of ranks or workers, their wrapper, and their strategy that do not work."""
+        """Reject combinations of ranks or workers, their wrapper, and their strategy that do not work."""
         wrapper = f"--wrapper {self.wrapper}"
         workers = f"--workers {self.workers}"
         strategy = self.parsed_strategy
@@ -326,7 +326,7 @@ class TrainSettings:
             raise ConfigError(f"{found}: write dgc={self.momentum}")
 
     def check_policy(self) -> None:
-        """Refuse recovery from the memory of another rank if no other rank holds the lost state."""
+        """Reject recovery from the memory of another rank if no other rank holds the lost state."""
         if not self.stays_in_memory:
             return
         asked = f"--on-fault {self.on_fault}"
@@ -397,7 +397,7 @@ def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
 
 
 def check_size(settings: TrainSettings) -> None:
-    """Refuse jobs that cannot fit into memory or would never end, before anything is allocated.
+    """Reject jobs that cannot fit into memory or would never end, before anything is allocated.
 
     Only torch knows the memory of the GPUs, so this assumes the largest GPU that exists.
     """
@@ -417,7 +417,7 @@ def check_size(settings: TrainSettings) -> None:
 
 
 def check_job(settings: TrainSettings) -> None:
-    """Refuse all errors that can be detected before a rank starts: bad settings, unknown models or data, missing
+    """Reject all errors that can be detected before a rank starts: bad settings, unknown models or data, missing
     files."""
     settings.check()
     settings.check_policy()

@@ -40,7 +40,7 @@ _CLASSES = {"tokens": "AutoModelForCausalLM", "pairs": "AutoModelForSequenceClas
 
 
 def check_source(name: str) -> None:
-    """Refuse a folder without a configuration, and any model if transformers is not installed."""
+    """Reject a folder without a configuration, and any model if transformers is not installed."""
     if not name:
         raise ConfigError("model hf: has no name: write hf:FOLDER, or hf:NAME as on the hub")
     path = Path(name).expanduser()
@@ -183,7 +183,7 @@ FACTS = ("batch_size", "rank", "world_size", "device", "seed")
 
 
 def check_own(name: str, what: str = "model") -> None:
-    """Refuse a file that does not exist or is not Python, and a name that it does not define."""
+    """Reject a file that does not exist or is not Python, and a name that it does not define."""
     path, function = _split(name, what)
     try:
         text = path.read_text(encoding="utf-8")

@@ -67,7 +67,7 @@ _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
 
 
 def check_model(name: str, options: ModelOptions) -> None:
-    """Refuse an unknown name, and options that the model does not take. Imports no torch."""
+    """Reject an unknown name, and options that the model does not take. Imports no torch."""
     taken: tuple[str, ...] = ()
     if is_own(name):
         external.check_own(name)

@@ -358,7 +358,7 @@ def parse_data(text: str) -> tuple[str, str | None]:
 
 
 def check_request(request: DataRequest) -> None:
-    """Refuse conflicting options and missing files."""
+    """Reject conflicting options and missing files."""
     name, tokenizer = request.name, request.tokenizer
     is_synthetic = name.startswith("synthetic")
     has_cutout = request.cutout and not (name in _IMAGES and request.is_augmented)

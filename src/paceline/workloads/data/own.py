@@ -266,7 +266,7 @@ def _look(data: OwnData) -> OwnData:
 
 
 def _check_batch(data: OwnData, leaves: Sequence[Any]) -> None:
-    """Refuse batches whose tensors cannot be found and moved to a device."""
+    """Reject batches whose tensors cannot be found and moved to a device."""
     others = [leaf for leaf in leaves if not is_tensor(leaf) and not isinstance(leaf, _VALUES)]
     hidden = [leaf for leaf in others if any(map(is_tensor, getattr(leaf, "__dict__", {}).values()))]
     if len(others) == len(leaves):
