@@ -1,4 +1,4 @@
-"""Builds a job from settings: data, model, wrapper and optimizer. Every rank builds its own job; `loop` runs it."""
+"""Builds a job from settings on each rank: data, model, wrapper and optimizer. `loop` runs it."""
 
 import contextlib
 import copy
@@ -36,7 +36,7 @@ from paceline.workloads.external import OwnParts, call_own, open_own
 from paceline.workloads.models import find_blocks
 from paceline.workloads.registry import build_model, default_form
 
-# The training set, and the test set if there is one.
+# The training set and the optional test set.
 Sets = tuple[DataSet | OwnData, DataSet | OwnData | None]
 # Settings that have no effect on a user's own step.
 _LEARNING = (field.name for field in dataclasses.fields(TrainSettings) if field.metadata["option"].panel == LEARNING)
@@ -57,7 +57,7 @@ class Job:
     batch_schedule: BatchSchedule
 
     def check_length(self) -> None:
-        """Reject to train for whole epochs on a stream of unknown length."""
+        """Reject epoch-based training on a stream of unknown length."""
         train = self.train
         if self.settings.steps is not None or not isinstance(train, OwnData) or not train.is_stream:
             return
@@ -66,21 +66,21 @@ class Job:
             raise ConfigError(f"{what}; give the data a __len__, or train with --steps", code="no-length")
 
     def seed_step(self, step: int) -> None:
-        """Seed the random numbers of a step (dropout) from the run's seed, the rank and the step number alone.
+        """Seed a step's random numbers (dropout) from nothing but the run's seed, the rank and the step number.
 
-        A rank that replaces another, or that starts in the middle of a run, then draws the same numbers.
+        A replacement rank or a resumed run then draws the same numbers.
         """
         seed = derive_seed("step", self.settings.seed, self.world.rank, step)
         device = self.world.device
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
-        if is_own(self.settings.model):  # our own models draw only from torch
+        if is_own(self.settings.model):  # built-in models draw only from torch
             random.seed(seed)
             numpy.random.seed(seed % 2**32)
 
     def order(self, epoch: int) -> EpochOrder:
-        """The windows of an epoch: the same on every rank and for any number of ranks; all equal for a stream."""
+        """The windows of an epoch, independent of the rank and number of ranks; for a stream, a single full window."""
         size, seed, tail = self.batches.global_batch_size, self.settings.seed, self.settings.tail
         if self.train.is_stream:
             return EpochOrder(size, size, seed, epoch)
@@ -88,8 +88,7 @@ class Job:
         return EpochOrder(len(self.train), sizes, seed, epoch, tail, self.train.shuffles)
 
     def micro_batch_sizes(self, epoch: int) -> int | tuple[int, ...]:
-        """Maximum number of samples in a rank's micro-batch: one value for all windows of an epoch, or one per
-        window."""
+        """Maximum samples in a rank's micro-batch: one value for all windows of an epoch, or one per window."""
         if self.settings.grow == "accumulate" or self.train.is_stream:
             return self.batches.batch_size
         parts = self.batches.world_size * self.batches.accumulate
@@ -114,7 +113,7 @@ def build_job(
     sets: Sets | None = None,
     like: nn.Module | None = None,
 ) -> Job:
-    """Build a job. `sets` is data that is already loaded; `like` is a model to copy instead of building a new one.
+    """Build a job. `sets` is already loaded data; `like` is a model to copy instead of building a new one.
     Collective: call on every rank."""
     parts = None
     if sets is None:
@@ -134,13 +133,13 @@ def build_job(
 
 
 def load_sets(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | None]:
-    """The training set and the test set, in the form that suits the model. A user's own data may have no test set.
+    """Load the training and test sets in the model's data form. A user's own data may have no test set.
 
-    Also returns the result of the user's model function if the data comes from it.
+    Also returns the result of the user's model function if it provided the data.
     """
     if settings.is_whole or is_own_data(settings.data):
         return _load_own(settings, world)
-    # A user's own model has no default data form; it needs one only for plain "synthetic".
+    # A user's own model has no default data form, and needs one only for plain "synthetic".
     needs_form = not is_own(settings.model) or settings.data == "synthetic"
     form = default_form(settings.model) if needs_form else None
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
@@ -149,13 +148,13 @@ def load_sets(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | N
 
 
 def _list_facts(settings: TrainSettings, world: World) -> dict[str, Any]:
-    """The arguments that a user's function may take."""
+    """The optional arguments of a user's function."""
     facts = {"rank": world.rank, "world_size": world.world_size, "device": world.device, "seed": settings.seed}
     return facts | {"batch_size": settings.batches.batch_size}
 
 
 def open_parts(settings: TrainSettings, world: World, form: DataForm | None) -> tuple[OwnParts, frozenset[str]]:
-    """What the user's model function returned, and the names of the arguments it took."""
+    """Call the user's model function. Returns its result and the names of the arguments it took."""
     parts, taken = open_own(settings.model, form, **_list_facts(settings, world))
     name = settings.model
     models = list_models(parts.model)
@@ -179,7 +178,7 @@ def open_parts(settings: TrainSettings, world: World, form: DataForm | None) -> 
 
 
 def _load_own(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | None]:
-    """The data from the user's data function, or from the model function, which returns it with the model.
+    """Load data from the user's data function, or from a model function that returns both.
 
     If the function took the rank, its streams are already sharded.
     """
@@ -205,7 +204,7 @@ def _load_own(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | N
 
 
 def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: Learner) -> tuple[TrainSettings, Sets]:
-    """Adapt the settings to a user's data and step, and batch the data accordingly. Collective."""
+    """Adapt the settings to a user's data and step, and batch the data accordingly. Collective: call on every rank."""
     train, test = sets
     if isinstance(train, OwnData):
         if settings.batch_size is None and settings.global_batch_size is None:
@@ -223,12 +222,12 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
             # 0 if the length is unknown on any rank.
             train.num_batches = min(size // (train.batch_size or 1) for size, _ in everyone)
         is_tested = isinstance(test, OwnData) and learner.can_evaluate
-        some = f"data {train.name} has a test set on some ranks and none on others: return the same kinds on every rank"
+        some = f"data {train.name} has a test set on only some ranks: return the same kinds of sets on every rank"
         refuse((len(set(world.share(is_tested))) > 1, some), code="shares")
         if isinstance(test, OwnData) and is_tested:
             _check_shares(test, world)
     rest = len(train) % settings.batches.global_batch_size
-    # A user's own step counts every sample it gets, so it cannot use a filler: every rank needs a real sample.
+    # A user's own step counts every sample it gets, including fillers, so every rank needs a real sample.
     needs_all = learner.own_step is not None and 0 < rest < world.world_size
     drops = isinstance(train, OwnData) and train.drops_last
     what = f"--tail pad: the loader of {settings.data or settings.model} has drop_last=True; remove one of them"
@@ -239,9 +238,9 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
 
 
 def _check_shares(data: OwnData, world: World) -> list[tuple[int, int]]:
-    """Reject ranks whose data differs when it should be shared, or is the same when it should be sharded.
+    """Reject data that differs between ranks although it is shared, or that is the same although it is sharded.
 
-    Returns the number of samples and the checksum of each rank. Collective.
+    Returns each rank's number of samples and checksum. Collective: call on every rank.
     """
     name = f"data {data.name}, {data.split}"
     everyone = world.share((len(data), data.checksum))
@@ -252,19 +251,19 @@ def _check_shares(data: OwnData, world: World) -> list[tuple[int, int]]:
             advice = "use the function's rank and world_size arguments to give each rank its own part"
             raise ConfigError(f"{name}: ranks {first} and {rank} get the same samples; {advice}", code="shares")
         if not data.is_sharded and everyone[rank] != everyone[0]:
-            advice = "return the same whole set on every rank; Paceline then divides its samples"
+            advice = "return the same full set on every rank; Paceline then divides its samples"
             if data.is_stream:
-                advice = "derive the order of the stream from the seed, or shard it by rank and world_size"
+                advice = "derive the stream's order from the seed, or shard it by rank and world_size"
             found = f"{name}: rank {rank} has different samples from rank 0, so they cannot be divided"
             raise ConfigError(f"{found}; {advice}", code="shares")
     return everyone
 
 
 def _compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> None:
-    """Compile block by block: compiled as a whole, a model produces all its gradients at the end of backward."""
+    """Compile block by block: a model compiled as a whole produces all its gradients at the end of backward."""
     blocks = find_blocks(module)
-    # torch counts compilations per code object, which identical blocks share, and stops compiling once the limit is
-    # reached. Each block needs forwards for training and evaluation: full batch, last batch of an epoch, dynamic size.
+    # Identical blocks share a code object, for which torch limits the number of compilations. Each block compiles
+    # forwards for training and evaluation: full batch, last batch of an epoch, dynamic size.
     raise_recompile_limit(8 * len(blocks))
     for _, block in blocks:
         block.compile(backend=backend)
@@ -274,16 +273,16 @@ def build_learner(
     settings: TrainSettings, world: World, data: DataSet | OwnData, plan: Plan | None = None,
     like: nn.Module | None = None, parts: OwnParts | None = None,
 ) -> Learner:  # fmt: skip
-    """The model in its wrapper, with its optimizer. `plan` is used if the settings do not name a plan.
+    """Build the wrapped model and its optimizer. `plan` applies if the settings specify none.
 
     `like` is a bare model built from the same settings; copying it is faster than building a new one. `parts` is the
-    result of the user's function, if it has been called already.
+    user's function's result, if it has already been called.
     """
     set_seed(settings.seed)
     if like is None and is_own(settings.model):
         parts = parts or open_parts(settings, world, None if settings.is_whole else data.form)[0]
     if isinstance(data, OwnData) and (parts is None or parts.step is None):
-        data.head.split()  # refuses batches that our step cannot use
+        data.head.split()  # rejects batches that our step cannot use
     if like is not None:
         module = copy.deepcopy(like).to(world.device)
     elif parts is not None:
@@ -301,12 +300,12 @@ def build_learner(
         module = to_sync(module) if ghost is None else GhostBatchNorm.convert(module, ghost)
     is_shared = machine.must_share_gpus(torch.cuda.device_count(), world.local_world_size)
     if world.device.type == "cuda" and data.form.kind == "images" and not is_shared:
-        # cuDNN's convolutions are fastest in this layout, with or without tensor cores, and the results do not change.
-        # On a shared GPU, its BatchNorm kernels for this layout deadlock: each waits until all its blocks are running.
+        # cuDNN's convolutions are fastest in this layout, with or without tensor cores, with the same results. On a
+        # shared GPU its BatchNorm kernels for this layout deadlock: each waits until all its blocks are running.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.compile:
         _compile_blocks(module)
-    # From here on, random numbers (dropout) differ between ranks.
+    # From now on, random numbers (dropout) must differ between ranks.
     set_seed(settings.seed, per_rank=True)
     if settings.plan is not None:
         plan = load_plan(Path(settings.plan))
@@ -342,7 +341,7 @@ class Models(nn.ModuleDict):
 
 
 def wrap_models(module: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Wrap the module; if there are several models, wrap each one that is trained."""
+    """Wrap the module, or each trained model of several."""
     if list_models(module) == [module]:
         return wrap(module)
     assert isinstance(module, nn.ModuleDict)
@@ -364,27 +363,27 @@ def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.M
 
 
 def _get_caps(module: nn.Module, plan: Plan | None) -> dict[str, Any]:
-    """The arguments that make torch's wrapper use the plan."""
+    """Convert the plan to arguments of torch's wrapper."""
     if plan is None:
         return {}
-    # Refuse a plan for another model: torch only gets the bucket sizes and would not detect it.
+    # Reject a plan for another model: torch gets only bucket sizes and would not notice.
     planned = {gradient.name: gradient.num_bytes for gradient in plan.gradients}
     here = {name: param.nbytes for name, param in module.named_parameters() if param.requires_grad}
     if planned != here:
         odd = sorted(planned.items() ^ here.items())[0][0]
         found = f"--plan is for {len(planned)} gradients and the model has {len(here)} (first difference: {odd})"
-        raise ConfigError(f"{found}: make a plan for this model")
+        raise ConfigError(f"{found}: run `paceline tune` on this model")
     kwargs = plan.as_torch_kwargs()
     if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
-        found = "--plan needs a cap for each bucket, which torch supports since version 2.13"
+        found = "--plan needs a cap per bucket, which requires torch 2.13 or newer"
         raise ConfigError(f"{found}: use --wrapper paceline, or a plan from `tune --wrapper torch` with this torch")
     return kwargs
 
 
 def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer. Weight decay and trust ratios apply to matrices and filters only, not to biases and norms."""
-    # DGC applies momentum before gradients are sent, so the optimizer has none. Weight decay is scaled by the factor
-    # 1 / (1 - momentum) that momentum would have contributed.
+    """Build the optimizer. Weight decay and trust ratios apply to matrices and filters, not to biases and norms."""
+    # DGC applies momentum before sending gradients, so the optimizer has none. The factor 1 / (1 - momentum) scales
+    # weight decay as the optimizer's momentum would.
     dgc = settings.parsed_strategy.dgc
     groups = split_parameters(module, settings.weight_decay / (1 - dgc))
     options: dict[str, Any] = {"lr": settings.lr}

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: nested state as JSON and safetensors, in folders that are written atomically and verified."""
+"""Checkpoints on disk: nested state as JSON and safetensors, in atomically written, verified folders."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ from paceline.records.store import write_new
 from paceline.runtime.ranks.messages import pack, unpack
 from paceline.units import format_bytes
 
-# Errors raised by malformed files or structures; they exclude running out of memory (RuntimeError, MemoryError).
+# Errors raised by malformed files or structures, but not when out of memory (RuntimeError, MemoryError).
 _INVALID = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError, struct.error)
 
 _DTYPES = {
@@ -41,20 +41,20 @@ _PAGE_BYTES = 4096
 
 
 class TensorBuffer:
-    """A complete file in host memory, allocated once and reused; pinned if tensors come from a GPU."""
+    """A buffer in host memory for a complete file, allocated once and reused; pinned if tensors come from a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> memoryview:
-        """Copy the tensors and return the bytes of the file, valid until the next `fill`.
+        """Copy the tensors and return the file's bytes, valid until the next `fill`.
 
-        Copies from a GPU are queued on the current stream, so work queued there later cannot change them. All CUDA
-        tensors must be on the current device.
+        GPU copies are queued on the current stream, so later work on it cannot change them. All CUDA tensors must be on
+        the current device.
         """
         entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
         num_bytes = 0
-        # Largest elements first, as in the safetensors library: this aligns every tensor.
+        # Largest element size first, as in the safetensors library: this aligns every tensor.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         for name in order:
             tensor, start = tensors[name], num_bytes
@@ -85,9 +85,9 @@ class TensorBuffer:
 
 
 def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file; raises one of `_INVALID` if its header does not match its bytes.
+    """Load the tensors of a safetensors file; raises one of `_INVALID` if its header does not match its bytes.
 
-    Each tensor gets its own memory, so it is aligned: torch crashes on an unaligned random state.
+    Each tensor gets its own, aligned memory: torch crashes on an unaligned random state.
     """
     header_bytes = int.from_bytes(file.read(8), "little")
     data_bytes = os.fstat(file.fileno()).st_size - 8 - header_bytes
@@ -111,7 +111,7 @@ def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
 
 
 def _split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The state with each tensor stored once, and a map from each alias of a tied tensor to its first name."""
+    """Return the state without aliases of tied tensors, and a map from each alias to its tensor's first name."""
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[object, ...], str] = {}
@@ -127,12 +127,12 @@ def _split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torc
 
 
 def fingerprint(model_state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Data type and shape of each tensor by name: equal for models that can load each other's weights."""
+    """Dtype and shape of each tensor by name: equal for models that can load each other's weights."""
     return {name: f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for name, x in model_state.items()}
 
 
 def check_fingerprint(found: Mapping[str, str], expected: Mapping[str, str], where: str) -> None:
-    """Reject weights of another model; the error names the first differences."""
+    """Reject another model's weights; the error lists the first differences."""
     odd = [
         f"{name} is {found.get(name, 'missing')} and should be {expected.get(name, 'absent')}"
         for name in dict.fromkeys((*expected, *found))
@@ -147,8 +147,7 @@ def check_fingerprint(found: Mapping[str, str], expected: Mapping[str, str], whe
 def export_weights(path: Path, model_state: Mapping[str, torch.Tensor]) -> None:
     """Write the weights as one safetensors file; refuses to overwrite.
 
-    Tied tensors are stored once, with their other names in the metadata, from which `safetensors.torch.load_model`
-    restores the ties.
+    Tied tensors are stored once, with their other names in the metadata: `safetensors.torch.load_model` restores them.
     """
     kept, aliases = _split_tied(model_state)
     content = TensorBuffer().fill(kept, {**aliases, "format": "pt"})
@@ -165,7 +164,7 @@ _SUM = b', "crc32": "'
 
 
 def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
-    """Write the files and their manifest into a new folder, which replaces any existing one once it is complete."""
+    """Write the files and their manifest into a new folder; once complete, it replaces any existing one."""
     temporary = path.with_name(f".saving-{path.name}")
     try:
         temporary.mkdir(0o700)
@@ -181,32 +180,32 @@ def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove a folder, if it exists, so that no reader sees a partial one."""
+    """Remove a folder, if it exists, without ever exposing a partial one to readers."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path.rename(path.with_name(f".removing-{path.name}")))
 
 
 def _seal(body: bytes) -> bytes:
-    """The manifest with its last entry added: the checksum of all preceding bytes."""
+    """Complete the manifest with its last entry, the checksum of all preceding bytes."""
     return body + _SUM + f'{zlib.crc32(body):08x}"}}\n'.encode()
 
 
 def _write(path: Path, data: bytes | memoryview) -> str:
     """Write and fsync a new file; returns its checksum.
 
-    Large files bypass the page cache if supported: copying 90 MB into it takes 30 to 120 ms of CPU time, and writing
-    them directly takes 6 ms.
+    Large files bypass the page cache where supported: copying 90 MB into it takes 30 to 120 ms of CPU time, a direct
+    write 6 ms.
     """
     checksum, view, is_direct = 0, memoryview(data), False
     with path.open("xb", buffering=0) as file:
         if len(view) >= _CHUNK_BYTES:
-            with contextlib.suppress(OSError, AttributeError):  # not supported by the file system or the platform
+            with contextlib.suppress(OSError, AttributeError):  # raised if the file system or platform lacks support
                 fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
                 is_direct = True
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
             checksum = zlib.crc32(chunk, checksum)
-            while chunk:  # a write may be short, especially on a nearly full disk
+            while chunk:  # writes may be short, especially on a nearly full disk
                 try:
                     chunk = chunk[file.write(chunk) :]
                 except OSError as error:
@@ -229,7 +228,7 @@ def _sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint in memory, on the CPU. `refused` says why newer checkpoints were not used, newest first."""
+    """A checkpoint in host memory. `refused` lists the reasons for skipping newer checkpoints, newest first."""
 
     step: int
     model: dict[str, torch.Tensor]
@@ -240,8 +239,8 @@ class Loaded:
 
 
 def load_checkpoint(path: Path) -> Loaded:
-    """Verify all bytes of a checkpoint against its manifest and load it; a RecordError says what is wrong with it."""
-    name = MANIFEST  # the file being checked, for the error message
+    """Verify all bytes of a checkpoint against its manifest and load it; raises a RecordError if it is damaged."""
+    name = MANIFEST  # the current file, for the error message
     try:
         manifest = (path / MANIFEST).read_bytes()
         if manifest != _seal(manifest[: manifest.rfind(_SUM)]):
@@ -282,7 +281,7 @@ def load_checkpoint(path: Path) -> Loaded:
 
 
 class CheckpointStore:
-    """The checkpoints of one run: `folder/step-00000120/` and so on. Only the newest `keep` are kept.
+    """The checkpoints of one run: `folder/step-00000120/` and so on. Keeps the newest `keep` of them.
 
     `save` copies the state to host memory and returns; a low-priority thread writes it. Only one store may save into
     a folder; any number may load from it.
@@ -293,10 +292,10 @@ class CheckpointStore:
         self._model_buffer, self._state_buffer = TensorBuffer(), TensorBuffer()
         self._writer: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._refused: set[int] = set()  # steps whose checkpoints are damaged or incomplete
-        self.written_s = 0.0  # when the last save reached the disk, by `time.monotonic`
+        self.written_s = 0.0  # time of the last completed write, by `time.monotonic`
 
     def find(self) -> list[int]:
-        """The steps of the existing checkpoints, newest first."""
+        """Steps of the existing checkpoints, newest first."""
         found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.glob("step-*/"))
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
@@ -304,7 +303,7 @@ class CheckpointStore:
         return self.folder / f"step-{step:08}"
 
     def remove_leftovers(self) -> None:
-        """Remove the remains of interrupted saves. Only for the process that saves."""
+        """Remove the remains of interrupted saves. Call only in the process that saves."""
         self.wait()
         for path in self.folder.glob(".*-step-*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -314,7 +313,7 @@ class CheckpointStore:
     ) -> None:
         """Save a checkpoint of this step; returns once the tensors are copied, or the copies are queued on the GPU.
 
-        Waits for the previous save, and raises its error. `messages.pack` says what `state` and `meta` may contain;
+        Waits for the previous save, and raises its error. See `messages.pack` for valid contents of `state` and `meta`;
         `meta` must not contain tensors.
         """
         self.remove_leftovers()
@@ -338,12 +337,12 @@ class CheckpointStore:
         }
         copied = None
         if torch.cuda.is_initialized():
-            # A blocking event sleeps while it waits for the copies, which leaves the core to training.
+            # A blocking event sleeps while it waits for the copies and leaves the core to training.
             copied = torch.cuda.Event(blocking=True)
             copied.record()
         with _disk_errors(self.path(step), files):
             self._refused.add(step)
-            # An executor's threads are joined at exit, so even a failing program waits for its checkpoint.
+            # Executor threads are joined at exit, so even a failing program waits for its checkpoint.
             thread = ThreadPoolExecutor(1, "checkpoint")
             self._writer = thread, thread.submit(self._write, step, files, copied)
 
@@ -356,7 +355,7 @@ class CheckpointStore:
             saving.result()
 
     def load_latest(self) -> Loaded | None:
-        """The newest intact checkpoint; None if there are no checkpoints; RecordError if all are damaged."""
+        """Load the newest intact checkpoint, or None if there are no checkpoints; RecordError if all are damaged."""
         self.wait()
         refused: list[RecordError] = []
         for step in self.find():
@@ -375,7 +374,7 @@ class CheckpointStore:
     def _write(self, step: int, files: Mapping[str, bytes | memoryview], copied: torch.cuda.Event | None) -> None:
         if sys.platform == "linux":  # elsewhere priorities apply to whole processes
             with contextlib.suppress(OSError):
-                # Not 19: on busy cores a save would take so long that the next one has to wait for it.
+                # Not 19: on busy cores the next save would have to wait for a very slow one.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         if copied is not None:
             copied.synchronize()
@@ -391,7 +390,7 @@ class CheckpointStore:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path, files: Mapping[str, bytes | memoryview]) -> Iterator[None]:
-    """Check that the files fit on the disk, and turn an OSError into a RecordError that says what to do."""
+    """Check that the files fit on the disk, and turn an OSError into a RecordError with advice."""
     needed_bytes = sum(len(data) for data in files.values()) + _PAGE_BYTES
     free = "an unknown amount"
     try:

@@ -1,4 +1,4 @@
-"""The files of a run: metrics, checkpoints and weights. What is saved, when, and how a run resumes from it.
+"""The files of a run: metrics, checkpoints and weights. Decides what and when to save, and resumes a run.
 
 `checkpoint_files` defines the layout of a checkpoint on disk.
 """
@@ -33,20 +33,20 @@ from paceline.units import format_number_of, parse_duration
 from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
-# The ranks of a killed run survive it briefly and hold its lock.
+# The ranks of a killed run may briefly outlive it with its lock.
 _LOCK_TIMEOUT_S = 5.0
-# With --save-every auto, the interval grows by at most this factor at a time toward the optimum.
+# With --save-every auto, the maximum factor by which the interval grows at a time toward the optimum.
 _GROWTH = 4.0
-# Number of recent saves whose stalls are averaged. The first save also allocates its buffers, so it is used only until
-# there are others.
+# Number of recent saves to average stalls over. The first save also allocates buffers, so it counts only until there
+# are others.
 _NUM_STALLS = 20
 
 
 class SaveTimes:
-    """A file with one row per save: how long it stalled training, and how long the write took afterward."""
+    """A file with one row per save: its training stall, and its write time after the stall."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Continue the file of a run that has reached this step."""
+        """Continue the file of a run that is at this step."""
         self._log = MetricsLog(path, step)
         self.close = self._log.close
         self._begun: dict[str, Any] = {}
@@ -60,22 +60,22 @@ class SaveTimes:
                 self._write_s, self._interval_s = row["write_s"], row.get("next_s", self._interval_s)
 
     def begin(self, step: int, begin_s: float, end_s: float, wait_s: float = 0.0) -> None:
-        """Record that a save stalled training between these times of `time.monotonic`; the write starts now.
+        """Record a save's training stall, as times of `time.monotonic`; the write starts now.
 
-        `wait_s` is the part of the stall that was spent waiting for the previous save.
+        `wait_s` is the part of the stall spent waiting for the previous save.
         """
         self._begun, self._ended_s = {"step": step, "stall_s": end_s - begin_s, "wait_s": wait_s}, end_s
         self._stalls_s.append(end_s - begin_s - wait_s)
 
     def end(self, written_s: float) -> None:
-        """Record when the save reached the disk."""
+        """Record the end of the write."""
         if self._begun:
             self._write_s = max(0.0, written_s - self._ended_s)
             self._log.append(self._begun | {"write_s": self._write_s})
             self._begun = {}
 
     def choose_interval(self, mtbf_s: float, lost: float = 1.0) -> float:
-        """Seconds until the next save is due, if a fraction `lost` of the faults needs a checkpoint."""
+        """Choose the seconds between saves, if a fraction `lost` of the faults needs a checkpoint."""
         if stalls_s := (self._stalls_s[1:] or self._stalls_s)[-_NUM_STALLS:]:
             best_s = estimate_save_interval(stalls_s, self._write_s, mtbf_s, lost)
             self._interval_s = min(best_s, _GROWTH * self._interval_s)
@@ -84,7 +84,7 @@ class SaveTimes:
 
 
 class EventsLog:
-    """Writes the numbers in rows as TensorBoard scalars; strings and empty values are skipped."""
+    """Writes the numbers in rows as TensorBoard scalars; skips strings and empty values."""
 
     def __init__(self, folder: Path, after_step: int) -> None:
         """Open a new event file; TensorBoard then ignores later steps in earlier files."""
@@ -104,7 +104,7 @@ class EventsLog:
 
 
 class RunFiles:
-    """The files of a run. Rank 0 writes into `folder`, if there is one; the others only contribute their state."""
+    """The files of a run. Rank 0 writes into `folder`, if any; the others only contribute their state."""
 
     def __init__(self, folder: Path | None, settings: TrainSettings, world: World) -> None:
         self._world, self._tensorboard = world, settings.tensorboard
@@ -117,7 +117,7 @@ class RunFiles:
             self._mtbf_s = hosts_s if settings.mtbf is None else parse_duration(settings.mtbf, "--mtbf")
             self._every_s = self._every_s if folder is not None else math.inf  # without a folder nothing is saved
         self._saves: SaveTimes | None = None
-        self._idle_s: float | None = None  # end of the last step before a save, where its stall begins
+        self._idle_s: float | None = None  # end of the last step before a save, and start of its stall
         self.last: int | None = None  # step of the last checkpoint
         self.written = 0  # last step in the metrics file when it was opened
         self._folder = folder or Path()
@@ -125,11 +125,11 @@ class RunFiles:
         if folder is not None and world.rank == 0:
             self._store = disk.CheckpointStore(folder / CHECKPOINTS, settings.keep)
         self._logs: list[MetricsLog | EventsLog] = []
-        self._rows: list[dict[str, Any]] = []  # used if there is no folder
+        self._rows: list[dict[str, Any]] = []  # only without a folder
         self._lock: int | None = None
 
     def lock(self, resume: bool) -> disk.Loaded | None:
-        """Lock the folder. Refuses a folder that another run uses, since each would truncate the other's files.
+        """Lock the folder. Rejects a folder in use by another run, since each would truncate the other's files.
 
         With `resume`, returns the newest intact checkpoint, or None if the run ended before its first one. An error on
         rank 0 is raised on all ranks. Collective: call on every rank.
@@ -138,11 +138,11 @@ class RunFiles:
         if self._store is not None:
             try:
                 self._store.folder.mkdir(0o700, parents=True, exist_ok=True)
-                # Lock the subfolder: the session that started this rank holds the lock of the run's folder.
+                # Lock the subfolder: the session that started this rank has already locked the run's folder.
                 self._lock = lock_folder(self._store.folder, _LOCK_TIMEOUT_S)
                 loaded = self._store.load_latest() if resume else None
-                # Count from the newest checkpoint or the start of the run: if every world is short-lived, a timer
-                # that restarts with each would never expire.
+                # Count from the newest checkpoint or the start of the run: a timer that restarts with every world would
+                # never expire if all worlds are short-lived.
                 newest = next(map(self._store.path, self._store.find()), self._store.folder)
                 self._saved_s -= max(0.0, time.time() - newest.stat().st_mtime)
                 if resume and loaded is None and (self._folder / WEIGHTS).exists():
@@ -173,14 +173,14 @@ class RunFiles:
             other = (
                 f"was trained with --tail {meta['tail']}, but now it is {job.settings.tail} (because of the loader's "
             )
-            other += f"drop_last, or of {self._world.world_size} ranks), which changes the steps per epoch: keep it"
+            other += f"drop_last or the {self._world.world_size} ranks), which changes the steps per epoch: keep it"
         elif had_workers != num_workers:
             other = f"has {format_number_of(had_workers, 'worker')}, but this job has {num_workers}: keep --workers"
         elif grown != wanted:
-            other = f"grows its batch {_format_growth(grown)}, but this job {_format_growth(wanted)}: "
+            other = f"grows its batch {_format_growth(grown)}, but this job grows it {_format_growth(wanted)}: "
             other += "keep --batch-growth and --epochs"
         elif meta["checksum"] != job.train.checksum:
-            other = f"was trained on other samples than {job.train.describe()}: name the data that it was trained on "
+            other = f"was trained on different samples from {job.train.describe()}: use its original data "
             other += "(synthetic data also differs between cpu and cuda)"
         refuse((other, f"{found} {other}"), code="mismatch")
         expected = disk.fingerprint(learner.module.state_dict())
@@ -200,11 +200,10 @@ class RunFiles:
         position = Position(meta["epoch"], meta["window"], meta["step"])
         if isinstance(job.train, OwnData) and job.train.is_stream and position.window:
             before, now = meta["world_size"], self._world.world_size
-            moved = f"{found} is inside an epoch of a stream that {before} ranks shared, but now there are {now}"
+            moved = f"{found} is in the middle of an epoch of a stream for {before} ranks, but now there are {now}"
             refuse((before != now, f"{moved}: resume on {before} ranks"), code="mismatch")
-        # Random numbers inside a step depend only on its number. This restores the random state for draws that a user's
-        # program makes between steps; with another number of ranks no saved state fits, so it gets a seed that no step
-        # has used.
+        # Random numbers inside a step depend only on its number. A user's program may also draw between steps: restore
+        # that random state or, on another number of ranks, use a seed that no step has used.
         if "random" in state and meta["world_size"] == self._world.world_size:
             _set_random(state["random"][self._world.rank])
         else:
@@ -212,7 +211,7 @@ class RunFiles:
         return position
 
     def open(self, step: int) -> None:
-        """Prepare the folder for rows after this step; removes later ones that a killed run left behind."""
+        """Prepare the folder for rows after this step; removes any later rows of a killed run."""
         if self._store is None:
             return
         self._store.remove_leftovers()
@@ -231,13 +230,13 @@ class RunFiles:
         return self._every_s is not None and time.monotonic() - self._saved_s >= self._every_s
 
     def is_due(self, step: int, is_epoch_end: bool) -> bool:
-        """Whether a save is due after this step, regardless of the time."""
+        """Whether a save is due after this step, apart from time-based saves."""
         if self._every_steps is not None:
             return step % self._every_steps == 0
         return is_epoch_end and self._every_s is None
 
     def save(self, job: Job, position: Position) -> None:
-        """Save everything that the next step depends on, unless it is already saved. Collective: call on every rank."""
+        """Save all state that the next step depends on, unless already saved. Collective: call on every rank."""
         if position.step == self.last:
             return
         begin_s = self._idle_s or time.monotonic()
@@ -272,7 +271,7 @@ class RunFiles:
             self._every_s = self._saves.choose_interval(self._mtbf_s, self._lost)
 
     def _finish_save(self) -> float:
-        """Wait until the last save is on disk and record its times; returns the seconds spent waiting."""
+        """Wait for the last save to reach the disk and record its times; returns the seconds waited."""
         begin_s = end_s = time.monotonic()
         if self._store is not None:
             self._store.wait()
@@ -289,7 +288,7 @@ class RunFiles:
         self._idle_s = time.monotonic()
 
     def read_rows(self) -> list[dict[str, Any]]:
-        """All rows of the run, including those from before a resume. Collective: call on every rank."""
+        """Read all rows of the run, including those before a resume. Collective: call on every rank."""
         rows = self._rows if self._store is None else load_metrics(self._folder / METRICS_FILE)
         shared: list[list[dict[str, Any]]] = self._world.share(rows)
         return shared[0]
@@ -297,17 +296,17 @@ class RunFiles:
     def export(self, job: Job) -> None:
         """Write the trained weights under the names of the bare model, for other programs to load."""
         if self._store is not None:
-            (self._folder / WEIGHTS).unlink(missing_ok=True)  # exists if a finished run was resumed for more epochs
+            (self._folder / WEIGHTS).unlink(missing_ok=True)  # present if a finished run was resumed for more epochs
             module = job.learner.module
             disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
 
     def leave_world(self) -> Self:
-        """Drop the reference to a world that has ended. After this only `close` may be called."""
+        """Drop the reference to a world that has ended. Afterward, call only `close`."""
         del self._world
         return self
 
     def close(self, has_failed: bool = False) -> None:
-        """Wait until everything is on disk, unless the run has failed; then unlock the folder."""
+        """Wait for pending writes, unless the run has failed; then unlock the folder."""
         try:
             if not has_failed:
                 self._finish_save()
@@ -323,7 +322,7 @@ class RunFiles:
 
 
 def build_meta(job: Job, position: Position) -> dict[str, Any]:
-    """The position of a run, and the properties that must be the same when it resumes."""
+    """The run's position, and the properties that must not change when it resumes."""
     model = job.learner.model
     plan = model.plan if isinstance(model, DataParallel) else None
     return dataclasses.asdict(position) | {
@@ -334,7 +333,7 @@ def build_meta(job: Job, position: Position) -> dict[str, Any]:
 
 
 def find_strategy(model: nn.Module) -> tuple[Callable[[], dict[str, Any]], Callable[..., None]]:
-    """Functions that save and load the state of a model's strategy, in our wrapper or in torch's."""
+    """Functions to save and load the state of a model's strategy, in our wrapper or in torch's."""
     if isinstance(model, DataParallel):
         return model.strategy_state, model.load_strategy_state
     if (hook := find_hook_state(model)) is not None:

@@ -1,6 +1,6 @@
-"""The records of a run while it trains: the steps of all ranks as rows of metrics, and the stop signal.
+"""The journal of a training run: the steps of all ranks as rows of metrics, and the stop signal.
 
-Ranks exchange their records about four times a second rather than in every step, so that short steps stay cheap.
+Ranks exchange their records about four times a second rather than in every step, which keeps short steps cheap.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ _DIGITS = 6  # times per rank are rounded to microseconds
 
 @dataclass
 class StopRequest:
-    number: int = 0  # the first signal that arrived, or 0
+    number: int = 0  # the signal that requested a stop, or 0
 
 
 @contextlib.contextmanager
 def catch_stop() -> Iterator[StopRequest]:
     """Record SIGTERM, SIGUSR1 and SIGINT instead of ending the process. A second signal has its usual effect.
 
-    A rank of our own launcher ignores SIGINT: its parent forwards the request as SIGTERM. There SIGUSR1 prints the
-    stack; under Slurm it is the request to save before the time limit.
+    Ranks of our own launcher ignore SIGINT: their parent forwards it as SIGTERM. SIGUSR1 prints their stack, while
+    under Slurm it requests a save before the time limit.
     """
     request = StopRequest()
     numbers = [signal.SIGTERM, signal.SIGINT]
@@ -79,7 +79,7 @@ class TakenStep:
 
 # Unwritten records of a world that ended early; see `Journal.list_unwritten`.
 Unwritten = tuple[list[dict[str, Any]], list[dict[str, Any]], int]
-# An unexchanged step: the step, (loss sum, number of correct targets) on the host, lap, phases and exposed_s.
+# A step not yet exchanged, (loss sum, number of correct targets) on the host, lap, phases and exposed_s.
 _Entry = tuple[TakenStep, torch.Tensor, PhaseTimes, PhaseTimes, float | None]
 
 
@@ -88,7 +88,7 @@ class Exchange:
     """The result of an exchange, equal on all ranks. `bad` is (step, rank, parameter) of the first non-finite loss.
     `is_left` tells all ranks to leave this world for a larger one once the step is finished.
 
-    The same class carries the message of one rank; `rows` then holds its own sums and times.
+    The same class carries one rank's message; `rows` then contains its own sums and times.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -100,16 +100,16 @@ class Exchange:
 
 @dataclass
 class Journal:
-    """Collects the steps of this rank until the next exchange, after `every` steps (the same on all ranks)."""
+    """Collects this rank's steps until the next exchange, after `every` steps (the same on all ranks)."""
 
     world: World
     request: StopRequest
     every: int = 1
-    asked: tuple[int, ...] = ()  # ranks that received the signal to stop
-    # Returns the age in steps and the message times of a recent step; see `loop.read_messages`.
+    asked: tuple[int, ...] = ()  # ranks that received a stop signal
+    # Returns a recent step's age in steps and its message times; see `loop.read_messages`.
     read_messages: Callable[[], tuple[int, dict[str, Any]] | None] = lambda: None
     carried: list[dict[str, Any]] = field(default_factory=list)  # the previous world's unwritten rows
-    _last: list[dict[str, Any]] = field(default_factory=list)  # rows of the last exchange, possibly unwritten
+    _last: list[dict[str, Any]] = field(default_factory=list)  # rows from the last exchange, possibly unwritten
     _num_recorded: int = 0
     _entries: list[_Entry] = field(default_factory=list)
 
@@ -128,7 +128,7 @@ class Journal:
         return len(self._entries) >= self.every
 
     def exchange(self, is_save_due: bool, is_left: bool = False) -> Exchange:
-        """Combine the steps of all ranks; rank 0 decides `is_save_due` and `is_left`. Collective."""
+        """Combine all ranks' steps; rank 0 decides `is_save_due` and `is_left`. Collective: call on every rank."""
         entries = self._entries
         sent, bad = self._read_entries()
         self._entries = []
@@ -161,14 +161,14 @@ class Journal:
         """The records of this rank's steps, and its first non-finite loss."""
         if torch.cuda.is_initialized():
             with pulse.within(pulse.WAIT):
-                torch.cuda.current_stream().synchronize()  # the copies to pinned memory were queued here
+                torch.cuda.current_stream().synchronize()  # wait for the copies to pinned memory
         sent = []
         bad = None
         for taken, values, lap, phases, exposed_s in self._entries:
             loss_sum, num_correct = values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
                 bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
-            parts_s = phases.read()  # includes data loading inside a user's own step
+            parts_s = phases.read()  # may include data loading, in a user's own step
             waited_s = taken.data_wait_s + parts_s.pop("data_wait", 0.0)
             times = {"step_s": lap.read()["step"], "data_wait_s": waited_s}
             times |= {f"{phase}_s": seconds for phase, seconds in parts_s.items()}
@@ -179,13 +179,13 @@ class Journal:
         return sent, bad
 
     def list_unwritten(self) -> Unwritten:
-        """Rows that may not be written yet, steps of this rank that were not exchanged, and the number of ranks."""
+        """Rows that may not be written yet, this rank's unexchanged steps, and the number of ranks."""
         return [*self.carried, *self._last], self._read_entries()[0], self.world.world_size
 
     def carry(self, mine: Unwritten | None, step: int) -> None:
         """Take over the unwritten rows of the previous world, up to `step`. Collective: call on every rank.
 
-        For steps that were never exchanged, the share of a lost rank is estimated from the others.
+        Estimates a lost rank's share of unexchanged steps from the other ranks.
         """
         rows: dict[int, dict[str, Any]] = {}
         sent: dict[int, list[dict[str, Any]]] = {}
@@ -200,9 +200,9 @@ class Journal:
 
 
 def _build_row(ranks: Sequence[Mapping[str, Any]], num_ranks: int = 0) -> dict[str, Any]:
-    """One row of metrics: losses summed over ranks, times of the slowest rank, mean exposed communication.
+    """Build one row of metrics: losses summed over ranks, times of the slowest rank, mean exposed communication.
 
-    `ranks` has the times of each rank; `messages`, present in a few rows, the times of its buckets. If only some of
+    The row's `ranks` are the times of each rank; `messages`, in a few rows, are bucket times. If only some of
     `num_ranks` ranks are known, sums are scaled up to all of them.
     """
     each = {name: [round(rank["times"][name], _DIGITS) for rank in ranks] for name in ranks[0]["times"]}

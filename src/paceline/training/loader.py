@@ -1,6 +1,6 @@
 """Loads micro-batches onto the device: gathered, pinned and prefetched on CUDA, used in place on the CPU.
 
-`workloads.data.sharding` assigns the samples of a data set to ranks; streams are divided here.
+`workloads.data.sharding` assigns the samples of a data set to ranks; this module divides streams.
 """
 
 import collections
@@ -20,13 +20,13 @@ from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_windo
 
 _AHEAD = 3  # windows to prefetch
 
-# Maps the number of samples in this rank's next window (0 if there is none) to the total, or 0 if any rank has none.
+# Maps this rank's number of samples in the next window to the total over all ranks, or to 0 if any rank has none left.
 Agree = Callable[[int], int]
 
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """A micro-batch on the device. `num_counted` is 0 for a filler, which keeps the number equal on all ranks."""
+    """A micro-batch on the device. `num_counted` is 0 for a filler, which equalizes micro-batch counts across ranks."""
 
     batch: Batch
     num_counted: int
@@ -46,10 +46,10 @@ def load_windows(
     data: DataSet | OwnData, order: EpochOrder, start: int, rank: int, world_size: int,
     batch_size: int | tuple[int, ...], device: torch.device, agree: Agree | None = None,
 ) -> Generator[Window, None, None]:  # fmt: skip
-    """This rank's part of every window of the epoch, starting with window `start`.
+    """Yield this rank's part of every window of the epoch, starting with window `start`.
 
-    `batch_size` is the maximum size of a micro-batch: one value for all windows, or one for each. `agree` lets ranks
-    with separate streams end their epochs together; it is called for each window, on every rank.
+    `batch_size` is the maximum size of a micro-batch: one value for all windows, or one per window. `agree` lets ranks
+    with separate streams end their epochs together; it is called per window on every rank.
     """
 
     def split(number: int) -> tuple[int, Sequence[MicroBatch]]:
@@ -82,10 +82,10 @@ def load_windows(
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(number: int) -> tuple[int, Sequence[MicroBatch], list[Batch], torch.cuda.Event]:
-        """Gather into pinned memory and copy on a separate stream."""
+        """Gather a window into pinned memory and copy it on a separate stream."""
         num_samples, micros = split(number)
         with torch.cuda.stream(stream):
-            # Slices of rows (tokens, padded pairs) must be made contiguous, or they pass through pageable memory.
+            # Make slices of rows (tokens, padded pairs) contiguous: otherwise they pass through pageable memory.
             pinned = [data.take(micro.indices).map(lambda part: part.contiguous().pin_memory()) for micro in micros]
             batches = [batch.to(device, non_blocking=True) for batch in pinned]
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ def load_windows(
             for batch in batches:
                 for tensor in (batch.inputs, batch.targets, batch.mask):
                     if tensor is not None:
-                        tensor.record_stream(current)  # its memory was allocated on the other stream
+                        tensor.record_stream(current)  # allocated on the other stream
             yield Window(number, num_samples, tuple(map(prepare, micros, batches)), number == last)
     finally:
         thread.shutdown(cancel_futures=True)
@@ -114,8 +114,8 @@ def _load_stream(
     data: OwnData, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device,
     agree: Agree | None,
 ) -> Generator[Window, None, None]:  # fmt: skip
-    """The windows of a stream, skipping those before `start`. An epoch ends with the last step for which every rank
-    has all its batches."""
+    """Yield the windows of a stream, skipping those before `start`. An epoch ends with the last step for which every
+    rank has all its batches."""
     size = order.global_batch_size
     assert isinstance(size, int)
     offset, stride = (0, 1) if data.is_sharded else (rank, world_size)
@@ -123,7 +123,7 @@ def _load_stream(
     number = -1
 
     def read() -> Generator[tuple[int, list[Any]], None, None]:
-        """For each window, the number of samples on all ranks, and the batches that this rank reads."""
+        """Yield each window's number of samples over all ranks, and the batches read by this rank."""
         with contextlib.closing(data.read(order.epoch, count)) as found:
             while True:
                 group = next(found, [])

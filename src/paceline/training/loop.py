@@ -1,6 +1,6 @@
 """The training loop, top to bottom: `run_steps` is the bare loop, `train` adds metrics, evaluation and checkpoints.
 
-A single step is in `step`, the exchange of metrics between ranks in `journal`, and files on disk in `checkpoints`.
+`step` takes a single step, `journal` exchanges metrics between ranks, and `checkpoints` writes files.
 """
 
 import contextlib
@@ -44,18 +44,17 @@ from paceline.workloads.registry import describe_model
 
 START = Position(0, 0, 0)
 _NO_PHASES = NoPhases()
-# Upper limits for an evaluation batch. Without gradients, memory is dominated by the logits: one per token and
-# vocabulary entry.
+# Upper limits for an evaluation batch. Without gradients, most memory is logits: one per token and vocabulary entry.
 _MAX_SAMPLES = 64
 _MAX_TARGETS = 4096
 _PAUSE_S = 1800.0  # hang timeout for a save or one evaluation batch
 
 
 def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) -> Iterator[TakenStep]:
-    """Train from `start` to the end of the job, yielding each step as it is taken.
+    """Train from `start` to the end of the job, yielding after each step.
 
-    The caller decides what happens between steps (evaluation, probes, checkpoints, progress) and may stop early.
-    Nothing here waits for a GPU or another rank. Collective: iterate on every rank.
+    Between steps the caller may evaluate, probe, save or report progress, and may stop early. The loop itself never
+    waits for a GPU or another rank. Collective: iterate on every rank.
     """
     job.check_length()
     world, learner, position, num_steps = job.world, job.learner, start, job.schedule.num_steps
@@ -93,7 +92,7 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
 
 
 def _agree(world: World, num_samples: int) -> int:
-    """Total samples over all ranks in the next window, or 0 if any rank has none. Collective."""
+    """Total samples over all ranks in the next window, or 0 if any rank has none. Collective: call on every rank."""
     counts = torch.tensor([num_samples > 0, num_samples])
     dist.all_reduce(counts, group=world.control)
     return int(counts[1]) if counts[0] == world.world_size else 0
@@ -103,7 +102,7 @@ def _agree(world: World, num_samples: int) -> int:
 class Evaluation:
     """Averages over all targets of all samples. `accuracy` is None for regression.
 
-    `f1` is the F1 score of class 1 in binary classification, and 0 if the class neither occurs nor is predicted.
+    `f1` is the F1 score of class 1 in binary classification, or 0 if the class neither occurs nor is predicted.
     """
 
     loss: float
@@ -114,10 +113,10 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluation:
-    """Loss and accuracy on a whole data set, counting each sample once. Collective: call on every rank.
+    """Compute loss and accuracy on a whole data set, counting each sample once. Collective: call on every rank.
 
-    Batches, and therefore rounding and padding, do not depend on the number of ranks: each rank takes whole batches.
-    Replicas that have diverged since the last sync are synchronized first.
+    Each rank takes whole batches, so batches, rounding and padding do not depend on the number of ranks. Synchronizes
+    replicas that have diverged since the last sync.
     """
     learner.sync_parameters()
     if any(is_torchs(model) for model in list_models(learner.model)):
@@ -126,7 +125,7 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
             dist.broadcast(buffer, src=0)
     was_training = learner.module.training
     learner.module.eval()
-    # Loss; correct predictions; true positives of class 1; its predictions plus its occurrences; samples.
+    # Sums: loss; correct predictions; true positives of class 1; its predictions plus its occurrences; samples.
     sums = torch.zeros((5,), dtype=torch.float64, device=learner.device)
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
     try:
@@ -159,8 +158,8 @@ def evaluate(learner: Learner, data: DataSet | OwnData, world: World) -> Evaluat
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended. `signal` is the signal that stopped it, or 0, and `asked` lists the ranks that received it;
-    `facts` describe where it ran; `notes` are messages for the user."""
+    """The outcome of a run. `signal` is the signal that stopped it, or 0, and `asked` lists the ranks that received it;
+    `facts` describe the environment; `notes` are messages for the user."""
 
     step: int
     signal: int
@@ -171,15 +170,15 @@ class TrainOutcome:
 
 
 def train(settings: TrainSettings, folder: Path | None, resume: bool = False, rows: bool = False) -> TrainOutcome:
-    """Train; rank 0 writes into the run's folder, if there is one. Collective: call on every rank.
+    """Train; rank 0 writes into the run's folder, if any. Collective: call on every rank.
 
-    With `rows`, every rank gets the rows of metrics; otherwise they exist only in the folder.
+    With `rows`, every rank gets the rows of metrics; otherwise they are only in the folder.
     """
     carried = Carried()
     if settings.stays_in_memory:
         import_compiler()  # the first optimizer would import it in the middle of the run
         gc.collect()
-        gc.freeze()  # a rank that leaves its world collects garbage, which should not scan older objects
+        gc.freeze()  # exempts older objects from the garbage collection that leaving a world triggers
     is_lost = False
     with catch_stop() as request:
         if os.environ.pop(SPARE, ""):
@@ -192,14 +191,14 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
                 if not settings.stays_in_memory or not may_stay(error):
                     raise
                 is_lost = not isinstance(error, MoreRanksError)
-            gc.collect()  # free unused process groups, because the other ranks notice only then that this one has left
+            gc.collect()  # freeing unused process groups tells the other ranks that this one has left
             stand_by(carried.step, is_lost)
 
 
 def _train(
     settings: TrainSettings, folder: Path | None, resume: bool, rows: bool, request: StopRequest, carried: Carried
 ) -> TrainOutcome:
-    """Train in one world: from the beginning, from the last checkpoint, or from the state in the ranks' memory."""
+    """Train in one world: from scratch, from the last checkpoint, or from the state in the ranks' memory."""
     with open_world(settings) as world, contextlib.ExitStack() as stack:
         settings, source = carried.agree_on_source(settings, world)
         settings.check()
@@ -222,11 +221,11 @@ def _train(
         if start.step > total:
             ends = "epochs" if settings.steps is None else "steps"
             text = f"--{ends} {getattr(settings, ends)} ends after step {total}, but the run is already at step"
-            raise ConfigError(f"{text} {start.step}: ask for more {ends}", code="mismatch")
+            raise ConfigError(f"{text} {start.step}: increase --{ends}", code="mismatch")
         files.open(start.step)
         notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
-            notes = ("there is no checkpoint yet: the run starts from the first step",)
+            notes = ("there is no checkpoint yet: starting from the first step",)
         if world.rank == 0 and source is None:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start), _warn(job))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
@@ -237,9 +236,9 @@ def _train(
 
 
 def _close(files: RunFiles, world: World, error: BaseException | None, carried: Carried | None) -> None:
-    """Wait on all ranks until everything is on disk: a launcher may kill the other ranks as soon as one exits."""
+    """Make all ranks wait for pending writes: a launcher may kill the other ranks as soon as one exits."""
     if carried is not None and error is not None and may_stay(error):
-        # Close the files later: a checkpoint may still be in progress, and the other ranks wait for this one.
+        # Close the files later: the other ranks wait for this one, and a checkpoint may still be in progress.
         carried.files = files.leave_world()
         return
     with pulse.slow("save", _PAUSE_S):
@@ -277,7 +276,7 @@ def _describe_strategy(job: Job) -> str:
 
 
 def _warn(job: Job) -> str:
-    """A warning about optional parts that a user's own step does not provide, or an empty string."""
+    """A warning about optional parts missing from a user's own step, or an empty string."""
     learner = job.learner
     missing = [] if learner.can_resume else ["state, so the run cannot be resumed"]
     missing += ["evaluate, so it is not tested"] if job.test is not None and not learner.can_evaluate else []
@@ -318,7 +317,7 @@ def _run(
             carried.taken = None
             if number:
                 break
-            clock.end()  # the time between two steps belongs to neither
+            clock.end()  # time between steps belongs to neither step
             clock.enter("step")
     if not number:
         with pulse.slow("save", _PAUSE_S):
@@ -327,7 +326,7 @@ def _run(
 
 
 def _finish_previous_world(job: Job, files: RunFiles, journal: Journal, start: Position, carried: Carried) -> int:
-    """Write the rows that the previous world left unwritten, and finish its last step. Returns a signal, or 0."""
+    """Write the previous world's unwritten rows, and finish its last step. Returns a signal, or 0."""
     written = job.world.share(files.written)[0]
     journal.carry(carried.unwritten, start.step)
     carried.journal, carried.unwritten = journal, None
@@ -339,20 +338,21 @@ def _finish_previous_world(job: Job, files: RunFiles, journal: Journal, start: P
 
 
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
-    """Exchange steps between ranks, then evaluate, write rows and save if due. Returns a signal, or 0. Collective."""
+    """Exchange steps between ranks, then evaluate, write rows and save if due. Returns a signal, or 0.
+    Collective: call on every rank."""
     step = taken.position.step
-    job.learner.check_last_step()  # a failed rank would not take part in the exchange
+    job.learner.check_last_step()  # a failed rank would not join the exchange
     exchange = journal.exchange(files.is_due_by_time, job.settings.stays_in_memory and is_wanted())
     rows, is_due = list(exchange.rows), exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
     is_due = is_due or bool(exchange.signal) or taken.is_last
     if isinstance(job.learner.optimizer, ShardedOptimizer) and (is_due or taken.is_epoch_end or exchange.bad):
-        job.learner.optimizer.wait()  # parameters are about to be read; otherwise they arrive during the next step
+        job.learner.optimizer.wait()  # evaluating or saving needs parameters that would arrive during the next step
     if exchange.bad is not None:
         files.write_rows(rows)
         bad_step, rank, name = exchange.bad
         name = name or next(filter(None, job.world.share(find_bad_parameter(job.learner.module))), "")
-        name = f"the first bad value in the model is {name}" if name else "all values in the model are finite"
-        found = f"the loss of rank {rank} is not finite, and {name}"
+        name = f"the first non-finite value in the model is {name}" if name else "all values in the model are finite"
+        found = f"the loss of rank {rank} is not finite; {name}"
         raise _not_finite(files, bad_step, found)
     if taken.is_last:
         job.learner.sync_parameters()
@@ -368,8 +368,8 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""
         post(Progress(step, total, label, line=line))
     if is_due:
-        # A finite loss may still have non-finite gradients: never save a model that they have corrupted. Replicas may
-        # differ between syncs, so a single rank may find the problem; the others must not wait for it.
+        # A finite loss may still produce non-finite gradients: never save a model corrupted by them. Replicas may
+        # differ between syncs, so share the names: if only the affected rank raised, the others would wait for it.
         names = job.world.share(find_bad_parameter(job.learner.module))
         if name := next(filter(None, names), ""):
             where = "" if all(names) else f" on rank {names.index(name)}"
@@ -383,7 +383,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
 
 
 def _not_finite(files: RunFiles, step: int, found: str) -> TrainingError:
-    files.close()  # the error promises a checkpoint: make sure it is on disk
+    files.close()  # the error mentions a checkpoint: make sure it is on disk
     kept = "there is no checkpoint yet" if files.last is None else f"the checkpoint of step {files.last} is kept"
     hint = f"{kept}; try a lower --lr or --clip, or check the data and the model"
     return TrainingError(f"step {step}: {found}; {hint}", code="not-finite")
@@ -400,7 +400,7 @@ def _describe_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def read_exposed(model: nn.Module, world_size: int) -> float | None:
-    """Seconds that this rank waited for communication in the last step; None if the wrapper does not report it."""
+    """Seconds that this rank waited for communication in the last step; None if its wrapper does not report them."""
     if (models := list_models(model)) != [model]:
         parts = [read_exposed(part, world_size) for part in models]
         return None if None in parts else sum(filter(None, parts))
@@ -410,9 +410,9 @@ def read_exposed(model: nn.Module, world_size: int) -> float | None:
 
 
 def read_messages(model: nn.Module, world: World) -> tuple[int, dict[str, Any]] | None:
-    """When each bucket of a recent step was ready, sent and done on this rank, and how many steps ago that was.
+    """The age in steps of a recent step, and when each of its buckets was ready, sent and done on this rank.
 
-    None if nothing was recorded: the wrapper did not record a recent step, is not ours, or there is only one rank.
+    None on a single rank, with another wrapper, or if our wrapper did not record a recent step.
     """
     if not isinstance(model, DataParallel) or world.world_size == 1:
         return None

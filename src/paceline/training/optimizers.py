@@ -1,4 +1,4 @@
-"""LARS and LAMB, the optimizers for large batches, and the parameter groups that all optimizers use."""
+"""LARS and LAMB, optimizers for large batches, and the parameter groups for all optimizers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError, refuse
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-# The numeric settings of a group, with their exclusive upper bounds.
+# A group's numeric settings, with their exclusive upper bounds.
 _LIMITS = {"lr": math.inf, "weight_decay": math.inf, "eps": math.inf, "trust_coefficient": math.inf, "momentum": 1.0}
 
 
 def _compute_norms(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norms of tensors on one device and of one dtype, as one tensor; low precision is summed in float32.
 
-    `tensors` are the parameters or values that belong to them, such as gradients.
+    `tensors` are the parameters or one tensor for each, such as its gradient.
     """
     dtype = torch.float32 if tensors[0].dtype in _LOW_PRECISION else None
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))
@@ -30,13 +30,13 @@ def _compute_ratios(wanted: Tensor, found: Tensor) -> tuple[Tensor, ...]:
 
 
 class _LayerwiseOptimizer(Optimizer):
-    """An optimizer that works on lists of tensors: it has no loop over parameters and never waits for the GPU.
+    """An optimizer based on foreach operations: it never waits for the GPU.
 
-    A group's key `adapt` says whether its layers have trust ratios. Gradients that are None are skipped; sparse
-    gradients are refused. Subclasses implement `_update` for tensors of one device and dtype.
+    A group's key `adapt` enables trust ratios for its layers. Skips gradients that are None and rejects sparse ones.
+    Subclasses implement `_update` for tensors of one device and dtype.
     """
 
-    # Replaced by sharded optimizers, where a rank holds only ranges of the parameters.
+    # Sharded optimizers replace this, because a rank has only ranges of the parameters.
     compute_norms: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor] = staticmethod(_compute_norms)
 
     def _update(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class _LayerwiseOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def _find_buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
-        """The state tensors of this name for all parameters, initialized to zeros."""
+        """Each parameter's state tensor of this name, initialized to zeros."""
         for param in params:
             if self.state[param].get(name) is None:
                 self.state[param][name] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -71,20 +71,20 @@ class _LayerwiseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds this key; the state would differ from the saved one
+        self.defaults.pop("differentiable", None)  # torch adds this key, which the saved state lacks
         for group in self.param_groups:
-            for name, value in self.defaults.items():  # states of torch's optimizers lack some of our keys
+            for name, value in self.defaults.items():  # the state of torch's optimizers lacks some keys
                 group.setdefault(name, value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step. `closure`, if given, recomputes the loss and its gradients; its loss is returned."""
+        """Take a step. The optional `closure` recomputes the gradients and returns the loss, which is passed on."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            # Grouped by device and dtype, as foreach operations require.
+            # Group by device and dtype, as foreach operations require.
             alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
             for param in group["params"]:
                 if param.grad is None:
@@ -103,7 +103,7 @@ class _LayerwiseOptimizer(Optimizer):
 
 
 class LARS(_LayerwiseOptimizer):
-    """SGD with momentum and a trust ratio per parameter, for batches so large that one rate does not fit all layers.
+    """SGD with momentum and a trust ratio per parameter, for very large batches, where layers need different rates.
 
         ratio = trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)
         u = momentum * u + ratio * (g + weight_decay * w)
@@ -112,9 +112,9 @@ class LARS(_LayerwiseOptimizer):
     The ratio is 1 if `|w|` or `|g|` is 0. It is also 1 in groups with `adapt=False`, which behave as in torch's SGD;
     use them for biases and norms (`split_parameters`). With `nesterov`, w moves by momentum * u + ratio * (...).
 
-    The learning rate is not part of u, unlike in the paper's v = momentum * v + lr * ratio * (...). A change of the
-    rate therefore applies to all of u at once, and needs no momentum correction (Goyal 2017). At a constant rate the
-    two are the same.
+    The learning rate is not part of u, unlike in the paper's v = momentum * v + lr * ratio * (...). A new rate
+    therefore applies to all of u at once and needs no momentum correction (Goyal 2017). At a constant rate both forms
+    are equivalent.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class LARS(_LayerwiseOptimizer):
             norms = self.compute_norms(params, params)
             wanted = group["trust_coefficient"] * norms
             found = self.compute_norms(params, grads)
-            # A zero gradient gets a ratio of 1: the direction would come from weight decay alone.
+            # A zero gradient gets a ratio of 1: only weight decay would determine the direction.
             found = torch.where(found > 0, found + decay * norms + group["eps"], 0.0)
             ratios = _compute_ratios(wanted, found)
-            # Not in place: without weight decay these are the gradients themselves.
+            # Not in place: without weight decay, `moves` are the gradients themselves.
             moves = torch._foreach_mul(moves, ratios)
         if momentum:
             velocities = self._find_buffers(params, "momentum_buffer")
@@ -149,15 +149,15 @@ class LARS(_LayerwiseOptimizer):
 
 
 class LAMB(_LayerwiseOptimizer):
-    """Adam with a trust ratio for each parameter, for batches so large that one rate does not fit all layers.
+    """Adam with a trust ratio per parameter, for very large batches, where layers need different rates.
 
         m, v = running means of g and g * g with decay rates betas, each divided by 1 - beta ** step
         r = m / (sqrt(v) + eps) + weight_decay * w
         w = w - lr * |w| / |r| * r
 
     The ratio `|w| / |r|` is 1 if `|w|` or `|r|` is 0. It is also 1 in groups with `adapt=False`, which behave as in
-    torch's AdamW; use them for biases and norms (`split_parameters`). The norm of w is not clipped: the paper's phi is
-    the identity.
+    torch's AdamW; use them for biases and norms (`split_parameters`). The norm of w is not clipped (the paper's phi is
+    the identity).
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class LAMB(_LayerwiseOptimizer):
     def _update(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         for param in params:
-            # Counted on the host for each parameter: steps without a gradient do not count.
+            # Count on the host, per parameter: steps without a gradient do not count.
             self.state[param]["step"] = self.state[param].get("step", 0) + 1
         steps = [self.state[param]["step"] for param in params]
         firsts = self._find_buffers(params, "exp_avg")
@@ -193,7 +193,7 @@ class LAMB(_LayerwiseOptimizer):
 def match_strides(optimizer: Optimizer) -> None:
     """Give an optimizer's state tensors the strides of their parameters.
 
-    Checkpoint files store contiguous tensors, which fused optimizers refuse for `channels_last` parameters.
+    Checkpoint files store contiguous tensors, which fused optimizers reject for `channels_last` parameters.
     """
     for param, state in optimizer.state.items():
         for name, value in state.items():
@@ -202,9 +202,9 @@ def match_strides(optimizer: Optimizer) -> None:
 
 
 def split_parameters(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer: matrices and filters with weight decay and trust ratios, biases and norms with neither.
+    """Build optimizer groups: matrices and filters with weight decay and trust ratios, biases and norms with neither.
 
-    Frozen parameters and empty groups are omitted. Only LARS and LAMB read `adapt`; torch's optimizers ignore it.
+    Omits frozen parameters and empty groups. Only LARS and LAMB read `adapt`; torch's optimizers ignore it.
     """
     params = [param for param in module.parameters() if param.requires_grad]
     groups = [

@@ -1,7 +1,7 @@
-"""Continues a run in a new world: the state that a process keeps, and how the ranks of the new world agree on it.
+"""Continues a run in a new world: processes keep their state, and the ranks of the new world agree on one.
 
-After a fault, ranks may be one step apart. The most advanced rank sends its state to the others. In memory the state
-has the same form as in a checkpoint, and `RunFiles.restore` accepts both.
+After a fault, ranks may be one step apart. The most advanced rank sends its state to the others. The state in memory
+has the form of a checkpoint, and `RunFiles.restore` accepts both.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from paceline.training.train_settings import Batches, TrainSettings
 from paceline.workloads.data import is_own_data
 from paceline.workloads.data.own import OwnData
 
-_IN_MEMORY = Path("the state in memory")  # where a snapshot comes from, for error messages
+_IN_MEMORY = Path("the state in memory")  # a snapshot's origin in error messages
 
 
 class MoreRanksError(PacelineError):
-    """Raised on all ranks after the same step, to leave their world for a larger one."""
+    """Raised on all ranks after the same step: they leave their world for a larger one."""
 
 
 def may_stay(error: BaseException) -> bool:
-    """Whether a rank that raised this may continue in another world: it lost a peer, or more ranks are available."""
+    """Whether a rank may continue in another world after this error: it lost a peer, or more ranks are available."""
     if isinstance(error, Exception) and has_lost_rank():  # an aborted message can cause any kind of error
         return True
     return isinstance(error, MoreRanksError) or find_code(error) == "peer-lost"
@@ -56,8 +56,8 @@ def check_policy(job: Job) -> None:
         (stream is not None and job.settings.on_fault == "shrink",
          f"{asked}: {job.train.describe()}, which cannot be re-sharded within an epoch; use spare"),
         ("nccl" in job.world.backend and not pulse.is_open(),
-         f"{asked} on nccl, whose ranks cannot detect a lost peer, and there is no monitor here to tell them: use "
-         "restart, or the gloo backend"),
+         f"{asked} on nccl without a monitor: NCCL ranks cannot detect a lost peer; use restart, or the gloo "
+         "backend"),
         (stream is not None and stream.is_sharded,
          f"{asked}: {job.train.describe()}, and no other rank can read a lost rank's part; use restart"),
         code="on-fault",
@@ -66,12 +66,12 @@ def check_policy(job: Job) -> None:
 
 @dataclass
 class Carried:
-    """The state of a run that a process keeps between two worlds.
+    """A process's state of the run between two worlds.
 
     A spare has only the data and an untrained model, and no `position`. `snapshot` is the state at `position`, taken
     when a world ends. `taken` is the last step, if its follow-up work (metrics, evaluation, saving) is not finished.
-    Nothing here may reference a process group: gloo closes its connections with the last reference, and the other ranks
-    notice only then that this one has left.
+    Do not reference a process group here: gloo closes its connections with the last reference, and only then do other
+    ranks notice that this one has left.
     """
 
     sets: Sets | None = None
@@ -90,7 +90,7 @@ class Carried:
         return -1 if self.position is None else self.position.step
 
     def keep(self, job: Job) -> None:
-        """Keep the state that outlives a world; drop the wrapper with its buckets and groups."""
+        """Keep the state needed in the next world; drop the wrapper with its buckets and groups."""
         learner = job.learner
         self.sets, self.module, self.device = (job.train, job.test), learner.module, learner.device
         if self.position is not None:
@@ -108,11 +108,11 @@ class Carried:
             learner.model.stop()
 
     def find_sets(self, world: World) -> Sets | None:
-        """The data, if it is on this rank's device; a new rank number may mean another GPU."""
+        """The data, if it is on the right device: a new rank number may mean another GPU."""
         return self.sets if self.device == world.device else None
 
     def agree_on_source(self, settings: TrainSettings, world: World) -> tuple[TrainSettings, int | None]:
-        """The settings for the current number of ranks, and the rank that holds the state, or None in a new run.
+        """Agree on the settings for this number of ranks, and on the rank to take the state from (None in a new run).
         Collective: call on every rank."""
         files, self.files = self.files, None
         if files is not None:  # close the files before any rank opens them in this world
@@ -133,7 +133,7 @@ class Carried:
         return before.on_ranks(world.world_size), source
 
     def broadcast_state(self, world: World, source: int) -> disk.Loaded:
-        """The state of rank `source`, on every rank. Collective: call on every rank."""
+        """Send the state of rank `source` to every rank. Collective: call on every rank."""
         tensors: dict[str, torch.Tensor] = {}
         mine: Any = None
         if world.rank == source:
@@ -152,7 +152,7 @@ class Carried:
         return disk.Loaded(meta["step"], found["model"], state, meta, _IN_MEMORY)
 
     def agree_on_taken(self, world: World, step: int) -> TakenStep | None:
-        """The step that all ranks have reached, if some rank had not finished its follow-up work. Collective."""
+        """The last step, if any rank has not finished its follow-up work. Collective: call on every rank."""
         nothing = StepOutcome(torch.zeros(()), None)  # this rank's own outcome is in `unwritten`
         mine = None if self.taken is None else dataclasses.replace(self.taken, outcome=nothing)
         found = [taken for taken in world.share(mine) if taken is not None and taken.position.step == step]
@@ -165,7 +165,7 @@ def warm_up(settings: TrainSettings) -> Carried:
     carried = Carried()
     if settings.batch_size or settings.global_batch_size or not (settings.is_whole or is_own_data(settings.data)):
         settings = settings.on_ranks(1)  # keeps the number of steps
-    # A spare takes no steps here, so settings that depend on their number must not be refused.
+    # A spare takes no steps here, so do not check settings that depend on their number.
     takes_none: dict[str, Any] = {"lr_warmup": 0, "batch_growth": (), "grow": "accumulate", "plan": None, "threads": 1}
     alone = dataclasses.replace(settings, ranks=1, wrapper="none", strategy="dense", **takes_none)
     with open_world(alone) as world:
@@ -185,7 +185,7 @@ class BufferGuard:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         for place, buffer in enumerate(self._buffers):
-            # Most buffers never change. Norms may update their statistics, which are vectors, without a new version.
+            # Most buffers never change. Norms may update their statistics (vectors) without a new version.
             if (buffer.dim() == 1 and buffer.is_floating_point()) or buffer._version != self._versions[place]:
                 self._kept[place], self._versions[place] = buffer.clone(), buffer._version
         try:

@@ -1,4 +1,4 @@
-"""Learning rates and global batches as pure functions of the step: no state to save, so a resumed run cannot differ."""
+"""Learning rates and global batches as pure functions of the step: a resumed run repeats them without saved state."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SCHEDULES = ("constant", "cosine", "linear", "piecewise")
 
 
 def check_drops(drops: tuple[float, ...], shape: str, name: str = "--lr-drops") -> None:
-    """Reject drops that are not increasing fractions of a run, or that are used without the piecewise schedule."""
+    """Reject drops that are not increasing fractions of a run, or that come without the piecewise schedule."""
     found = f"{name} {','.join(map(str, drops)) or 'none'}"
     if bool(drops) != (shape == "piecewise"):
-        raise ConfigError(f"{found} with schedule {shape}: only piecewise has drops, and it needs them: 0.5,0.75")
+        raise ConfigError(f"{found} with schedule {shape}: only piecewise has drops, and requires them: 0.5,0.75")
     if not all(a < b for a, b in itertools.pairwise((0.0, *drops, 1.0))):
         raise ConfigError(f"{found}: must be increasing fractions of the run between 0 and 1")
 
@@ -31,8 +31,8 @@ def check_drops(drops: tuple[float, ...], shape: str, name: str = "--lr-drops") 
 class Schedule:
     """A learning rate that rises linearly to `peak` over `warmup_steps`, and then follows a shape.
 
-    It stays there (constant), falls to 0 at `num_steps` (cosine, linear), or is divided by 10 at each of `drops`
-    (piecewise), which are fractions of all `num_steps`, including the warm-up.
+    It stays constant, falls to 0 at `num_steps` (cosine, linear), or is divided by 10 at each of `drops` (piecewise),
+    which are fractions of all `num_steps`, including the warm-up.
     """
 
     shape: str
@@ -52,14 +52,14 @@ class Schedule:
         refuse((first * steps < warmup, f"a drop at {first} of {steps} steps, inside the warm-up of {warmup}: move it"))
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step; steps count from 0."""
+        """The learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.shape == "constant":
             return self.peak
         if self.shape == "piecewise":
             # Divide rather than multiply: the quotient rounds exactly as the literal does, so 0.55 of 100 steps is
-            # step 55, not 56.
+            # step 55 instead of 56.
             return self.peak * 0.1 ** sum(step / self.num_steps >= drop for drop in self.drops)
         length = max(1, self.num_steps - self.warmup_steps)
         share = min(1.0, (step - self.warmup_steps) / length)
@@ -68,21 +68,21 @@ class Schedule:
         return self.peak * 0.5 * (1 + math.cos(math.pi * share))
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Set the learning rate of a step in all parameter groups, and return it."""
+        """Set a step's learning rate in all parameter groups, and return it."""
         rate = self.rate(step)
         for group in optimizer.param_groups:
             group["lr"] = rate
         return rate
 
 
-# How a rank computes its part of a grown batch: with more micro-batches, or with larger ones.
+# A rank computes its part of a grown batch in more micro-batches or in larger ones.
 GROWS = ("accumulate", "batch-size")
 
 Growths = tuple[tuple[float, int], ...]
 
 
 def parse_growths(text: str) -> Growths:
-    """Parse `0.5:4,0.75:16`: from each fraction of the run onward, the initial batch is multiplied by the factor."""
+    """Parse `0.5:4,0.75:16`: from each fraction of the run onward, multiply the initial batch by the factor."""
     growths = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d*\.?\d+)\s*:\s*(\d+)\s*", part, re.ASCII)
@@ -100,7 +100,7 @@ def format_growths(growths: Growths) -> str:
 
 
 def check_growths(growths: Growths) -> None:
-    """Reject an invalid batch growth: fractions of the run and factors must increase, and factors start at 2."""
+    """Reject invalid batch growth: fractions of the run and factors must increase, and factors start at 2."""
     flag = f"--batch-growth {format_growths(growths)}:"
     for (before, least), (share, factor) in itertools.pairwise(((0.0, 1), *growths)):
         is_factor = type(factor) is int
@@ -116,8 +116,8 @@ def check_growths(growths: Growths) -> None:
 class BatchSchedule:
     """The global batches of a run of `epochs` over `num_samples` each.
 
-    The batch grows at the first step that starts at or after the given fraction of all samples of all epochs, even
-    within an epoch.
+    The batch grows at the first step that starts at or after the given fraction of the run's samples, even in the
+    middle of an epoch.
     """
 
     global_batch_size: int
@@ -134,16 +134,16 @@ class BatchSchedule:
 
     @cached_property
     def marks(self) -> tuple[tuple[int, int], ...]:
-        """Each growth as (first sample of the run with this batch, global batch size)."""
+        """Each growth as (the run's first sample with this batch, global batch size)."""
         total = self.epochs * self.num_samples
-        # Use the exact decimal: 0.1 of 30 samples is 3, but the float product is slightly more.
+        # Use exact decimals: 0.1 of 30 samples is 3, but the float product is slightly more.
         return tuple(
             (math.ceil(Fraction(repr(float(share))) * total), factor * self.global_batch_size)
             for share, factor in self.growths
         )
 
     def window_sizes(self, epoch: int) -> tuple[int, ...]:
-        """The size of every window that starts in the epoch; for a short last window, its nominal size."""
+        """The sizes of all windows that start in the epoch; a short last window counts with its nominal size."""
         sizes: list[int] = []
         at, end = epoch * self.num_samples, (epoch + 1) * self.num_samples
         while at < end:
@@ -167,7 +167,7 @@ class BatchSchedule:
 
     @cached_property
     def growth_steps(self) -> tuple[int | None, ...]:
-        """The first step of each growth, counted from 0; None if no step reaches it."""
+        """The first step of each growth, counted from 0; None if it never takes effect."""
         first: dict[int, int] = {}
         step = 0
         for epoch in range(self.epochs if self.growths else 0):
@@ -177,7 +177,7 @@ class BatchSchedule:
         return tuple(first.get(size) for _, size in self.marks)
 
     def check(self) -> None:
-        """Reject growths that do not fit this data, rather than train without them."""
+        """Reject growths that do not fit this data or never take effect."""
         flag = f"--batch-growth {format_growths(self.growths)}:"
         for (share, factor), (_, size), step in zip(self.growths, self.marks, self.growth_steps, strict=True):
             if size > self.num_samples:

@@ -26,13 +26,13 @@ _OVER_RANKS = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
 class PhaseTimes:
-    """Seconds of each phase of one step; a phase that occurs several times is summed."""
+    """Seconds of each phase of one step; repeated phases are summed."""
 
     def __init__(self, moments: Sequence[tuple[str, Any]] = ()) -> None:
         self.moments = moments
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase. On a GPU the step must have finished: this reads events without waiting for them."""
+        """Read the seconds by phase. On a GPU the step must have finished: reading does not wait for events."""
         seconds: dict[str, float] = {}
         for (phase, begin), (_, end) in itertools.pairwise(self.moments):
             seconds[phase] = seconds.get(phase, 0.0) + between_s(begin, end)
@@ -54,7 +54,7 @@ class NoPhases(Phases):
 
 
 class PhaseClock:
-    """Records when each phase starts, by the host's clock or by CUDA events, without waiting for the GPU."""
+    """Records the start of each phase, by the host's clock or by CUDA events, without waiting for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,9 +70,9 @@ class PhaseClock:
 
 
 def fixed_kernels(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Turn oneDNN off inside this context if it does not support this precision on this CPU.
+    """Turn oneDNN off in this context if it does not support the precision on this CPU.
 
-    Otherwise torch turns it off in the middle of the first step, and a resumed run would use different kernels.
+    Otherwise torch would turn it off in the middle of the first step, and a resumed run would use different kernels.
     """
     supports = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
     if device.type != "cpu" or precision not in supports or getattr(torch.ops.mkldnn, supports[precision])():
@@ -101,9 +101,9 @@ class OwnState:
 
 @dataclass
 class Learner:
-    """Everything that one rank trains with: the wrapped model, the bare module, the optimizer and numeric settings.
+    """One rank's training objects: the wrapped model, the bare module, the optimizer and numeric settings.
 
-    `name` is the name of the model. With a user's own step, `optimizer` is an `OwnState`.
+    `name` is the model's name. With a user's own step, `optimizer` is an `OwnState`.
     """
 
     model: nn.Module
@@ -131,12 +131,12 @@ class Learner:
 
     @property
     def can_resume(self) -> bool:
-        """Whether its state can be saved: a user's own step may not have returned the state of its optimizers."""
+        """Whether its state can be saved: a user's own step may not return the state of its optimizers."""
         return not (isinstance(self.optimizer, OwnState) and self.optimizer.parts is None)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Its optimizer, or those of a user's own step."""
+        """The optimizer, or those in the state of a user's own step."""
         parts = (self.optimizer.parts or {}).values() if isinstance(self.optimizer, OwnState) else [self.optimizer]
         return [part for part in parts if isinstance(part, torch.optim.Optimizer)]
 
@@ -147,13 +147,13 @@ class Learner:
 
     def fill(self, loaded: LoadedBatch) -> Batch:
         """The batch to compute. A rank without samples gets a filler with zero weight, or an empty batch if the model
-        normalizes over all ranks, which would count the filler."""
+        normalizes over all ranks: statistics would include the filler."""
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
         return loaded.batch.map(lambda tensor: tensor[:0])
 
     def call_own(self, what: str, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Call the user's own step or evaluation, and return its mean loss over the batch."""
+        """Call the user's own step or evaluation. Returns its mean loss over the batch."""
         function: Any = {"step": self.own_step, "evaluate": self.own_evaluate}[what]
         with own_errors(self.name, always=True):
             loss = function(model, batch.content)
@@ -164,27 +164,28 @@ class Learner:
         raise ConfigError(f"the {what} of {self.name} returned {found}: {needed}", code="own-type")
 
     def sync_parameters(self) -> None:
-        """Synchronize replicas whose schedule lets them differ between syncs. Collective."""
+        """Synchronize replicas that may differ under their sync schedule. Collective: call on every rank."""
         for model in (*list_models(self.model), self.workers):
             if hasattr(model, "sync_parameters"):
                 model.sync_parameters()
 
     def check_last_step(self) -> None:
-        """Raise errors that other ranks reported in the last step; on a GPU the wrapper reads them late. Collective."""
+        """Raise other ranks' errors from the last step, which the wrapper reads late on a GPU.
+        Collective: call on every rank."""
         for model in list_models(self.model):
             if isinstance(model, DataParallel):
                 model.check_last_step()
 
     def set_rate(self, rate: float) -> None:
-        """Set the learning rate. Call before backward: strategies rescale their residuals to the rate of the step."""
+        """Set the learning rate. Call before backward: strategies rescale their residuals to the new rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     def update(self) -> None:
-        """Apply the averaged gradients, and clear them."""
+        """Apply and clear the averaged gradients."""
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            if isinstance(self.model, DataParallel):  # it also finds sharded gradients
+            if isinstance(self.model, DataParallel):  # handles sharded gradients, too
                 self.model.clip_grad_norm_(self.clip)
             else:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
@@ -195,7 +196,7 @@ class Learner:
 
 @dataclass
 class StepOutcome:
-    """The result of one step on this rank: sums over its own samples, still on the device."""
+    """The result of one step on this rank: sums over its samples, still on the device."""
 
     loss_sum: torch.Tensor
     num_correct: torch.Tensor | None
@@ -214,10 +215,10 @@ def take_step(
 ) -> StepOutcome:
     """Train on this rank's micro-batches of one global batch, which has `num_targets` targets over all ranks.
 
-    Each loss is a sum divided by the number of targets in the global batch. So micro-batches, ranks and a short tail
-    are weighted by their size, and their gradients add up to the gradient of one large batch. The wrapper averages
-    over ranks, which the factor `world_size` undoes. Gradients are sent once, with the last micro-batch. Collective:
-    call on every rank, with the same number of micro-batches.
+    Each loss is a sum divided by the number of targets in the global batch. This weights micro-batches, ranks and a
+    short tail by their size, so their gradients add up to the gradient of one large batch. The factor `world_size`
+    undoes the wrapper's average. Gradients are sent once, with the last micro-batch.
+    Collective: call on every rank, with the same number of micro-batches.
     """
     if learner.workers is not None:
         learner.workers.set_rate(rate)
@@ -233,8 +234,8 @@ def take_step(
 
 
 def compute_gradients(learner: Learner, window: Sequence[LoadedBatch], num_targets: int, phases: Phases) -> StepOutcome:
-    """Forward and backward of a step, as described in `take_step`."""
-    # A rank without samples in a short tail has 0 correct predictions, which is not the same as having no accuracy.
+    """Run the forward and backward passes of a step; see `take_step`."""
+    # A rank without samples in a short tail has 0 correct predictions, but regression has no accuracy at all.
     correct = torch.zeros((), dtype=torch.int64, device=learner.device) if learner.form.num_classes else None
     total = StepOutcome(torch.zeros((), device=learner.device), correct)
     no_sync = getattr(learner.model, "no_sync", contextlib.nullcontext)
@@ -256,7 +257,7 @@ def compute_gradients(learner: Learner, window: Sequence[LoadedBatch], num_targe
 
 
 def _take_own_step(learner: Learner, window: Sequence[LoadedBatch], phases: Phases) -> StepOutcome:
-    """Run a user's own step: forward, backward and update with one batch."""
+    """Run a user's own step: forward, backward and update on one batch."""
     (loaded,) = window
     with mark_phases(learner.model, phases):
         loss = learner.call_own("step", learner.model, loaded.batch)
@@ -267,7 +268,7 @@ def _take_own_step(learner: Learner, window: Sequence[LoadedBatch], phases: Phas
 
 
 def list_models(model: nn.Module) -> list[nn.Module]:
-    """The models that a step uses: one, or the entries of an `nn.ModuleDict`, each in its own wrapper."""
+    """A step's models: one, or the entries of an `nn.ModuleDict`, each in its own wrapper."""
     # A ModuleDict that defines forward is a model itself.
     if isinstance(model, nn.ModuleDict) and type(model).forward is nn.ModuleDict.forward:
         return list(model.values())
@@ -284,7 +285,7 @@ def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
     phases.enter("data_wait")
     backward, depth = torch.autograd.backward, 0
     handles = [
-        # Prepended, so that the time of profiling hooks counts as forward.
+        # Prepended: the time of profiling hooks then counts as forward.
         *(
             part.register_forward_pre_hook(lambda *_: None if depth else phases.enter("forward"), prepend=True)
             for part in list_models(model)
@@ -315,12 +316,12 @@ def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
 
 
 def find_bad_parameter(module: nn.Module) -> str:
-    """The first non-finite parameter or buffer of the model; otherwise the first non-finite gradient, or ""."""
+    """Find the first non-finite parameter or buffer, else the first non-finite gradient, else ""."""
     params = list(module.named_parameters())
     grads = [(f"the gradient of {name}", param.grad) for name, param in params if param.grad is not None]
     tensors = [(name, tensor.detach()) for name, tensor in (*params, *module.named_buffers(), *grads) if tensor.numel()]
     named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    # One fused pass over all tensors, and a single wait for the GPU.
+    # One fused pass over all tensors, then a single wait for the GPU.
     norms = torch._foreach_norm([tensor for _, tensor in named], ord=float("inf"))
     finite = torch.isfinite(torch.stack([norm.float() for norm in norms])).tolist()
     return next((name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite), "")

@@ -1,6 +1,6 @@
 """Settings of a training run, checked before any rank starts. Does not import torch.
 
-Values derived from settings (batches, save interval, data request) are computed here, once.
+This module also derives values from the settings: batches, save interval, data request.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from paceline.workloads.registry import MODELS, ModelOptions, check_model, defau
 WRAPPERS = ("paceline", "torch", "none", "dp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("sgd", "adamw", "lars", "lamb")
-# What to do when a rank fails. With the last two, the surviving ranks keep running with their state in memory.
+# Recovery policies. With the last two, the surviving ranks keep running with their state in memory.
 POLICIES = ("stop", "restart", "spare", "shrink")
 DEFAULT_BATCH_SIZE = 32
 _LARGEST_GPU_BYTES = 512 << 30
 AUTO = "auto"
 FIRST_SAVE_S = 5.0  # first save interval with "auto", until the cost of a save has been measured
-HOST_MTBF_S = 86400.0  # assumed mean time between faults of one host
+HOST_MTBF_S = 86400.0  # assumed mean time between faults per host
 
-STEP_S = 1e-5  # lower bound on the time of a step
+STEP_S = 1e-5  # lower bound on step time
 
 
 @dataclass(frozen=True)
 class Batches:
-    """How a global batch is divided: `world_size` ranks x `accumulate` micro-batches x `batch_size` samples."""
+    """The division of a global batch: `world_size` ranks x `accumulate` micro-batches x `batch_size` samples."""
 
     world_size: int
     batch_size: int
@@ -58,7 +58,7 @@ class Batches:
 
 
 def parse_save_every(text: str) -> tuple[float | None, int | None]:
-    """The save interval as (seconds, steps), of which at most one is set; (None, None) means once per epoch.
+    """Parse the save interval to (seconds, None), (None, steps), or (None, None) for once per epoch.
 
     With `AUTO` this is only the first interval.
     """
@@ -76,8 +76,8 @@ def parse_save_every(text: str) -> tuple[float | None, int | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Settings of a training run. `batches` fills in batch sizes that are None. `batch_growth` has pairs: a fraction of
-    the run, and a factor of the initial global batch."""
+    """Settings of a training run. `batches` fills in batch sizes that are None. `batch_growth` is a list of pairs: a
+    fraction of the run, and a multiple of the initial global batch."""
 
     model: str = option("cnn", "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION")
     data: str = option("synthetic", "synthetic, mnist, mrpc, text, ..., with an optional :PATH, or FILE.py:FUNCTION")
@@ -156,12 +156,12 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if isinstance(self.backend, str):
             object.__setattr__(self, "backend", machine.canonical_backend(self.backend))
-        if self.device is not None:  # a torch.device is accepted in place of its name
+        if self.device is not None:  # also accept a torch.device
             object.__setattr__(self, "device", str(self.device))
 
     @property
     def batches(self) -> Batches:
-        """Fill in the sizes that are None; refuse inconsistent sizes."""
+        """Fill in sizes that are None; rejects inconsistent sizes."""
         ranks, batch_size, size, accumulate = self.ranks, self.batch_size, self.global_batch_size, self.accumulate
         check_options(self, ("batch_size", "global_batch_size", "accumulate"))
         if size is None:
@@ -180,11 +180,11 @@ class TrainSettings:
             raise ConfigError(f"{asked} is not a multiple of {parts} ({words}): use one, or leave out --batch-size")
         if accumulate not in (None, needed):
             found = f"{asked} needs --accumulate {needed} with {words}, not {accumulate}"
-            raise ConfigError(f"{found}: leave one of them out")
+            raise ConfigError(f"{found}: leave out one of them")
         return Batches(ranks, batch_size, needed)
 
     def on_ranks(self, count: int) -> TrainSettings:
-        """The same run on another number of ranks: the global batch stays the same and is divided differently."""
+        """The same run on another number of ranks: divides the same global batch differently."""
         size, same = self.batches.global_batch_size, self.batches.batch_size
         if count == self.ranks:
             return self
@@ -192,16 +192,16 @@ class TrainSettings:
             fits = ", ".join(str(ranks) for ranks in range(1, size + 1) if size % ranks == 0)
             found = f"{count} ranks cannot divide the run's global batch of {size} samples evenly"
             raise ConfigError(f"{found}: use {fits} ranks, or start a new run", code="other-run")
-        # Keep the batch size if possible: it fits into memory, and BatchNorm's statistics depend on it.
+        # Keep the micro-batch if possible: it fits into memory, and BatchNorm statistics depend on its size.
         batch_size = same if size % (count * same) == 0 else None
         return dataclasses.replace(self, ranks=count, global_batch_size=size, batch_size=batch_size, accumulate=None)
 
     def usable_ranks(self, most: int) -> int:
-        """The largest number of ranks, up to `most`, that divides the global batch equally."""
+        """The largest number of ranks, up to `most`, that divides the global batch evenly."""
         return count_usable_ranks(self.batches.global_batch_size, most)
 
     def build_schedules(self, num_samples: int) -> tuple[Schedule, BatchSchedule]:
-        """The learning rates and the batches of a run on this many training samples."""
+        """Build the schedules of learning rates and batches for this number of training samples."""
         size = self.batches.global_batch_size
         batches = BatchSchedule(
             global_batch_size=size,
@@ -226,7 +226,7 @@ class TrainSettings:
 
     @property
     def stays_in_memory(self) -> bool:
-        """Whether the surviving ranks keep running after a fault."""
+        """Whether surviving ranks keep running after a fault."""
         return self.on_fault in ("spare", "shrink")
 
     @property
@@ -237,7 +237,7 @@ class TrainSettings:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the model is a user's function that must also return its data, because no data is named."""
+        """Whether the model is a user's function that must also return its data, because no data was chosen."""
         return is_own(self.model) and self.data == "synthetic"
 
     @property
@@ -250,13 +250,13 @@ class TrainSettings:
 
     @property
     def predicts_numbers(self) -> bool:
-        """Whether this is a regression job: targets are numbers, so there is no accuracy and no label smoothing."""
+        """Whether this is a regression job, without accuracy or label smoothing."""
         name, _ = parse_data(self.data)
         is_default = name == "synthetic" and self.model in MODELS
         return name == "synthetic:numbers" or (is_default and MODELS[self.model].form.kind == "numbers")
 
     def check(self) -> None:
-        """Reject invalid settings. Ranks check what depends on the data or the model."""
+        """Reject invalid settings. Ranks later check settings against the data and the model."""
         check_options(self)
         parse_save_every(self.save_every)
         find_hang_timeout(self.hang_timeout)
@@ -264,7 +264,7 @@ class TrainSettings:
         schedules.check_drops(self.lr_drops, self.schedule)
         self._check_batches()
         self._check_ranks()
-        # An option for another optimizer, norm or policy would silently do nothing.
+        # Otherwise an option for another optimizer, norm or policy would silently have no effect.
         if self.mtbf is not None and parse_duration(self.mtbf, "--mtbf") == 0:
             raise ConfigError(f"--mtbf {self.mtbf}: must be above 0")
         if self.mtbf is not None and self.save_every != AUTO:
@@ -291,12 +291,12 @@ class TrainSettings:
             raise ConfigError(f"{found}: a run has only one length; leave one out")
         if self.steps is not None and self.batch_growth:
             found = f"--batch-growth {schedules.format_growths(self.batch_growth)} with --steps {self.steps}"
-            raise ConfigError(f"{found}: growth points are fractions of all samples of the run; use --epochs")
+            raise ConfigError(f"{found}: growth points are fractions of the run's samples; use --epochs")
         if self.grow != GROWS[0] and not self.batch_growth:
             raise ConfigError(f"--grow {self.grow} has no effect without --batch-growth: leave it out, or give both")
 
     def _check_ranks(self) -> None:
-        """Reject combinations of ranks or workers, their wrapper, and their strategy that do not work."""
+        """Reject invalid combinations of ranks or workers, wrapper and strategy."""
         wrapper = f"--wrapper {self.wrapper}"
         workers = f"--workers {self.workers}"
         strategy = self.parsed_strategy
@@ -326,7 +326,7 @@ class TrainSettings:
             raise ConfigError(f"{found}: write dgc={self.momentum}")
 
     def check_policy(self) -> None:
-        """Reject recovery from the memory of another rank if no other rank holds the lost state."""
+        """Reject recovery from other ranks' memory if they have no copy of the lost state."""
         if not self.stays_in_memory:
             return
         asked = f"--on-fault {self.on_fault}"
@@ -345,11 +345,11 @@ class TrainSettings:
         elif strategy.codec not in ("dense", "bf16") or strategy.between_hosts:
             lost = "residuals"
         if lost:
-            what = f"{asked} with --strategy {self.strategy}: a lost rank takes its {lost} with it; {instead}"
+            what = f"{asked} with --strategy {self.strategy}: no other rank has a lost rank's {lost}; {instead}"
             raise ConfigError(what, code="on-fault")
         has_own_size = self.batch_size is None and self.global_batch_size is None
         if self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)):
-            what = f"{asked} with your own data: give --global-batch-size, so that fewer ranks can divide it"
+            what = f"{asked} with your own data: give a --global-batch-size for fewer ranks to divide"
             raise ConfigError(what, code="on-fault")
 
     def to_json(self) -> dict[str, Any]:
@@ -357,10 +357,10 @@ class TrainSettings:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainSettings:
-        """The settings that `to_json` wrote; refuses unknown keys and values of the wrong type."""
+        """Read the output of `to_json`; rejects unknown keys and values of the wrong type."""
         where = "the run's configuration"
         if not isinstance(values, dict):
-            raise ConfigError(f"{where} is not a JSON object: give the folder of a run of this Paceline")
+            raise ConfigError(f"{where} is not a JSON object: give the folder of a Paceline run")
         marks = values.get("batch_growth", ())
         try:
             found: TrainSettings = decode(cls, values | {"batch_growth": ()})
@@ -376,7 +376,7 @@ NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 
 
 def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
-    """A lower bound for the memory that each option needs on one rank; the model's own needs are not included."""
+    """A lower bound on each option's memory on one rank, besides the memory of the model."""
     is_synthetic = settings.data.startswith("synthetic")
     has_form = settings.data == "synthetic" and settings.model in MODELS
     form = MODELS[settings.model].form if has_form else DataForm("numbers", (1,))
@@ -397,9 +397,9 @@ def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
 
 
 def check_size(settings: TrainSettings) -> None:
-    """Reject jobs that cannot fit into memory or would never end, before anything is allocated.
+    """Reject jobs that cannot fit into memory or would never end, before allocating anything.
 
-    Only torch knows the memory of the GPUs, so this assumes the largest GPU that exists.
+    Only torch can query GPU memory, so this assumes the largest existing GPU.
     """
     Option(each_s=STEP_S).check("accumulate", settings.batches.accumulate)
     gpus = 0 if settings.device == "cpu" else machine.count_gpus()
@@ -413,18 +413,18 @@ def check_size(settings: TrainSettings) -> None:
             text = f"{flag} needs at least {format_memory(min(need, 10**30))} on each rank"
             raise ConfigError(f"{text}, but only {format_memory(have)} is free: use less", code="memory")
     if (settings.threads or 0) > most:
-        raise ConfigError(f"--threads {shorten(settings.threads or 0)}: this host has few cores; use at most {most}")
+        raise ConfigError(f"--threads {shorten(settings.threads or 0)}: too many for this host; use at most {most}")
 
 
 def check_job(settings: TrainSettings) -> None:
-    """Reject all errors that can be detected before a rank starts: bad settings, unknown models or data, missing
+    """Raise all errors that can be detected before a rank starts: bad settings, unknown models or data, missing
     files."""
     settings.check()
     settings.check_policy()
     if settings.wrapper == "dp" and (settings.device == "cpu" or not machine.count_gpus()):
         found = "--wrapper dp is nn.DataParallel, which needs GPUs and does nothing on a CPU"
         instead = "use paceline or torch with several --ranks, or none"
-        raise ConfigError(f"{found}: {instead}; a run with dp can only be resumed on GPUs, so start a new one here")
+        raise ConfigError(f"{found}: {instead}; a dp run can only be resumed on GPUs, so start a new run here")
     check_model(settings.model, settings.model_options)
     check_size(settings)
     check_request(settings.data_request)
@@ -441,20 +441,20 @@ def check_job(settings: TrainSettings) -> None:
 
 
 def list_job_warnings(settings: TrainSettings) -> list[str]:
-    """Warnings about settings that work but give little information."""
+    """Warnings about valid settings with little effect."""
     if settings.wrapper != "dp" or machine.count_gpus() > 1:
         return []
-    return ["--wrapper dp on one GPU: nn.DataParallel has nothing to distribute and acts as if there were no wrapper"]
+    return ["--wrapper dp on one GPU: nn.DataParallel has nothing to distribute and behaves like --wrapper none"]
 
 
 def takes_cap_lists() -> bool:
-    """Whether the installed torch's DDP accepts a cap for each bucket. Does not import torch."""
+    """Whether the installed torch's DDP accepts a cap per bucket. Does not import torch."""
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
 
 
 def load_plan(path: Path) -> Plan:
-    """Load a plan from a file; a ConfigError says what is wrong with it."""
+    """Load a plan from a file; raises a ConfigError if it is invalid."""
     try:
         return Plan.from_json(path.read_text())
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Several workers of a data-parallel job in one process, to study the accuracy of a strategy on a single device.
+"""Several workers of a data-parallel job in one process, to study a strategy's accuracy on a single device.
 
-Each worker has a model and an optimizer, and computes its part of every batch. The exchange uses the same codecs as
-messages between ranks.
+Each worker has a model and an optimizer, and computes its part of every batch. Workers exchange data with the same
+codecs as ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BuildCodec = Callable[[Strategy, int, int], Codec]
 
 
 class Workers:
-    """Learners that step together, with the state of their codecs and outer optimizers."""
+    """Learners that step together, with their codecs and outer optimizers."""
 
     def __init__(self, learners: Sequence[Learner], strategy: Strategy, build: BuildCodec = build_codec) -> None:
         self.learners = learners
@@ -47,7 +47,7 @@ class Workers:
         ]
 
     def take_step(self, window: Sequence[LoadedBatch], num_targets: int, rate: float, phases: Phases) -> StepOutcome:
-        """One step of all workers, with equal parts of each micro-batch. Call `set_rate` first."""
+        """Take one step of all workers, with equal parts of each micro-batch. Call `set_rate` first."""
         count = len(self.learners)
         total = None
         is_local = any(outer.is_local for outer in self._outers)
@@ -95,7 +95,7 @@ class Workers:
             learner.set_rate(rate)
 
     def state(self) -> dict[str, Any]:
-        """The state that the next step depends on, except the model and the optimizer of the first worker."""
+        """All state that the next step depends on, except the first worker's model and optimizer."""
         memory = [outer.state() for outer in self._outers]
         memory = memory or [{"common": codec.common, "rank": codec.errors} for codec in self._codecs]
         others = [
@@ -110,10 +110,10 @@ class Workers:
         return [list(param.stride()) for param in self.learners[0].parameters]
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from this state, which must have the same number of workers."""
+        """Continue from a state with the same number of workers."""
         if state["strides"] != self._strides:
             text = "parameters and residuals have a different memory layout here, probably because the device differs"
-            raise ConfigError(f"{text}: resume on the kind of device that the run started on", code="mismatch")
+            raise ConfigError(f"{text}: resume on the original kind of device", code="mismatch")
         self._step, self._rate = state["step"], state["rate"]
         for learner, found in zip(self.learners[1:], state["others"], strict=True):
             learner.module.load_state_dict(found["model"])
@@ -128,23 +128,23 @@ class Workers:
                 codec.common = {name: value.clone() for name, value in found["common"].items()}
 
     def sync_parameters(self) -> None:
-        """End the round, so that all workers hold the same parameters."""
+        """End the round: all workers then have the same parameters."""
         if any(outer.has_drifted for outer in self._outers):
             self._run([outer.complete(self._lrs) for outer in self._outers])
 
 
 def build_workers(learner: Learner, count: int, strategy: Strategy, build: BuildCodec = build_codec) -> Learner:
-    """The learner with `count` identical workers, of which it is the first. Its steps are steps of all workers."""
+    """Make the learner the first of `count` identical workers. Each of its steps is then a step of all workers."""
     learners = [replace(learner, world_size=count * learner.world_size)]
     for _ in range(count - 1):
-        # Copied together, because the optimizer references the module's tensors.
+        # Copy both together: the optimizer references the module's tensors.
         module, optimizer = copy.deepcopy((learner.module, learner.optimizer))
         learners.append(replace(learners[0], model=module, module=module, optimizer=optimizer))
     return replace(learners[0], workers=Workers(learners, strategy, build))
 
 
 def average_statistics(modules: Sequence[nn.Module]) -> None:
-    """Give all replicas the mean of their running statistics, as the wrapper does."""
+    """Average the replicas' running statistics, as the wrapper does."""
     names = ("running_mean", "running_var")
     own = [
         [getattr(layer, name) for layer in module.modules() if isinstance(layer, BatchNorm) for name in names]
@@ -152,14 +152,14 @@ def average_statistics(modules: Sequence[nn.Module]) -> None:
     ]
     own = [[buffer for buffer in buffers if buffer is not None] for buffers in own]
     if own[0]:
-        # One operation, because on a GPU each call is a kernel launch.
+        # A single operation, because each call on a GPU is a kernel launch.
         mean = torch.stack([torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in own]).mean(0)
         for buffers in own:
             torch._foreach_copy_(buffers, list(mean.split([buffer.numel() for buffer in buffers])))
 
 
 def _gradient(param: nn.Parameter) -> torch.Tensor:
-    """The gradient in memory order, as in a bucket of the wrapper, regardless of the parameter's strides."""
+    """The gradient in memory order, as in the wrapper's buckets, regardless of the parameter's strides."""
     if param.grad is None or param.grad.stride() != param.stride():
         grad, param.grad = param.grad, torch.zeros_like(param)
         param.grad.copy_(grad if grad is not None else param.grad)
@@ -169,7 +169,8 @@ def _gradient(param: nn.Parameter) -> torch.Tensor:
 
 
 def _cut(loaded: LoadedBatch, number: int, count: int) -> LoadedBatch:
-    """One worker's part of a micro-batch that `count` workers divide; if it is empty, a filler that does not count."""
+    """Cut out one worker's part of a micro-batch for `count` workers; if it is empty, use a filler that does not
+    count."""
     size = len(loaded.batch)
     start, end = (size * place // count for place in (number, number + 1))
     batch = loaded.batch.map(lambda tensor: tensor[start:end] if end > start else tensor[:1])
