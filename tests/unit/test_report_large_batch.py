@@ -45,10 +45,11 @@ def test_a_sentence_says_what_a_big_batch_costs():
     assert text == (
         f"cnn: gradient noise scale 45 (90 %: {least:,.0f} to {most:,.0f}) at epoch 1; "
         f"840 (90 %: {low:,.0f} to {high:,.0f}) at epoch 5. Batches far "
-        "above this save few steps: at 8192, 10.8 times the fewest samples for 1.1 times the fewest steps."
+        "above this save few steps: 8192 needs 10.8 times the minimum samples and 1.1 times the minimum steps."
     )
     (text,) = describe_noise([last], 84)
-    assert text.endswith("cost few extra samples: at 84, 1.1 times the fewest samples for 11.0 times the fewest steps.")
+    least = "84 needs 1.1 times the minimum samples and 11.0 times the minimum steps."
+    assert text.endswith(f"cost few extra samples: {least}")
 
 
 @pytest.mark.parametrize(

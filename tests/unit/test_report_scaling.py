@@ -366,8 +366,8 @@ def test_throughput_that_still_grows_at_the_largest_size_has_no_knee_anywhere(bu
     records = [make_batch(make_rng(), size, s, 4096) for size, s in ((32, 4.0), (64, 2.0), (16, 7.0))]
     records += [make_batch(make_rng(), 128, failure=failure)] if failure else []
     result = build_result(Run("scale batch", {}, build_environment(), tuple(records)))
-    more = "larger ones do not fit" if failure else "try larger"
-    assert result.answer == f"There is no knee up to batch size 64, where throughput still grows: {more}."
+    more = "larger batches do not fit" if failure else "try larger batches"
+    assert result.answer == f"Throughput still grows at batch size 64: {more}."
     assert result.findings[0].startswith("At batch size 64 a step takes ")
     assert not any(row["is_knee"] for row in result.table().rows_json())
     assert [row["mark"] for row in cells(result.table(), None)] == ["", "", "", *([failure] if failure else [])]
@@ -393,8 +393,8 @@ def test_a_sweep_in_which_nothing_fits_has_only_that_to_say():
         ("weak", 0.010, 0.0, "efficiency 1.00 ± 0.00. The loss is within the noise."),
         ("strong", 0.005, 0.003, "speed-up 1.25 of 2, efficiency 0.62 ± 0.00. The cause: exposed communication is 37% "
          "of the step."),
-        ("strong", 0.009, 0.001, "speed-up 1.00 of 2, efficiency 0.50 ± 0.00. The cause: a rank's part of the "
-         "batch takes 1.80 times as long per sample as all of it on one rank "
+        ("strong", 0.009, 0.001, "speed-up 1.00 of 2, efficiency 0.50 ± 0.00. The cause: a rank's share of the "
+         "batch takes 1.80 times as long per sample as the whole batch on one rank "
          "(exposed communication is 10% of the step)."),
     ],
 )  # fmt: skip
@@ -553,7 +553,7 @@ def test_large_batches_tell_the_gap_the_updates_and_what_repairs_it():
 @pytest.mark.parametrize(
     ("accuracy", "text"),
     [
-        (0.60, "; no recipe repairs it; the best, lars: 30.4 points below the baseline."),
+        (0.60, "; no recipe helps; the best, lars: 30.4 points below the baseline."),
         (0.9035, "lars: 0.0 points below the baseline (less than the spread over seeds)."),
         (0.92, "; the best recipe, lars: 1.6 points above the baseline."),
     ],
@@ -585,7 +585,7 @@ def test_the_answer_of_ranks_says_whether_more_of_them_help(results):
     weak = max(point.efficiency for point in most if point.record.mode == "weak")
     strong = max(point.speedup for point in most if point.record.mode == "strong")
     assert result.answer.startswith(f"4 ranks reach {weak:.0%} efficiency in weak scaling (paceline on ")
-    assert f" and {strong:.2f} times the speed in strong scaling (" in result.answer
+    assert f" and a speed-up of {strong:.2f} in strong scaling (" in result.answer
     assert "? a single repetition" in " ".join(result.text(300, details=True).split())
 
 
@@ -617,19 +617,19 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
     ]
     lines = match_predictions(predicted, list_points(records))
     assert rank_scaling.describe_errors(lines) == [
-        "Predictions from half the ranks, of 2 steps on 2, 4 ranks: mean error 7.0%, largest 10.0% "
+        "Predicting 2 steps on 2, 4 ranks from half the ranks: mean error 7.0%, largest 10.0% "
         "(paceline on gloo, 32 samples per rank); 2 of 2 within the 90 % interval."
     ]
     assert rank_scaling.describe_errors(lines[2:]) == []
     lines[0] = replace(lines[0], is_disturbed=True)
     (text,) = rank_scaling.describe_errors(lines)
-    assert text.startswith("Predictions from half the ranks, of 1 step on 4 ranks: mean error 4.0%, ")
+    assert text.startswith("Predicting 1 step on 4 ranks from half the ranks: mean error 4.0%, ")
     assert text.endswith("; 1 of 1 within the 90 % interval (1 disturbed step left out).")
     assert [row["mark"] for row in cells(rank_scaling.PREDICTED, lines)] == ["disturbed", "", "", ""]
     assert [bool(row["error"]) for row in cells(rank_scaling.PREDICTED, lines)] == [False, True, False, False]
     assert [row["is_disturbed"] for row in parse(rank_scaling.PREDICTED, lines)] == ["True", "False", "False", "False"]
     assert rank_scaling.describe_predictions(lines[2:]) == [
-        "More ranks (simulated), paceline on gloo, 32 samples per rank (10 Gb/s): efficiency 0.50 "
+        "Predicted (simulated) for paceline on gloo, 32 samples per rank, 10 Gb/s: efficiency 0.50 "
         "(0.25 to 1.00) on 8 ranks, efficiency 0.10 (0.05 to 0.20) on 1,024 ranks; doubtful: far.",
     ]
 

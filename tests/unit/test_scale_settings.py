@@ -65,7 +65,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
         (RANKS, {"setups": (Setup("none", "gloo"),)}, "wrapper 'none' is unknown"),
         (RANKS, {"setups": (Setup("torch", "glo"),)}, "backend 'glo' is unknown"),
         (RANKS, {"ranks": (1,)}, "--ranks 1: scaling compares one rank with two or more"),
-        (RANKS, {"global_batch_sizes": (64, 6)}, "--global-batch-size 6 cannot be shared equally by 4 ranks: use a"),
+        (RANKS, {"global_batch_sizes": (64, 6)}, "--global-batch-size 6 cannot be divided evenly among 4 ranks: use a"),
         (RANKS, {"setups": (Setup("dp", "gloo"),)}, "--wrapper dp puts 4 GPUs into one process, and 0 can"),
         (
             SWEEP,

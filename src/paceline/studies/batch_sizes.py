@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from paceline.training.build import Job
 
-KNEE = 0.9  # the knee is the smallest batch size with this share of the best throughput
-# How torch reports that memory is exhausted: on a GPU by the error's class, on a CPU only by its text.
+KNEE = 0.9  # the knee is the smallest batch size with this fraction of the best throughput
+# torch's out-of-memory messages: on a CPU the error has no class of its own.
 _FULL = re.compile(r"can't allocate memory|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
@@ -41,7 +41,7 @@ def batch(
     model: str = "cnn", batch_size: Counts = (32, 128, 512, 2048), *, epochs: int = 3, device: str = "auto",
     out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
 ) -> BatchResult:  # fmt: skip
-    """Which batch size keeps one rank busy? Whole epochs at each size, the first of them a warm-up.
+    """Which batch size keeps one rank busy? Times whole epochs at each size, after a warm-up epoch.
 
     Args:
         model: A name, or "FILE.py:FUNCTION", as in `paceline.train`.
@@ -52,13 +52,13 @@ def batch(
         resume: The folder of an interrupted study, which keeps its own settings: leave out all other arguments.
         job: Further settings of the job, named like the options of `paceline train` (data, precision, channels, ...).
     """
-    refuse_launched("batch sizes are compared on one rank")
+    refuse_launched("this study compares batch sizes on one rank")
     return cast("BatchResult", run_study(BatchSettings, locals()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSettings(StudySettings):
-    """Whole epochs of the job on one rank at each batch size, the first of them a warm-up."""
+    """Whole epochs of the job on one rank at each batch size, the first as a warm-up."""
 
     verb = staticmethod(batch)
 
@@ -68,8 +68,8 @@ class BatchSettings(StudySettings):
     @classmethod
     def build(cls, *, batch_size: Counts, epochs: int, device: str, **job: Any) -> Self:
         alone = ("ranks", "wrapper", "backend", "plan", "sync_batchnorm", "accumulate")
-        refuse_unused(job, alone, "one rank computes alone")
-        refuse_unused(job, ("steps",), "whole epochs are timed; give --epochs")
+        refuse_unused(job, alone, "this study uses a single rank")
+        refuse_unused(job, ("steps",), "this study times whole epochs; use --epochs")
         sizes = list_counts(batch_size, "batch_size")
         train = TrainSettings(batch_size=sizes[0], wrapper="none", device=choose_device(device), **job)
         return cls(job=train, batch_sizes=sizes, epochs=epochs)
@@ -94,7 +94,7 @@ class BatchSettings(StudySettings):
 
 
 def build_killed(job: TrainSettings, size: int, error: LaunchError) -> list[Record] | None:
-    """The record of a batch size at which the kernel killed the process."""
+    """Build the record of a batch size at which the kernel killed the process."""
     record = BatchRecord(
         model=job.model, data=parse_data(job.data)[0], device=job.device, precision=job.precision,
         threads=job.threads or 1, batch_size=size, num_samples=size, num_steps=1,
@@ -104,7 +104,7 @@ def build_killed(job: TrainSettings, size: int, error: LaunchError) -> list[Reco
 
 
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
-    """Time epochs of the job, the first of them a warm-up. Batches that do not fit into memory are also recorded."""
+    """Time epochs of the job, the first as a warm-up. Also records batches that do not fit into memory."""
     import torch
 
     from paceline.measure.engine import build_samples
@@ -120,14 +120,14 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # reset this process's peak
         times: list[tuple[float, float]] = []
-        # A short batch would appear in the table as the larger one.
+        # Do not time a smaller batch under this batch size.
         num_samples = job.batch_schedule.num_samples
         is_large = job.batches.global_batch_size > num_samples
         failure = f"more than the {num_samples} samples of an epoch" if is_large else ""
         try:
             times.extend(() if failure else _time_epochs(job))
         except (RuntimeError, MemoryError, ConfigError) as error:
-            cause = error.__cause__ or error  # the user's own step raised it
+            cause = error.__cause__ or error  # a cause comes from the user's own step
             if not (isinstance(cause, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(cause))):
                 raise
             failure = f"out of memory in epoch {len(times) + 1}"
@@ -146,10 +146,10 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
 
 
 def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
-    """The seconds of each epoch's steps, and of the rest of the epoch, which is spent waiting for data.
+    """Yield the seconds of each epoch's steps, and of its data waits.
 
-    On a GPU the steps are timed by the GPU's clock: the host runs ahead, and the GPU computes while the host waits for
-    data or a full queue, so subtracting the host's waits would make steps too short.
+    GPU steps are timed by the GPU's clock: the host runs ahead, and the GPU computes while the host waits for data or a
+    full queue, so subtracting the host's waits would underestimate steps.
     """
     from paceline.measure.engine import follow, synchronize
     from paceline.training.loop import run_steps
@@ -171,7 +171,7 @@ def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
 
 
 def _read_peak(device: torch.device) -> int:
-    """Peak bytes since the reset: of tensors on CUDA, of the whole process on a CPU; 0 if unknown."""
+    """Peak bytes since the last reset: of tensors on CUDA, of the whole process on a CPU; 0 if unknown."""
     import torch
 
     if device.type == "cuda":
@@ -184,15 +184,15 @@ def _read_peak(device: torch.device) -> int:
 
 
 def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
-    """The smallest batch size that reaches `KNEE` of the best throughput. None if only the largest one does, because
-    throughput still grows there."""
+    """The smallest batch size that reaches `KNEE` of the best throughput. None if only the largest does: throughput may
+    keep growing."""
     found = sorted(((rate, r) for r in records if (rate := r.samples_per_s)), key=lambda pair: pair[1].batch_size)
     best = max((rate for rate, _ in found), default=0.0)
     return next((record for rate, record in found[:-1] if rate >= KNEE * best), None)
 
 
 def build_batch_table(records: Sequence[BatchRecord]) -> Table:
-    """The table of all batch sizes. Times are per epoch, and exclude warm-ups and waits for data."""
+    """Build the table of all batch sizes. Times are per epoch, and exclude warm-ups and data waits."""
     knee, repeated = find_knee(records), [r for r in records if r.timing and r.timing.count > 1]
     columns = [
         *text_columns("model", "data", "device", "precision"),
@@ -215,7 +215,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
 
 
 def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
-    """The batch size up to which throughput grows, the step time there, and the batch sizes that do not fit."""
+    """Report the knee of the throughput, its step time, and the batch sizes that do not fit."""
     timed = {r.batch_size: r for r in records if r.timing}
     failed = [f"Batch size {r.batch_size} does not fit: {r.failure}." for r in records if r.failure]
     if not timed:
@@ -228,8 +228,9 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     if len(rates) == 1:
         text = f"Batch size {here}, the only one measured, reaches {format_speed(rates[here])} samples/s."
     elif knee is None:
-        more = "larger ones do not fit" if any(r.failure and r.batch_size > here for r in records) else "try larger"
-        text = f"There is no knee up to batch size {here}, where throughput still grows: {more}."
+        is_full = any(r.failure and r.batch_size > here for r in records)
+        more = "larger batches do not fit" if is_full else "try larger batches"
+        text = f"Throughput still grows at batch size {here}: {more}."
     elif here == min(rates):
         text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
     memory = f" and the process peaks at {format_bytes(timed[here].peak_bytes)}" if timed[here].peak_bytes else ""
@@ -237,7 +238,7 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
 
 
 def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
-    """Samples/s and peak memory against batch size, with the knee, and a cross where a batch did not fit."""
+    """Plot samples/s and peak memory against batch size, with the knee, and a cross where a batch did not fit."""
     source = ", ".join(dict.fromkeys(record.source for record in records))
     figure, axes = new_figure(f"{records[0].model} on one rank: batch size", subtitle)
     timed = sorted((r for r in records if r.timing), key=lambda r: r.batch_size)

@@ -1,7 +1,7 @@
 """The job of `paceline faults` on the ranks: a small model that trains, saves, and injects a fault into itself.
 
-`paceline train` gets the model from here (`build`); under torchrun this file is the program (`main`), with Paceline's
-wrapper and monitor or with torch's own. The environment variable PACELINE_FAULT says which fault, as JSON.
+`paceline train` calls `build` for the model; under torchrun this file is the program (`main`), with Paceline's wrapper
+and monitor or torch's own. The environment variable PACELINE_FAULT describes the fault as JSON.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def inject(fault: str) -> None:
             os.kill(os.getpid(), signal.Signals[f"SIG{fault.upper()}"])
         case "exit":
             os._exit(3)
-        case "gil":  # a call that waits forever and does not release the GIL; signals do not end it
+        case "gil":  # blocks forever without releasing the GIL; signal handlers cannot run
             mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
             library.pthread_mutex_lock(mutex)
             library.pthread_mutex_lock(mutex)
@@ -82,7 +82,7 @@ def inject(fault: str) -> None:
             time.sleep(1.0)  # the trial cuts the network or a host during this step
 
 
-# The part of a step in which each disturbance of a healthy rank may occur.
+# Disturbances of a healthy rank, and the part of a step in which each may occur.
 NOISES = {
     "stall": "between",
     "evaluate": "between",
@@ -94,8 +94,8 @@ NOISES = {
 
 
 class Noise:
-    """Disturbs a healthy rank in random order at random times, but never injects a fault. The file at `path` counts the
-    disturbances."""
+    """Injects disturbances, but no faults, into a healthy rank in random order at random times. Counts them in the file
+    at `path`."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._draw, self._counts = path, random.Random(seed), Counter[str]()
@@ -121,14 +121,14 @@ class Noise:
 
 
 def _compile(size: int) -> None:
-    """Compile a function for a size that is not in any cache."""
+    """Compile a function for an uncached size."""
     torch.compiler.reset()
     backend = "inductor" if shutil.which(os.environ.get("CXX", "g++")) else "eager"
     torch.compile(lambda inputs: torch.softmax(inputs.sin() * 2, 1).sum(), backend=backend)(torch.ones(size, 32))
 
 
 def _load_machine(seconds: float) -> None:
-    """Keep all cores busy with other processes for a while, or until this one ends."""
+    """Keep all cores busy with other processes for this time, or until this process ends."""
     goes_on = f"time.monotonic() < end and os.getppid() == {os.getpid()}"
     text = f"import os, time; end = time.monotonic() + {seconds}\nwhile {goes_on}: sum(range(9999))"
     for _ in range(os.cpu_count() or 1):
@@ -136,7 +136,7 @@ def _load_machine(seconds: float) -> None:
 
 
 class Net(nn.Module):
-    """Three layers that reach the fault at its place and step."""
+    """Three layers that inject the fault at its place and step."""
 
     def __init__(self, asked: Asked) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Net(nn.Module):
             return
         if (place, self.num_steps + 1) != (asked.place, asked.step):
             return
-        if asked.fault == "other-shape":  # every rank takes part in this fault
+        if asked.fault == "other-shape":  # this fault needs every rank
             self._note(self._is_mine)
             dist.all_reduce(torch.ones(1001 if self._is_mine else 1000, device=next(self.parameters()).device))
         elif self._is_mine and asked.fault == "kill-in-save":
@@ -189,7 +189,7 @@ class Net(nn.Module):
                 with contextlib.suppress(OSError), Path(self._asked.folder, OUT, "filler").open("wb", 0) as file:
                     while True:
                         file.write(bytes(1 << 20))
-            case "oom":  # in a control group with a limit, so that the kernel kills no other process
+            case "oom":  # in a control group with a memory limit: the kernel must not kill other processes
                 Path(self._asked.group, "cgroup.procs").write_text(str(os.getpid()))
                 taken = [torch.ones(1 << 22) for _ in range(64)]  # a gigabyte
                 raise RuntimeError(f"{len(taken)} blocks were allocated without running out of memory")
@@ -205,13 +205,13 @@ class Net(nn.Module):
 
     def _count(self, *_: Any) -> None:
         self.num_steps += 1
-        self._reach("between")  # the place between this step and the next
+        self._reach("between")  # between this step and the next
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.layers[:2](inputs.flatten(1)[:, :NUM_INPUTS])
         if self.training:
             if self._asked.pause_s and self.num_steps + 2 == self._asked.step:
-                with slow("a spare gets ready"):
+                with slow("waiting for a spare"):
                     time.sleep(self._asked.pause_s)
             self._reach("forward")
             hidden.register_hook(lambda _: self._reach("backward"))
@@ -221,12 +221,12 @@ class Net(nn.Module):
 
 
 def build() -> Net:
-    """The model for `paceline train --model FILE:build`."""
+    """Build the model for `paceline train --model FILE:build`."""
     return Net(read_asked())
 
 
 def main() -> None:
-    """A user's script: trains, saves with torch.save, and resumes from its last save."""
+    """Act as a user's script: train, save with torch.save, and resume from the last save."""
     asked = read_asked()
     torch.manual_seed(1)
     if asked.wrapper == "torch":
@@ -244,7 +244,7 @@ def main() -> None:
         from paceline.runtime.ranks.world import init
 
         device = init(asked.backend, asked.device, announce=None).device
-        monitor()  # before the model, so that the monitor's hook comes first
+        monitor()  # before the model: the monitor's hook must come first
         net = Net(asked).to(device)
         model = DDP(net)
     optimizer, path, first = torch.optim.SGD(net.parameters(), 0.01), Path(asked.folder) / OUT / "saved.pt", 0

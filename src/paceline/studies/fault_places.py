@@ -1,6 +1,6 @@
 """The request from a fault trial to its job, and environments for faults: a small disk, a memory limit, or two hosts.
 
-Each environment is created for one job and then removed. Hosts are network namespaces of this machine, which need root.
+Each environment exists for one job. Hosts are network namespaces of this machine, which need root.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from paceline.errors import MeasurementError
 
-VARIABLE = "PACELINE_FAULT"  # holds the fields of `Asked` as JSON
-OUT = "out"  # where a job saves, in its folder
+VARIABLE = "PACELINE_FAULT"  # the fields of `Asked` as JSON
+OUT = "out"  # the job's output folder, in its own folder
 BATCH_SIZE = 8
 _DISK_BYTES, _MEMORY_BYTES = 64 << 20, 64 << 20
-# The two hosts, each in its own namespace.
+# Addresses of the two hosts, which have separate namespaces.
 HOST_ADDRESS, HOST_PORT = "10.213.9", 29400
 _NAMES = ("a", "b")
 _BURSTS = {"100mbit": "16kb", "1gbit": "64kb"}
@@ -33,7 +33,7 @@ _SLOW = ("root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms")
 
 
 class Asked(NamedTuple):
-    """`fault` at a `place` of step `step` on rank `rank`; the job writes its files into `folder`."""
+    """The requested `fault`: at a `place` of step `step` on rank `rank`. The job writes its files into `folder`."""
 
     folder: str
     fault: str = ""
@@ -47,13 +47,13 @@ class Asked(NamedTuple):
     device: str = "cpu"
     width: int = 256
     group: str = ""  # the control group whose memory runs out
-    pause_s: float = 0.0  # before the step of the fault, so that a spare can get ready
+    pause_s: float = 0.0  # pause before the step of the fault, to let a spare get ready
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job runs: this machine, unchanged by default. `prefix` starts a command there, `group` is a control group
-    for the rank to join, and `spaces` are the network namespaces of two hosts with one rank each."""
+    """A job's environment: by default this machine, unchanged. `prefix` starts a command in it, `group` is a control
+    group for the rank to join, and `spaces` are the network namespaces of two hosts with one rank each."""
 
     prefix: list[str] = field(default_factory=list)
     group: str = ""
@@ -61,13 +61,13 @@ class Place:
 
     @property
     def torchrun(self) -> list[str]:
-        """The options of torchrun in this environment."""
+        """torchrun's options in this environment."""
         if not self.spaces:
             return ["--standalone"]
         return ["--nnodes", "2", "--master-addr", f"{HOST_ADDRESS}.1", "--master-port", str(HOST_PORT)]
 
     def wrap(self, command: list[str]) -> list[str]:
-        """The command that runs the given one in this environment."""
+        """Build a command that runs the given command in this environment."""
         if not self.spaces:
             return [*self.prefix, *command]
         variables = [f"PACELINE_SECRET={secrets.token_hex(16)}", "GLOO_SOCKET_IFNAME=eth0"]
@@ -79,7 +79,7 @@ class Place:
         return ["sh", "-c", f"{first} & a=$!; {second} & b=$!; wait $a; code=$?; wait $b && exit $code"]
 
     def act(self, fault: str, rank: int) -> None:
-        """Inject a fault that the job cannot inject itself, once the job has reached the fault's step."""
+        """Inject a fault from outside the job, which has just reached the fault's step."""
         match fault:
             case "link-down":
                 _call("ip", "-n", self.spaces[rank], "link", "set", "eth0", "down")
@@ -92,7 +92,7 @@ class Place:
 
 @contextlib.contextmanager
 def open_place(needs: str, folder: Path) -> Iterator[Place]:
-    """Create the environment, and always remove it."""
+    """Create the environment, and remove it at the end, even after an error."""
     with contextlib.ExitStack() as undo:
         match needs:
             case "disk":
@@ -105,7 +105,7 @@ def open_place(needs: str, folder: Path) -> Iterator[Place]:
                 yield Place()
 
 
-# The job saves to a small disk, whose content is copied to the real one when the job has ended.
+# The job saves to a small disk. When the job ends, its content is copied to the real disk.
 _SMALL_DISK = f"""
 out=$1; shift
 mkdir -p $out; mount -t tmpfs -o size={_DISK_BYTES} tmpfs $out
@@ -129,7 +129,7 @@ def _end_all(space: str) -> None:
 
 
 def _find_private() -> list[str]:
-    """The prefix that starts a command in its own mount namespace."""
+    """The prefix to start a command in a separate mount namespace."""
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
 
 
@@ -138,7 +138,7 @@ def _can(command: list[str]) -> bool:
 
 
 def why_not(needs: str) -> str:
-    """Why this environment cannot be created here; empty if it can."""
+    """The reason why this machine cannot create the environment, or an empty string."""
     tools = {"disk": ["unshare"], "hosts": ["unshare", "ip", "tc"]}.get(needs, [])
     if missing := [tool for tool in tools if shutil.which(tool) is None]:
         return f"`{missing[0]}` is not installed"
@@ -147,12 +147,12 @@ def why_not(needs: str) -> str:
         return "" if can else "mounting a disk needs root"
     if needs == "hosts":
         can = os.geteuid() == 0 and _can(["unshare", "--mount", "--net", "--uts", "true"])
-        return "" if can else "two hosts are network namespaces of this one, which need root"
+        return "" if can else "creating two hosts (network namespaces) needs root"
     return _find_group()[1] if needs == "memory" else ""
 
 
 def _find_group() -> tuple[Path, str]:
-    """This process's control group for memory limits, or why there is none."""
+    """This process's control group for memory limits, or the reason why it has none."""
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -164,14 +164,14 @@ def _find_group() -> tuple[Path, str]:
             controllers += (group / "cgroup.subtree_control").read_text().split()
         if "memory" in controllers and os.access(group, os.W_OK):
             return group, ""
-    return Path(), "a control group with a memory limit needs root"
+    return Path(), "creating a control group with a memory limit needs root"
 
 
 def _make_group(undo: contextlib.ExitStack) -> Path:
     group = _find_group()[0] / f"paceline-{secrets.token_hex(4)}"
     group.mkdir()
     undo.callback(_remove_group, group)
-    is_new = (group / "memory.max").exists()  # version 2 of control groups
+    is_new = (group / "memory.max").exists()  # control groups version 2
     (group / ("memory.max" if is_new else "memory.limit_in_bytes")).write_text(str(_MEMORY_BYTES))
     with contextlib.suppress(OSError):  # no swap here
         if is_new:
@@ -184,15 +184,15 @@ def _make_group(undo: contextlib.ExitStack) -> Path:
 def _remove_group(group: Path) -> None:
     until_s = time.monotonic() + 5.0
     while group.exists() and time.monotonic() < until_s:
-        with contextlib.suppress(OSError):  # a process in the group is still exiting
+        with contextlib.suppress(OSError):  # raised while a process in the group is still exiting
             group.rmdir()
         time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def link_hosts(rate: str = "") -> Iterator[tuple[str, ...]]:
-    """Two network namespaces that reach only each other, at `HOST_ADDRESS`.1 and .2. Their link is limited to
-    `rate`, if given. They are removed with all processes in them."""
+    """Create two network namespaces that reach only each other, at `HOST_ADDRESS`.1 and .2, optionally with a link
+    limited to `rate`. Removes them at the end, with all processes in them."""
     for space, pid in re.findall(r"^(paceline-hosts-(\d+)-\S+)", _call("ip", "netns", "list"), re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():  # its owner was killed
             _remove_space(space)
@@ -208,7 +208,7 @@ def link_hosts(rate: str = "") -> Iterator[tuple[str, ...]]:
             for interface in ("lo", "eth0"):
                 _call("ip", "-n", space, "link", "set", interface, "up")
             if rate:
-                # The smallest burst that sustains the rate: a real link has no burst after a pause.
+                # Use the smallest burst that sustains the rate: a real link does not burst after a pause.
                 limit = ("tbf", "rate", rate, "burst", _BURSTS.get(rate, "256kb"), "latency", "50ms")
                 _call("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", *limit)
         yield spaces

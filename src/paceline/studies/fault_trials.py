@@ -1,7 +1,7 @@
-"""`paceline faults`: injects faults into a small job repeatedly. How quickly and accurately is each fault identified?
+"""`paceline faults`: repeatedly injects faults into a small job. How quickly and accurately are they identified?
 
 The job is `fault_job`, in separate processes: under `paceline train`, as a script with Paceline's wrapper and monitor
-under torchrun, and as a script with torch's wrapper only.
+under torchrun, and as a script with only torch's wrapper.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _QUICK = "kill,stop,gil,loop,exception,term,stall"
 class Fault(NamedTuple):
     """A kind of fault.
 
-    `place`: where in a step it happens. `cause`: a pattern that a correct report matches; empty for pauses and slow
-    networks, which are not faults. `needs`: a prepared environment (`fault_places`). `names_rank`: whether the report
-    names the rank. `rank`: the only rank that can have it. `is_saved`: afterward a run must resume from its newest
-    checkpoint. `is_final`: the run ends, whatever its policy.
+    `place`: the part of a step in which it happens. `cause`: the pattern of a correct report; empty for pauses and slow
+    networks, which are not faults. `needs`: a special environment (`fault_places`). `names_rank`: whether the report
+    must identify the rank. `rank`: the only possible rank. `is_saved`: afterward a run must resume from its newest
+    checkpoint. `is_final`: the run ends under every policy.
     """
 
     place: str
@@ -77,7 +77,7 @@ FAULTS: dict[str, Fault] = {
     "segv": Fault("backward", "SIGSEGV"),
     "abrt": Fault("forward", "SIGABRT"),
     "exit": Fault("forward", r"code\s*:? 3\b"),
-    "term": Fault("forward", "SIGTERM", is_final=True),  # asks all ranks to save and stop
+    "term": Fault("forward", "SIGTERM", is_final=True),  # a request to all ranks to save and stop
     "oom": Fault("forward", "by the kernel: out of memory", "memory"),
     "gil": Fault("forward", "GIL"),
     "loop": Fault("forward", "has been computing"),
@@ -110,19 +110,19 @@ FAULTS: dict[str, Fault] = {
 _JOB = Path(__file__).with_name("fault_job.py")
 _LONG_STEPS = 1_000_000  # the fault ends the job
 _START_S = 120.0
-_TRIAL_S = 20.0  # about how long a trial takes: two starts, the fault, and the end of all processes
-_WARM_S = 8.0  # how long a spare may take to get ready before the fault
-_SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # large enough that writing it takes a while
-_STOP_S = 60.0  # how long a job may take to end after SIGTERM
+_TRIAL_S = 20.0  # approximate duration of a trial: two starts, the fault, and the end of all processes
+_WARM_S = 8.0  # time for a spare to get ready before the fault
+_SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # large enough to take a while to write
+_STOP_S = 60.0  # timeout for a job to end after SIGTERM
 _HANGS, _HANG_TIMEOUT = ("gil", "loop", "deadlock", "endless-kernel", "extra-collective"), "5s"
 _TOKEN = "PACELINE_FAULT_TRIAL"  # marks the processes of a job
-_LEAVE_S = 2.0, 8.0  # how long processes may outlive the command, on one host and on two
+_LEAVE_S = 2.0, 8.0  # time limit for processes to end after the command, on one host and on two
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault to inject into one job. `limit_s` is how long to wait until it is identified, and how long noise lasts.
-    `policy` is that of `paceline train`, and `state_bytes` the size of its model and momentum; 0: a small one."""
+    """One fault to inject into one job. `limit_s` is the timeout for its identification, and the duration of noise.
+    `policy` applies under `paceline train`; `state_bytes` is the size of the model and momentum, 0 for a small one."""
 
     fault: str
     system: str
@@ -159,7 +159,7 @@ class Trial:
         return bool(can) and self.policy != "stop" and self.system == "train"
 
     def build_request(self, folder: Path, group: str = "") -> Asked:
-        """The request to the job. `group` is the control group whose memory runs out."""
+        """Build the request to the job. `group` is the control group that runs out of memory."""
         fault, place = self.fault, self.kind.place
         steps = _LONG_STEPS
         if (not self.kind.cause and fault != "noise") or place == "start":
@@ -174,7 +174,7 @@ class Trial:
         )  # fmt: skip
         if not (state_bytes := self.state_bytes or _SAVED_BYTES.get(fault, 0)):
             return asked
-        # The width of layers whose weights and momentum have this size.
+        # Solve for the layer width at which weights and momentum have this size.
         return asked._replace(width=max(1, round(math.sqrt(state_bytes / 8 + 397**2) - 397)))
 
     def build_record(self, **outcome: Any) -> FaultRecord:
@@ -209,7 +209,7 @@ def faults(
     """
     given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
     check_counts(trials=trials)
-    refuse(((trials or 1) > _MOST_TRIALS, f"--trials {trials}: at most {_MOST_TRIALS}, which take weeks"))
+    refuse(((trials or 1) > _MOST_TRIALS, f"--trials {trials} would take weeks: use at most {_MOST_TRIALS}"))
     if resume is None:
         config = _build_config(**{name: value for name, value in given.items() if name != "out"}, trials=trials or 1)
     else:
@@ -233,7 +233,7 @@ def _build_config(
     *, faults: str, backend: Names, systems: Names, ranks: int, trials: int, patience: float, restart: bool,
     on_fault: Names, state: str | None, device: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """The configuration of the run, after all checks that do not need a job."""
+    """Build the run's configuration, after all checks that do not need a job."""
     named, policies, backends = list_names(systems), list_names(on_fault), list_names(backend)
     known = (*SYSTEMS, ATTACHED)
     Option(choices=known).check("systems", named)
@@ -257,7 +257,7 @@ def _build_config(
 
 
 def _list_tasks(config: dict[str, Any]) -> list[Task]:
-    """All trials, alternating between faults and systems. Only `train` has a policy."""
+    """List all trials, alternating between faults and systems. Only `train` has a policy."""
     tasks = list[Task]()
     policies = config["on_fault"]
     turns = itertools.product(
@@ -282,7 +282,7 @@ def _measure(trial: Trial) -> list[FaultRecord]:
     except MeasurementError as error:
         if error.code != "no-fault":
             raise
-        # The job ended before its fault, which then counts as not identified.
+        # The job ended before its fault: count the fault as not identified.
         outcome = {"steps_lost": 0 if trial.kind.cause else None, "said": str(error)[:2000], "left_over": ()}
         return [trial.build_record(detected_s=None, is_right=False, ended_s=None, restart_s=None, **outcome)]
 
@@ -290,20 +290,20 @@ def _measure(trial: Trial) -> list[FaultRecord]:
 def _describe(records: Sequence[Any]) -> str:
     (one,) = records
     took = "not identified" if one.detected_s is None else f"identified after {one.detected_s:.1f} s"
-    took += "" if one.recovered_s is None else f", {one.policy} after another {one.recovered_s:.1f} s"
+    took += "" if one.recovered_s is None else f", {one.policy} took another {one.recovered_s:.1f} s"
     return took if FAULTS[one.fault].cause else "no false alarm" if one.is_right else "false alarm"
 
 
 def why_not(fault: str, device: str, ranks: int) -> str:
-    """Why the fault cannot be injected here; empty if it can."""
+    """The reason why the fault cannot be injected here, or an empty string."""
     needs = FAULTS[fault].needs
     if needs == "hosts" and ranks != 2:
-        return "there is one rank on each of two hosts; use --ranks 2"
+        return "it needs one rank on each of two hosts; use --ranks 2"
     return "it needs --device cuda" if needs == "gpu" and device != "cuda" else fault_places.why_not(needs)
 
 
 def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[str], dict[str, str]]:
-    """The named faults, or all that can be injected here; and the others, each with the reason."""
+    """The chosen faults, or all that can be injected here; and the skipped ones, each with the reason."""
     chosen = list(FAULTS) if names == "all" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in chosen if name not in FAULTS]:
         raise ConfigError(f"unknown faults: {', '.join(unknown)}; use {', '.join(FAULTS)}")
@@ -314,7 +314,7 @@ def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[
 
 
 class _Job:
-    """The job of a trial in a separate session, its output with times, and all processes that it started."""
+    """A trial's job in a separate session, its output with times, and all of its processes."""
 
     def __init__(self, trial: Trial, asked: Asked, place: fault_places.Place, policy: str = "stop") -> None:
         self.token, self.lines = secrets.token_hex(8), list[tuple[float, str]]()
@@ -322,7 +322,7 @@ class _Job:
         variables |= {"TMPDIR": f"{asked.folder}/tmp", "PYTHONPATH": os.pathsep.join(sys.path)}
         variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables |= {"PACELINE_MONITOR": "1"} if trial.system == ATTACHED else {}
-        # A hang is identified immediately and ended after this time; pauses have the default timeout.
+        # Hangs are reported immediately, and end the job after this time; pauses have the default timeout.
         variables |= {TIMEOUT_VARIABLE: _HANG_TIMEOUT} if asked.fault in _HANGS else {}
         Path(variables["TMPDIR"]).mkdir(exist_ok=True)
         self.process = subprocess.Popen(
@@ -339,7 +339,7 @@ class _Job:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
 
     def find_processes(self) -> list[psutil.Process]:
-        """All processes with the token of this job in their environment, except its own."""
+        """All processes with this job's token in their environment, except the job's own."""
         return [
             one
             for one in psutil.process_iter(["environ", "status"])
@@ -349,7 +349,7 @@ class _Job:
         ]
 
     def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
-        """Each match: the time of its last line, that line, and all of its lines. A match may span three lines."""
+        """Yield each match: the time of its last line, that line, and the whole match. A match may span three lines."""
         lines = [one for one in self.lines if one[0] < before_s]
         for number, (when_s, line) in enumerate(lines):
             text = "\n".join(one for _, one in lines[max(0, number - 2) : number + 1])
@@ -357,13 +357,13 @@ class _Job:
                 yield when_s, line, text[text.rfind("\n", 0, found.start()) + 1 :]
 
     def find_last(self) -> str:
-        """The error in the output, or else the last line that contains a word."""
+        """The last error in the output, or else the last line with a word."""
         lines = [line for _, line in reversed(self.lines) if re.search("[a-zA-Z]", line)]
         errors = [line for line in lines if re.search(r"^paceline: |\w(Error|Exception): ", line)]
         return next(iter((*errors, *lines)), "").strip()
 
     def stop(self) -> None:
-        """Ask the job to end, as a user or a scheduler does."""
+        """Request the job to end, as a user or a scheduler would."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_STOP_S)
@@ -402,7 +402,7 @@ def _find_saved(trial: Trial, folder: Path) -> int:
     import torch
 
     path = folder / OUT / "saved.pt"
-    with contextlib.suppress(RuntimeError):  # damaged by a fault
+    with contextlib.suppress(RuntimeError):  # raised if a fault damaged the file
         return int(torch.load(path)["step"]) if path.exists() else 0
     return 0
 
@@ -447,7 +447,7 @@ def measure_fault(trial: Trial) -> FaultRecord:
             restart_s = _measure_restart(trial, asked)
         noises = Counter[str]()
         for path in folder.glob("noise-*"):
-            with contextlib.suppress(ValueError):  # killed while writing
+            with contextlib.suppress(ValueError):  # the process was killed while writing
                 noises.update(json.loads(path.read_text()))
     detected_s = None
     if is_pause:
@@ -468,7 +468,7 @@ def measure_fault(trial: Trial) -> FaultRecord:
 
 
 def _build_pattern(kind: Fault, rank: int) -> str:
-    """The pattern of a correct report; for a pause, of any report, since every report is wrong."""
+    """The pattern of a correct report. For a pause it matches any report, since every report is wrong."""
     if not kind.cause:
         return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
     named = rf"(?i)rank\s*:?\s*{rank}\b((?!\brank)[^\n])*(\n[^\n]*){{0,2}}"  # no other rank before the cause
@@ -476,13 +476,13 @@ def _build_pattern(kind: Fault, rank: int) -> str:
 
 
 def _names_step(kind: Fault, text: str, step: int) -> bool:
-    """Whether a report names this step; a fault between two steps, or during a save, may belong to either."""
+    """Whether a report identifies this step; a fault between two steps, or during a save, may belong to either."""
     found = re.search(r"(?i)\bstep (\d+)", text)
     return found is not None and int(found[1]) - step in ((-1, 0) if kind.place == "between" else (0,))
 
 
 def _make_damaged(trial: Trial, asked: Asked) -> int:
-    """Run the job up to its step, and flip one bit of the newest checkpoint, so that resuming from it is the fault.
+    """Run the job up to its step, and flip one bit of the newest checkpoint: resuming from it is then the fault.
     Returns the number of steps between this checkpoint and the previous one."""
     _measure_restart(trial, asked)
     folder = Path(asked.folder)
@@ -496,7 +496,7 @@ def _make_damaged(trial: Trial, asked: Asked) -> int:
 
 
 def _find_recovered(folder: Path) -> dict[str, Any]:
-    """The fault as recorded by a run that continued; empty if it did not continue."""
+    """Read the fault as recorded by a run that continued; empty if it did not continue."""
     for path in folder.glob(f"{OUT}/*/config.json"):
         for fault in json.loads(path.read_text()).get("faults", []):
             return {name: value for name, value in fault.items() if value is not None}
@@ -510,7 +510,7 @@ def _list_shared() -> set[str]:
 
 
 def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
-    """When the fault happened, and in which step."""
+    """Wait for the fault. Returns its time and its step."""
     until_s, path = time.monotonic() + _START_S, folder / "injected"
     while not path.exists() or not path.read_text():
         if job.process.poll() is not None or time.monotonic() > until_s:
@@ -523,7 +523,7 @@ def _await_fault(job: _Job, folder: Path) -> tuple[float, int]:
 
 
 def _measure_restart(trial: Trial, asked: Asked) -> float | None:
-    """Seconds from a restart of the job until it has completed the step of the fault; None if the restart failed."""
+    """Seconds from a restart of the job until it completes the step of the fault; None if the restart failed."""
     again = asked._replace(fault="", steps=trial.step)
     begin_s = time.monotonic()
     with contextlib.closing(_Job(trial, again, fault_places.Place())) as job:
@@ -546,7 +546,7 @@ _format_s = "{:.2f}".format
 
 
 def _summarize(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """The median of the known values, and the 95th percentile of all, which is None if it is unknown."""
+    """The median of the known values, and the 95th percentile of all values, or None if it is unknown."""
     known = sorted(one for one in values if one is not None)
     place = math.ceil(0.95 * len(values)) - 1
     return statistics.median(known) if known else None, known[place] if 0 <= place < len(known) else None
@@ -568,10 +568,10 @@ class _Row:
         self.median_s, self.p95_s = _summarize([one.detected_s for one in trials])
         restart_s = [one.restart_s for one in trials if one.restart_s is not None]  # only some trials are restarted
         self.restart_s, self.restart_p95_s = _summarize(restart_s)
-        # From the report of the fault to the end of the next step, if the run continued.
+        # Measured from the fault report to the end of the next step, if the run continued.
         recovered_s = [one.recovered_s for one in trials if one.recovered_s is not None]
         self.recovered_s, self.recovered_p95_s = _summarize(recovered_s)
-        # Only for faults that were identified and have a known step.
+        # Only identified faults with a known step have this.
         steps = [one.names_step for one in trials if one.names_step is not None]
         self.step_right = f"{sum(steps)} of {len(steps)}" if steps else ""
 
@@ -601,7 +601,7 @@ class FaultsResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        """Totals over all trials except those with torch's wrapper alone."""
+        """Totals over all trials except those with only torch's wrapper."""
         ours = [one for one in self.only(FaultRecord) if one.system != "torch"]
         faults = [one for one in ours if one.steps_lost is not None]
         stepped = [one for one in faults if one.names_step is not None]
@@ -610,7 +610,7 @@ class FaultsResult(Result):
             right = sum(one.is_right for one in faults) / len(faults)
             text = f"Paceline identified rank and cause correctly in {_count(faults)} ({right:.1%})"
             steps = sum(bool(one.names_step) for one in stepped)
-            text += f", and the step in {steps} of the {len(stepped)} reports that name one" if stepped else ""
+            text += f", and the step in {steps} of {len(stepped)} reports with a step" if stepped else ""
             lines.append(text)
         if faults := [one for one in ours if one.left_over]:
             lines.append(
@@ -642,7 +642,7 @@ class FaultsResult(Result):
             Column("correct step", "step_right", str, key="step_right", priority=-1),
             *raw_columns("num_trials", "num_right"),
         )
-        title = "Seconds until a fault was identified, and from there until the job had recovered"
+        title = "Seconds to identify a fault, and from then on to restart or recover the job"
         return [Table("faults", title, columns, self.rows)]
 
 

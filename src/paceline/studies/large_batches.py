@@ -35,25 +35,25 @@ def large_batch(
     schedule: str | None = None, batch_size: int = 512, evaluations: int = 6, ranks: int | None = None,
     at_once: int | None = None, out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
 ) -> LargeBatchResult:  # fmt: skip
-    """How much accuracy does a large global batch lose, and which recipe recovers it? Runs several seeds of each.
+    """How much accuracy does a large global batch lose, and which recipe recovers it? Trains each with several seeds.
 
-    For regression, test losses are compared. The other arguments are those of `batch`.
+    For regression, compares test losses. The other arguments are those of `batch`.
     Inside a launched world this is collective: every rank must call it.
 
     Args:
         model: By default a cnn small enough for the study to take minutes.
-        base_batch_size: The baseline, for which the learning rate was tuned.
+        base_batch_size: Global batch size of the baseline, with a tuned learning rate.
         global_batch_size: By default 16 times as large.
         recipes: none, or switches joined by +, each with an optional number: lars:0.2+warmup. Default: all common ones
             that fit the job.
         seeds: Number of runs of each batch size and recipe.
-        updates: Length of additional runs with equal numbers of updates. By default twice that of the largest batch; 0:
-            none.
+        updates: Length of additional runs with equal numbers of updates. By default twice that of the largest batch;
+            0 for none.
         lr: The learning rate of the baseline.
         schedule: By default cosine, or piecewise with `lr_drops`.
-        batch_size: Largest micro-batch of a rank.
+        batch_size: Maximum micro-batch per rank.
         evaluations: Number of evaluations per run.
-        at_once: Number of concurrent runs. By default 1, or that of the resumed study.
+        at_once: Number of concurrent runs. By default 1, or as in the resumed study.
     """
     return cast("LargeBatchResult", run_study(LargeBatchSettings, locals()))
 
@@ -62,9 +62,9 @@ def large_batch(
 class LargeBatchSettings(grid.GridSettings):
     """The job at its base batch, and at larger ones with each recipe.
 
-    `job` has the settings that were tuned for `base_batch_size`. `updates` is the length of the additional runs with
-    equal numbers of updates: None means twice that of the largest batch, 0 leaves these runs out. `most_at_once` limits
-    the micro-batch of a rank; larger batches accumulate.
+    `job` has settings tuned for `base_batch_size`. `updates` is the length of the additional runs with equal numbers of
+    updates: None means twice that of the largest batch, 0 skips these runs. `most_at_once` limits the micro-batch per
+    rank; larger batches accumulate.
     """
 
     verb = staticmethod(large_batch)
@@ -80,8 +80,8 @@ class LargeBatchSettings(grid.GridSettings):
         cls, *, model: str | None, base_batch_size: int, global_batch_size: Counts | None, recipes: Names | None,
         seeds: int, updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
     ) -> Self:  # fmt: skip
-        refuse_unused(job, ("accumulate",), "it follows from the batches; batch_size is the largest micro-batch")
-        refuse_unused(job, ("steps",), "batches are compared after equal epochs, and after equal --updates")
+        refuse_unused(job, ("accumulate",), "the study derives it; batch_size is the maximum micro-batch")
+        refuse_unused(job, ("steps",), "the study compares batches after equal epochs, and after equal --updates")
         check_counts(base_batch_size=base_batch_size, seeds=seeds)
         job = grid.choose_small_job(model, job)
         whole = f"model {model}: its step would set learning rates and batches; return a module, and name the data"
@@ -90,7 +90,7 @@ class LargeBatchSettings(grid.GridSettings):
             job.setdefault("samples", 1024)
         job.setdefault("global_batch_size", base_batch_size)
         train = TrainSettings(model=model or "cnn", ranks=choose_world(ranks, 1), **job)
-        # By default all that fit this job; those for BatchNorm only if the model is known to have one.
+        # By default all recipes that fit this job; those for BatchNorm only if the model certainly has it.
         for_norms = ("linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
         usual = [*_RECIPES, *(for_norms if train.model.startswith("resnet") else ())]
         usual = [text for text in usual if not (train.predicts_numbers and Recipe.parse(text).is_for_classes)]
@@ -99,7 +99,7 @@ class LargeBatchSettings(grid.GridSettings):
         larger = 16 * base_batch_size if global_batch_size is None else global_batch_size
         return cls(
             job=train, base_batch_size=base_batch_size, global_batch_sizes=list_counts(larger, "global_batch_size"),
-            recipes=names if NO_RECIPE in names else (NO_RECIPE, *names),  # the reference for the others
+            recipes=names if NO_RECIPE in names else (NO_RECIPE, *names),  # always include the baseline
             seeds=tuple(train.seed + number for number in range(seeds)),
             updates=updates, most_at_once=batch_size, evaluations=evaluations,
         )  # fmt: skip
@@ -110,7 +110,7 @@ class LargeBatchSettings(grid.GridSettings):
         refuse((min(sizes) <= base, f"--global-batch-size {shown}: must be above the base of {base}"))
         odd = next((size for size in sizes if size % base), 0)
         for text in self.recipes:
-            recipe, alone = Recipe.parse(text), "sync needs several ranks, and there is one; use ghost, or --ranks"
+            recipe, alone = Recipe.parse(text), "sync needs several ranks; use ghost, or --ranks"
             without = "smoothing needs classes, and this job is a regression; leave it out"
             refuse(
                 ("sync" in recipe.names and self.job.ranks == 1, f"recipe {text!r}: {alone}"),
@@ -124,15 +124,15 @@ class LargeBatchSettings(grid.GridSettings):
             raise ConfigError(f"recipe {odd[0]!r}: {self.job.model} has no BatchNorm to change; leave it out")
 
     def count_updates(self, global_batch_size: int, num_samples: int) -> int:
-        """Updates in the job's epochs at a batch size that does not change."""
+        """Number of updates in the job's epochs at a constant batch size."""
         per_epoch = num_samples / global_batch_size
         return self.job.epochs * (math.floor(per_epoch) if self.job.tail == "drop" else math.ceil(per_epoch))
 
     def list_configurations(self, num_samples: int) -> list[TrainingCell]:
-        """The baseline comes first; its first seed also probes gradient noise."""
+        """List the baseline first; its first seed also probes gradient noise."""
         base, larger, found = self.base_batch_size, self.global_batch_sizes, list[TrainingCell]()
         for size, text in [(base, NO_RECIPE), *((size, recipe) for size in larger for recipe in self.recipes)]:
-            if size > num_samples:  # otherwise a smaller batch would be recorded under this size
+            if size > num_samples:  # do not train a smaller batch under this name
                 raise ConfigError(f"{num_samples} samples are fewer than a batch of {size}: leave it out")
             settings = Recipe.parse(text).apply(self.job, size, base, self.count_updates(size, num_samples))
             found.append(TrainingCell(share_batch(settings, self.most_at_once), "epochs", text, size, size == base))
@@ -146,7 +146,7 @@ class LargeBatchSettings(grid.GridSettings):
 
 
 def _check_length(cell: TrainingCell, num_samples: int) -> None:
-    """Reject a warm-up or batch growth for which the run is too short, before anything is trained."""
+    """Reject a warm-up or batch growth that the run is too short for, before any training."""
     cell.settings.check()
     try:
         cell.settings.build_schedules(num_samples)
@@ -155,7 +155,7 @@ def _check_length(cell: TrainingCell, num_samples: int) -> None:
 
 
 def _list_growths(start: float, growth: float) -> Growths:
-    """Grow the batch by factors of up to four until it is `growth` times as large, from the share `start` onward."""
+    """Grow the batch from the fraction `start` onward, by factors of up to four, until it is `growth` times larger."""
     factors = []
     factor = 1
     while factor < growth:
@@ -166,7 +166,7 @@ def _list_growths(start: float, growth: float) -> Growths:
 
 
 class Switch(NamedTuple):
-    """A name in a recipe. `default` is its number if none is given; None: the base batch size."""
+    """A switch in a recipe. `default` is its default number; None means the base batch size."""
 
     default: float | None
     excludes: tuple[str, ...] = ()
@@ -179,7 +179,7 @@ SWITCHES: Mapping[str, Switch] = {
     "lars": Switch(0.15, ("lamb",)),
     "lamb": Switch(0.004, ("lars",)),
     "warmup": Switch(0.2, is_share=True),
-    # The others set the rate for the large batch, but this switch starts with the small one.
+    # Unlike the other switches, this one starts with the small batch and its learning rate.
     "grow": Switch(0.4, ("linear", "sqrt", "lars", "lamb", "warmup"), is_share=True),
     "ghost": Switch(None, ("sync",)),
     "sync": Switch(1.0, ("ghost",)),
@@ -233,18 +233,18 @@ class Recipe:
 
     @property
     def is_for_norms(self) -> bool:
-        """Whether the recipe changes BatchNorm, so that the model must have BatchNorm layers."""
+        """Whether the recipe changes BatchNorm and therefore requires it in the model."""
         return not {"ghost", "sync"}.isdisjoint(self.names)
 
     @property
     def is_for_classes(self) -> bool:
-        """Whether the recipe changes labels, so that the job must be a classification."""
+        """Whether the recipe changes labels and therefore requires a classification job."""
         return "smoothing" in self.names
 
     def apply(
         self, base: TrainSettings, global_batch_size: int, base_batch_size: int, num_updates: int
     ) -> TrainSettings:
-        """The base settings at this global batch with all switches applied."""
+        """Apply all switches to the base settings at this global batch."""
         growth = global_batch_size / base_batch_size
         changes: dict[str, Any] = {"global_batch_size": global_batch_size}
         for name, number in self.switches:
@@ -253,11 +253,11 @@ class Recipe:
                 changes["lr"] = base.lr * growth * value
             elif name == "sqrt":  # preserves the noise of a step (Krizhevsky 2014)
                 changes["lr"] = base.lr * math.sqrt(growth) * value
-            elif name in ("lars", "lamb"):  # need their own rate: the number is that at the base batch
+            elif name in ("lars", "lamb"):  # the number is their learning rate at the base batch
                 changes |= {"optimizer": name, "lr": value * math.sqrt(growth)}
                 if name == "lars":
-                    # LARS applies the rate to biases and norms without a trust ratio. With a larger coefficient than
-                    # the paper's and a smaller rate, their steps are not much larger than with SGD.
+                    # LARS applies the rate to biases and norms without a trust ratio. A larger coefficient than the
+                    # paper's and a smaller rate keep their steps close to those of SGD.
                     changes["trust_coefficient"] = 0.02
             elif name == "warmup":
                 changes["lr_warmup"] = max(1, round(value * num_updates))
@@ -274,9 +274,9 @@ class Recipe:
 
 
 def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
-    """Cut the global batch into micro-batches of at most `most_at_once` samples on each rank, all of one size.
+    """Split the global batch into equal micro-batches of at most `most_at_once` samples per rank.
 
-    A growing batch makes micro-batches larger as long as they fit, and then adds more of them.
+    A growing batch first makes micro-batches larger, up to the limit, and then adds more of them.
     """
     size, ranks = settings.global_batch_size, settings.ranks
     assert size is not None
@@ -320,7 +320,7 @@ def _describe(summary: SeedSummary) -> str:
 
 
 def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
-    """The accuracy lost at each batch size without a recipe, and the best recipe for it."""
+    """Describe the accuracy lost at each batch size without a recipe, and the best recipe."""
     lines = []
     groups = group_by(summaries, lambda summary: (summary.first.budget, summary.first.global_batch_size))
     for (budget, _), group in groups.items():
@@ -332,7 +332,7 @@ def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
         text, lost = _describe(plain[0]), plain[0].gap
         if tried and (lost is None or lost > 0):
             gap, best = min(tried, key=lambda pair: pair[0])
-            text += "; the best recipe" if lost is None or gap < lost else "; no recipe repairs it; the best"
+            text += "; the best recipe" if lost is None or gap < lost else "; no recipe helps; the best"
             text += f", {best.first.recipe}: {grid.say_gap(best)}"
             if (num_updates := best.first.num_updates) != plain[0].first.num_updates:
                 text += f", after {format_number_of(num_updates, 'update')}"
@@ -341,7 +341,7 @@ def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
 
 
 def _say_number(value: float) -> str:
-    """A number of samples as text: an integer or, below 10, two significant digits."""
+    """Format a number of samples as an integer or, below 10, with two significant digits."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
@@ -359,7 +359,7 @@ def _say_interval(record: NoiseRecord) -> str:
     return f"{_say_number(low)} to {_say_number(high)}" if high < math.inf else f"from {_say_number(low)}"
 
 
-# The noise scale is null if only a lower bound is known, and the upper end is null if it is infinite.
+# The noise scale is null if only a lower bound is known; the interval's upper end is null if it is infinite.
 NOISE = (
     *text_columns("model", "data"),
     Column("recipe", "note", key="note"),
@@ -381,7 +381,7 @@ NOISE = (
 
 
 def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
-    """Each job's first and last noise scale, and the cost of a global batch of this size."""
+    """Describe each job's first and last noise scale, and the cost of a global batch of this size."""
     lines = []
     ordered = sorted(records, key=lambda r: r.step)
     for series in group_by(ordered, lambda r: (r.model, r.data, r.note, r.precision, r.seed)).values():
@@ -395,8 +395,9 @@ def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
         scale, interval = last.noise_scale, last.estimate.interval
         if scale and (interval is None or interval[1] < math.inf):
             why = "far above this save few steps" if size >= 2 * scale else "up to about this cost few extra samples"
-            cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
-            text += f" Batches {why}: at {size}, {cost}."
+            samples, steps = 1 + size / scale, 1 + scale / size
+            cost = f"{samples:.1f} times the minimum samples and {steps:.1f} times the minimum steps"
+            text += f" Batches {why}: {size} needs {cost}."
         lines.append(text)
     return lines
 
@@ -433,11 +434,11 @@ class LargeBatchResult(grid.GridResult):
 
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
-        """The answer first: the largest batch after the same number of epochs."""
+        """The answer comes first: the largest batch after the same number of epochs."""
         epochs = [summary for summary in self.summaries if summary.first.budget == "epochs"]
         lines = describe_recipes(sorted(epochs, key=lambda summary: summary.first.global_batch_size))
         others = describe_recipes([s for s in self.summaries if s.first.budget != "epochs"])
         largest = max((record.global_batch_size for record in self.runs), default=1)
-        why = "Regression has no accuracy: test losses are compared, and label smoothing is left out."
+        why = "This is a regression: the study compares test losses and skips label smoothing."
         noise = describe_noise(self.noise_records, largest)
         return [*lines[-1:], *lines[:-1], *others, *([why] if self.has_losses else []), *noise]

@@ -1,6 +1,6 @@
-"""`paceline scale ranks`: do more ranks help? Weak and strong scaling, and the curve predicted for more ranks.
+"""`paceline scale ranks`: do more ranks help? Weak and strong scaling, and a prediction for more ranks.
 
-`rank_steps` has the code that ranks run, and `records.steps` defines the numbers.
+`rank_steps` runs on the ranks, and `records.steps` defines the numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NO_PREDICTION = "No prediction for"
-_CELL_S = 30.0  # about how long a cell takes, with the start of its ranks
+_CELL_S = 30.0  # approximate duration of a cell, including the start of its ranks
 _three = "{:.3f}".format
 
 
@@ -59,20 +59,19 @@ def ranks(
     Args:
         ranks: By default 1, 2, 4, ... up to the number of cores or GPUs, or to the size of the launched world.
         batch_size: Samples per rank (weak scaling).
-        global_batch_size: Samples over all ranks (strong scaling). The default can be divided evenly by every number of
-            ranks.
+        global_batch_size: Samples over all ranks (strong scaling). By default a multiple of all numbers of ranks.
         wrapper: Wrappers to compare.
         backend: Backends to compare.
-        network: Networks on which to predict the curve.
-        predict_ranks: Numbers of ranks for which to predict the curve.
-        iters: Timed steps. By default as many as the time allows.
+        network: Networks to predict the curve on.
+        predict_ranks: Numbers of ranks to predict the curve for.
+        iters: Number of timed steps. By default determined by the time budget.
     """
     return cast("RanksResult", run_study(ScaleSettings, locals()))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A wrapper and the backend of its messages."""
+    """A wrapper and its backend."""
 
     wrapper: str
     backend: str
@@ -83,8 +82,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class ScalingCell:
-    """A set of variants that are timed interleaved: a mode, and samples in a rank's micro-batch (weak) or over all
-    ranks (strong)."""
+    """A set of interleaved variants: a mode, and samples in a rank's micro-batch (weak) or over all ranks (strong)."""
 
     mode: str
     samples: int
@@ -94,19 +92,19 @@ class ScalingCell:
         return f"{self.mode} {self.samples}"
 
     def batch_size(self, world_size: int, accumulate: int = 1) -> int:
-        """The micro-batch of a rank, with this many ranks."""
+        """A rank's micro-batch with this number of ranks."""
         return self.samples if self.mode == "weak" else self.samples // (world_size * accumulate)
 
     def count_samples(self, accumulate: int) -> int:
-        """Samples in a step: of one rank (weak), or of all ranks (strong)."""
+        """Samples per step: on one rank (weak) or over all ranks (strong)."""
         return self.samples * accumulate if self.mode == "weak" else self.samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSettings(StudySettings):
     """The job on each number of ranks, weak (`batch_sizes` per rank) and strong (`global_batch_sizes`), with all
-    wrappers on all backends interleaved, and one rank alone. The curve is predicted for `network` and
-    `predict_ranks`."""
+    wrappers on all backends interleaved, including a single rank. `network` and `predict_ranks` extend the curve with
+    predictions."""
 
     verb = staticmethod(ranks)
 
@@ -123,9 +121,9 @@ class ScaleSettings(StudySettings):
         cls, *, ranks: Counts | None, batch_size: Counts, global_batch_size: Counts | None, wrapper: Names,
         backend: Names, network: str, predict_ranks: Counts, iters: int | None, device: str, **job: Any,
     ) -> Self:  # fmt: skip
-        refuse_unused(job, ("plan",), "wrappers are compared with their default buckets")
-        refuse_unused(job, ("sync_batchnorm",), "it would wait for ranks that do not take part in a turn")
-        find_links(network)  # refuses an unknown network
+        refuse_unused(job, ("plan",), "the study compares wrappers with their default buckets")
+        refuse_unused(job, ("sync_batchnorm",), "it would wait for ranks that are idle in this turn")
+        find_links(network)  # rejects an unknown network
         counts = _choose_counts(ranks)
         most = max(counts)
         sizes = list_counts(batch_size, "batch_size")
@@ -138,11 +136,11 @@ class ScaleSettings(StudySettings):
         setups = [Setup(w, b) for b in backends for w in wrappers if w != "dp"]
         setups += [Setup("dp", backends[0])] if "dp" in wrappers else []
         accumulate = job.get("accumulate") or 1
-        # By default at least twice the largest batch, rounded up to a multiple that every number of ranks can share.
+        # By default at least twice the largest batch, rounded up to a multiple of every number of ranks.
         shares = math.lcm(*counts) * accumulate
         least = shares * -(-2 * max(sizes) // shares)
         strong = list_counts(least if global_batch_size is None else global_batch_size, "global_batch_size")
-        # A rank has the same number of threads alone as with others: the study compares ranks, not machines.
+        # A single rank gets as many threads as each of several ranks: the study compares ranks, not machines.
         job["threads"] = job.get("threads") or max(1, machine.count_cores() // most)
         data = job.get("data", "synthetic")
         is_synthetic = not brings_data(job["model"], job.get("data")) and data.startswith("synthetic")
@@ -180,15 +178,15 @@ class ScaleSettings(StudySettings):
             if size % (count * parts):
                 how = f" in {parts} micro-batches" if parts > 1 else ""
                 needed = f"use a multiple of {', '.join(str(n * parts) for n in self.ranks)}"
-                what = f"--global-batch-size {size} cannot be shared equally by {count} ranks{how}"
+                what = f"--global-batch-size {size} cannot be divided evenly among {count} ranks{how}"
                 raise ConfigError(f"{what}: {needed}")
         gpus = machine.count_gpus()
         if any(setup.wrapper == "dp" for setup in self.setups) and (gpus < most or self.job.device == "cpu"):
-            found = f"--wrapper dp puts {most} GPUs into one process, and {gpus} can be used here"
+            found = f"--wrapper dp uses {most} GPUs in one process, but {gpus} can be used here"
             raise ConfigError(f"{found}: leave it out")
 
     def sweep(self, num_bytes: int, on_one_host: bool = True) -> CollectiveSettings:
-        """All-reduces alone, up to the size of all gradients: the peak bandwidth, and the basis of a prediction."""
+        """Plain all-reduces up to the size of all gradients, for peak bandwidths and predictions."""
         sizes = [1 << 14]
         while sizes[-1] < num_bytes:
             sizes.append(4 * sizes[-1])
@@ -203,7 +201,7 @@ class ScaleSettings(StudySettings):
         )
 
     def measure(self, session: Session, at_once: int) -> list[Record]:
-        """The cells of all ranks, the job's layers on one rank, and the all-reduces alone."""
+        """Measure the cells on all ranks, the job's layers on one rank, and plain all-reduces."""
         here, most, place = "paceline.studies.rank_steps:", self.num_ranks, session.place
 
         def sweep_up_to_all(records: Sequence[Record]) -> tuple[Any, ...]:
@@ -223,19 +221,19 @@ class ScaleSettings(StudySettings):
 
 
 def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
-    """1, 2, 4, ... up to the cores (or GPUs), or to the launched world; one rank is always included as the baseline."""
+    """1, 2, 4, ... up to the cores, GPUs or launched ranks; always includes one rank as the baseline."""
     launched = read_place().world_size if is_launched() else 1
     most = launched if launched > 1 else max(2, machine.count_gpus() or machine.count_cores())
     counts = list_counts(ranks) if ranks is not None else tuple(2**k for k in range(most.bit_length()))
     asked = f"{max(counts)} ranks in a launched world of {launched}"
-    refuse((1 < launched < max(counts), f"{asked}: use at most that many"), code="launched")
+    refuse((1 < launched < max(counts), f"{asked}: use at most {launched}"), code="launched")
     return tuple(sorted({1, *counts}))
 
 
 @dataclass(frozen=True)
 class ScaleLine(ScalePoint):
-    """A point with the ratios of its efficiency to that of torch's wrapper, on the same backend and on gloo, and the
-    peak bandwidth; None if not measured."""
+    """A point with its efficiency relative to torch's wrapper, on the same backend and on gloo, and the peak bandwidth;
+    None if not measured."""
 
     to_torch: Ratio | None = None
     to_torch_on_gloo: Ratio | None = None
@@ -247,7 +245,7 @@ class ScaleLine(ScalePoint):
 
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
-    """Each point, in order, with its comparisons; MeasurementError if a point is above the peak."""
+    """Add comparisons to each point, in order; MeasurementError if a point is above the peak."""
     records = [point.record for point in points]
     known = {(r.cell, r.world_size, r.wrapper, r.backend): r for r in records}
 
@@ -266,7 +264,7 @@ def _say_cell(record: StepRecord | Prediction, unit: str = " samples") -> str:
     return f"{record.cell_size}{unit} {'per rank' if record.mode == 'weak' else 'in all'}"
 
 
-# The step that a row describes. `cell_size` counts samples per rank (weak) or over all ranks (strong).
+# Columns that identify a step. `cell_size` counts samples per rank (weak) or over all ranks (strong).
 _FIRST = (
     *text_columns("record.model", "record.device"),
     *text_columns("record.mode", priority=-2),
@@ -280,7 +278,7 @@ _FIRST = (
 _MARK = (Column("mark", lambda s: "disturbed" if s.is_disturbed else "", is_key=True), *raw_columns("is_disturbed"))
 _LAST = (*_MARK, *text_columns("record.source", priority=-2))
 
-# Efficiencies are fractions of 1, `alone_s` is one rank's step in the same cell.
+# Efficiencies are fractions of 1; `alone_s` is the single-rank step time in the same cell.
 SCALING = (
     *_FIRST,
     Column("step", "record.timing.median_s", "ms", "step_s", priority=2),
@@ -308,7 +306,7 @@ COMMUNICATION = (
     Column("±", "record.exposed_noise_s", "ms", "exposed_noise_s", priority=-1),
     Column("of step", "split.overhead", "percent.1", "exposed_share", priority=4),
     Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
-    # A rank also waits for the others, so exposed time may exceed the message time: then nothing is hidden.
+    # A rank also waits for the others, so exposed time may exceed message time; the overlap is then 0.
     Column("overlap", "split.overlap", lambda overlap: f"{max(0.0, overlap):.1%}", "overlap", priority=1),
     *_LAST,
 )
@@ -326,7 +324,7 @@ BANDWIDTH = (
 
 
 def match_predictions(predicted: Sequence[Prediction], points: Sequence[ScalePoint]) -> list[Prediction]:
-    """Each prediction, in order, with the measurement of the same variant, cell and ranks."""
+    """Match each prediction, in order, with the measurement of the same variant, cell and ranks."""
     known = {(p.record.variant, p.record.cell, p.record.world_size): p for p in points}
     found = []
     for row in predicted:
@@ -339,7 +337,7 @@ def match_predictions(predicted: Sequence[Prediction], points: Sequence[ScalePoi
     return found
 
 
-# `source` is that of the prediction.
+# `source` is the prediction's.
 PREDICTED = (
     Column("wrapper", "label", key="variant", is_key=True),
     *text_columns("network", is_key=True),
@@ -380,24 +378,25 @@ def _say_cause(point: ScalePoint) -> str:
     if record.mode == "weak":
         why = f"ranks slow each other down: compute takes {point.slowdown:.2f} times as long as on one rank"
     else:
-        why = f"a rank's part of the batch takes {point.slowdown:.2f} times as long per sample as all of it on one rank"
+        why = f"a rank's share of the batch takes {point.slowdown:.2f} times as long per sample as the whole batch on "
+        why += "one rank"
     return f" The cause: {why} ({exposed})."
 
 
 def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
-    """What the best variants reach on the most ranks, in one sentence."""
+    """Summarize the best variants on the most ranks in one sentence."""
     most, parts = max((line.record.world_size for line in lines), default=0), []
     for mode in ("weak", "strong"):
         here = [line for line in lines if (line.record.mode, line.record.world_size) == (mode, most)]
         if here:
             best = max(here, key=lambda point: point.efficiency if mode == "weak" else point.speedup)
-            value = f"{best.efficiency:.0%} efficiency" if mode == "weak" else f"{best.speedup:.2f} times the speed"
+            value = f"{best.efficiency:.0%} efficiency" if mode == "weak" else f"a speed-up of {best.speedup:.2f}"
             parts.append(f"{value} in {mode} scaling ({best.record.variant}, {_say_cell(best.record)})")
     return [f"{format_number_of(most, 'rank')} reach {' and '.join(parts)}."] if parts else []
 
 
 def describe_lines(chosen: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
-    """The efficiency of each chosen curve, the main cause of its loss, and where strong scaling ends."""
+    """Describe each chosen curve's efficiency, the main cause of its loss, and the limit of strong scaling."""
     texts = []
     for point in chosen:
         record, noise = point.record, point.efficiency_noise
@@ -421,7 +420,7 @@ def describe_lines(chosen: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> l
 
 
 def choose_lines(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
-    """The best variant of each cell on the most ranks, and the worst of all curves, to limit the number of findings."""
+    """The best variant of each cell on the most ranks, and the worst curve of all, to limit the number of findings."""
     cells = group_by(lines, lambda line: line.record.cell).values()
     best = [max(cell, key=lambda line: (line.record.world_size, line.efficiency)) for cell in cells]
     worst = sorted(lines, key=lambda line: line.efficiency)[:1]
@@ -429,7 +428,7 @@ def choose_lines(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
 
 
 def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
-    """Cells disturbed by one slow rank, once for each number of ranks."""
+    """Report cells disturbed by one slow rank, once per number of ranks."""
     found = group_by(filter(None, map(find_straggler, records)), lambda one: (_say_place(one.record), one.rank))
     worst = {place: max(ones, key=lambda one: one.excess) for place, ones in found.items()}
     return [
@@ -441,10 +440,10 @@ def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
 
 
 def describe_comparisons(lines: Sequence[ScaleLine]) -> list[str]:
-    """Each variant compared with torch's wrapper over all cells: how often it is better or worse."""
+    """Count how often each variant is better or worse than torch's wrapper, over all cells."""
     found: dict[tuple[str, str], list[Ratio]] = {}
     for line in lines:
-        # On gloo the two comparisons are the same.
+        # On gloo both comparisons are the same, and the dict keeps one.
         for backend, ratio in {line.record.backend: line.to_torch, "gloo": line.to_torch_on_gloo}.items():
             if ratio is not None and line.record.wrapper != "torch":
                 found.setdefault((line.record.variant, f"torch on {backend}"), []).append(ratio)
@@ -461,7 +460,7 @@ def describe_comparisons(lines: Sequence[ScaleLine]) -> list[str]:
 
 
 def describe_errors(points: Sequence[Prediction]) -> list[str]:
-    """The errors of predictions for held-out measurements."""
+    """Summarize the errors of predictions on held-out measurements."""
     known = [(abs(point.error), point) for point in points if point.error is not None]
     if not known:
         return []
@@ -471,14 +470,14 @@ def describe_errors(points: Sequence[Prediction]) -> list[str]:
     num_left = sum(point.is_disturbed for point in points)
     left = f" ({format_number_of(num_left, 'disturbed step')} left out)" if num_left else ""
     return [
-        f"Predictions from half the ranks, of {format_number_of(len(known), 'step')} on {ranks} ranks: mean error "
+        f"Predicting {format_number_of(len(known), 'step')} on {ranks} ranks from half the ranks: mean error "
         f"{mean:.1%}, largest {worst:.1%} ({point.label}, {_say_cell(point)}); {inside} of {len(known)} within the "
         f"90 % interval{left}."
     ]
 
 
 def describe_predictions(points: Sequence[Prediction]) -> list[str]:
-    """What the best variant of the largest cell of each mode reaches on the fewest and the most ranks of a network."""
+    """Describe each mode's best variant in its largest cell, on the fewest and the most ranks of each network."""
     texts = []
     networked = [point for point in points if point.network]
     for (mode, network), found_here in group_by(networked, lambda point: (point.mode, point.network)).items():
@@ -490,14 +489,14 @@ def describe_predictions(points: Sequence[Prediction]) -> list[str]:
             word, value = ("efficiency", point.efficiency) if mode == "weak" else ("speed-up", point.speedup)
             low, high = point.find_bounds(value)
             found.append(f"{word} {value:.2f} ({low:.2f} to {high:.2f}) on {point.world_size:,} ranks")
-        doubt = first.doubt or last.doubt  # the uncertainty only grows with the number of ranks
-        text = f"More ranks ({last.source}), {last.label}, {_say_cell(last)} ({network}): {', '.join(found)}"
+        doubt = first.doubt or last.doubt  # uncertainty only grows with the number of ranks
+        text = f"Predicted ({last.source}) for {last.label}, {_say_cell(last)}, {network}: {', '.join(found)}"
         texts.append(f"{text}; doubtful: {doubt}." if doubt else f"{text}.")
     return texts
 
 
 def plot_ranks(mode: str, points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[Prediction] = ()) -> Figure:
-    """Weak-scaling efficiency, or strong-scaling speed-up on log axes, against ranks: a panel for each batch size, with
+    """Plot weak-scaling efficiency, or strong-scaling speed-up on log axes, against ranks: a panel per batch size, with
     the ideal line and predictions."""
     is_weak = mode == "weak"
     kept = [p for p in points if p.record.mode == mode and p.record.world_size > 1]
@@ -527,9 +526,9 @@ def plot_ranks(mode: str, points: Sequence[ScalePoint], subtitle: str, predicted
 def _draw_ranks(
     axes: Axes, points: Sequence[ScalePoint], predicted: Sequence[Prediction], names: Sequence[str], is_weak: bool
 ) -> None:
-    """A line for each variant and source, starting at one rank. Predictions for measured rank counts are crosses.
-    Predictions for more ranks continue the best variant's line, dashed and with their interval; lines for all variants
-    would overlap."""
+    """Draw a line per variant and source, starting at one rank, and crosses for predictions at measured rank counts.
+    Predictions for more ranks continue only the best variant's line, dashed and with their interval, to avoid
+    overlapping lines."""
 
     def value(point: ScalePoint | Prediction) -> float:
         return point.efficiency if is_weak else point.speedup
@@ -565,8 +564,8 @@ def _draw_ranks(
 
 
 def plot_communication(points: Sequence[ScalePoint], subtitle: str) -> Figure:
-    """Stacked compute and exposed communication of a step, with one bar per number of ranks and batch size, and one
-    panel per variant and mode."""
+    """Plot stacked compute and exposed communication of a step: a bar per number of ranks and batch size, a panel per
+    variant and mode."""
     kept = sorted((p.record for p in points if p.record.comm_off), key=lambda r: (r.cell_size, r.world_size))
     disturbed = [p.record for p in points if p.is_disturbed]
     groups = group_by(kept, lambda r: f"{r.variant}, {r.mode} ({r.source})")
@@ -599,7 +598,7 @@ def plot_communication(points: Sequence[ScalePoint], subtitle: str) -> Figure:
 
 
 class RanksResult(StudyResult):
-    """`scale ranks`: weak and strong scaling of all wrappers, and the curve predicted for more ranks."""
+    """`scale ranks`: weak and strong scaling of all wrappers, and predictions for more ranks."""
 
     topic = "Ranks"
 
@@ -610,7 +609,7 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _lines(self) -> tuple[list[ScaleLine], str]:
-        """The rows of all tables, and the reason if their bandwidths are not shown."""
+        """The rows of all tables, and the reason for hiding bandwidths, if any."""
         try:
             return list_lines(self.points, self.only(CollectiveRecord)), ""
         except MeasurementError as error:
@@ -622,9 +621,9 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _predicted(self) -> tuple[list[Prediction], list[str]]:
-        """Predictions for more ranks from all measurements, and one for the most ranks measured from half as many, to
-        compare with the measurement. Empty if no layers were profiled. Also the assumptions, or why nothing could be
-        predicted."""
+        """Predictions for more ranks from all measurements, and one for the most measured ranks from half as many, to
+        check it against the measurement; none without layer profiles. Also the assumptions, or the reason why there is
+        no prediction."""
         if not self.several or not self.only(LayerProfileRecord):
             return [], []
         networks = find_networks(self.config["network"])
@@ -644,7 +643,7 @@ class RanksResult(StudyResult):
                 found = simulate_scaling(half, [most])
                 found += simulate_scaling(evidence, ranks, networks) if ranks else []
                 lines = describe_assumptions(evidence, networks)
-            except PacelineError as error:  # no model fits the times, for example on a busy machine
+            except PacelineError as error:  # times that no model fits, for example on a busy machine
                 found, lines = [], [f"{NO_PREDICTION} {wrapper} on {backend}, {mode} {size}: {error}"]
             points += found
             notes |= dict.fromkeys(lines)
@@ -664,13 +663,13 @@ class RanksResult(StudyResult):
             Table("scaling", "ranks", SCALING, lines),
             Table("communication", "compute and communication", COMMUNICATION, several),
             Table("bandwidth", "bandwidth and its measured peak", BANDWIDTH, rates),
-            # The terminal shows the predictions that can be compared with measurements; the findings have the others.
+            # The terminal shows only predictions with a measurement; the findings have the others.
             Table("predicted", "predicted", PREDICTED, predicted, shown=[q for q in predicted if q.measured]),
         ]
         return [table for table in tables if table.rows]
 
     def page_tables(self) -> list[Table]:
-        """The tables, preceded by matrices of the same numbers by batch size and ranks, for weak and strong scaling."""
+        """The tables, after matrices of the same numbers by batch size and ranks, for weak and strong scaling."""
         tables, found = self.tables(), []
         variants = list(dict.fromkeys(record.variant for record in self.several))
         for mode, ratio in (("weak", "efficiency"), ("strong", "speed-up")):

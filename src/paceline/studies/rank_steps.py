@@ -1,4 +1,4 @@
-"""The measurements on the ranks of `paceline scale ranks`: alternating steps of all wrappers, and all-reduces alone."""
+"""The rank-side measurements of `paceline scale ranks`: interleaved steps of all wrappers, and plain all-reduces."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _PACE = Pace(budget_s=20.0, min_iters=10, max_iters=60, warmup=3)
 
 
 def measure_allreduce(settings: CollectiveSettings) -> list[Record]:
-    """The all-reduces alone. Collective: every rank of the launched world must call this."""
+    """Time plain all-reduces. Collective: call on every rank of the launched world."""
     return list(measure_collectives(settings).records)
 
 
 def measure_scaling(settings: ScaleSettings, cell: ScalingCell) -> list[Record]:
-    """Time all variants of one cell alternately. Collective: every rank of the launched world must call this."""
+    """Time all variants of one cell, interleaved. Collective: call on every rank of the launched world."""
     with open_world(dataclasses.replace(settings.job, backend="gloo")) as world:
         job = _build_job(settings, cell, world)
         samples = cell.count_samples(job.job.batches.accumulate)
         more = {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
-        # Waiting for the user's loader is part of a step.
+        # Waiting for a user's own loader is part of a step.
         with StepBench(world, job.labels | more, loads_inside=isinstance(job.job.train, OwnData)) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
             alone = {backend: dist.new_group([0], backend=backend, timeout=PATIENCE) for backend in settings.backends}
@@ -68,8 +68,8 @@ def _build_variant(
     job: TrainingJob, cell: ScalingCell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None,
     role: str = "job",
 ) -> Variant:  # fmt: skip
-    """A wrapper, or the bare model, on the first `world_size` ranks; the other ranks have no replica."""
-    is_silent = role != "job" or setup.wrapper in ("none", "dp")  # no rank sends anything
+    """Build a wrapper, or the bare model, on the first `world_size` ranks; the other ranks have no replica."""
+    is_silent = role != "job" or setup.wrapper in ("none", "dp")  # without messages
     num_ranks = 1 if setup.wrapper == "dp" else world_size
     kinds = ("plain",) if is_silent else ("plain", "no_comm", "timed")
     batch_size = cell.batch_size(world_size, job.job.batches.accumulate)
@@ -85,7 +85,7 @@ def _build_variant(
             return step_bench.wrap(module, setup.wrapper, group)
 
     def build() -> Replica:
-        # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
+        # `take_step` divides the loss by the samples of all ranks, and the wrapper averages.
         return job.build(None if setup.wrapper == "none" else wrap, windows, num_ranks)
 
     replica = build()

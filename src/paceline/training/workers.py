@@ -134,7 +134,7 @@ class Workers:
 
 
 def build_workers(learner: Learner, count: int, strategy: Strategy, build: BuildCodec = build_codec) -> Learner:
-    """Make the learner the first of `count` identical workers. Each of its steps is then a step of all workers."""
+    """Build a learner for `count` identical workers, starting with this one. Its steps are steps of all workers."""
     learners = [replace(learner, world_size=count * learner.world_size)]
     for _ in range(count - 1):
         # Copy both together: the optimizer references the module's tensors.
