@@ -304,7 +304,7 @@ def test_an_optimizer_that_is_not_saved_is_reported_and_its_run_cannot_be_resume
         (("--model", "job.py:build", "--data", "job.py:load"), "returned its own data; leave it out"),
         (("--model", "job.py:build", "--lr", "0.2"), "--lr 0.2: set by the step of job.py:build"),
         (("--model", "job.py:build", "--accumulate", "2"), "--accumulate 2: set by the step of job.py:build"),
-        (("--data", "job.py:load_strangely"), "load_strangely needs width: it is called with batch_size, rank"),
+        (("--data", "job.py:load_strangely"), "load_strangely needs width: Paceline passes only the named arguments"),
         (("--data", "job.py:lod"), "data file job.py defines no lod: did you mean load"),
         (("--data", "nowhere.py:load"), "data file nowhere.py does not exist"),
         (("--data", "job.py:load", "--augment"), "cannot be augmented"),

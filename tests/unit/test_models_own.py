@@ -151,7 +151,7 @@ def test_a_missing_name_is_refused_before_anything_runs(file, function, words):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("build_both", "build_both needs width, depth: it is called with the form of the data, and batch_size, rank"),
+        ("build_both", "build_both needs width, depth: Paceline passes only the data form and the named arguments"),
         ("build_nothing", "build_nothing returned a NoneType: it must return a torch.nn.Module"),
         ("build_broken", "build_broken raised KeyError: 'weights'"),
         ("SIZE", "defines SIZE of type int"),

@@ -17,7 +17,7 @@ from paceline.runtime.notebooks.cell_ranks import CellRanks, RankLines, parse_ra
 from paceline.runtime.notebooks.cells import CellSettings, Cleared, Output
 
 _OLDEST = (8, 18)  # oldest supported version of IPython
-_NO_RANKS = "no ranks are running: %dist_init -n 2 starts two"
+_NO_RANKS = "no ranks are running: start two with %dist_init -n 2"
 _COLUMNS = (
     Column("rank", "rank", "count", key="rank", is_key=True),
     Column("process", "pid", str, key="pid"),
@@ -30,7 +30,7 @@ _COLUMNS = (
 
 @magics_class
 class RankMagics(Magics):
-    """Once ranks are running, cells without a magic run on all of them; `%%local` runs one in the notebook."""
+    """Magics for ranks. While ranks are running, cells without a magic run on all of them."""
 
     shell: Any
 
@@ -52,7 +52,7 @@ class RankMagics(Magics):
     @argument("--explicit", action="store_true", help="run only cells with %%%%distributed or %%%%rank on ranks")
     @line_magic
     def dist_init(self, line: str) -> None:
-        """Start ranks, and run the cells that follow on all of them."""
+        """Start ranks, and run all following cells on them."""
         options = parse_argstring(self.dist_init, line)
         gpu_ids = tuple(_parse_gpu(part) for part in options.gpu_ids.split(",") if part.strip())
         device = "cuda" if gpu_ids and options.device == "auto" else options.device
@@ -83,7 +83,7 @@ class RankMagics(Magics):
     @cell_magic
     @no_var_expand
     def local(self, line: str, cell: str) -> None:
-        """%%local: run the cell in the notebook's own process."""
+        """%%local: run the cell in the notebook process."""
         was_automatic, self._is_automatic = self._is_automatic, False
         try:
             result = self.shell.run_cell(cell)
@@ -100,7 +100,7 @@ class RankMagics(Magics):
 
     @line_magic
     def dist_mode(self, line: str) -> None:
-        """%dist_mode on, off: whether cells without a magic run on all ranks."""
+        """%dist_mode on, off: choose whether cells without a magic run on all ranks."""
         word = {"-e": "on", "--enable": "on", "-d": "off", "--disable": "off"}.get(line.strip(), line.strip())
         if word not in ("", "on", "off"):
             raise UsageError(f"%dist_mode {word}: use on or off")
@@ -110,7 +110,7 @@ class RankMagics(Magics):
 
     @line_magic
     def dist_status(self, line: str) -> None:
-        """%dist_status: state, device and memory of every rank."""
+        """%dist_status: show state, device and memory of every rank."""
         if self.ranks is None:
             self._say(_NO_RANKS)
             return
@@ -124,7 +124,7 @@ class RankMagics(Magics):
 
     @line_magic
     def dist_shutdown(self, line: str) -> None:
-        """%dist_shutdown: end the ranks; cells run in the notebook's own process again."""
+        """%dist_shutdown: end the ranks; cells run in the notebook process again."""
         ranks, self.ranks = self.ranks, None
         if ranks is not None:
             ranks.close()
@@ -147,7 +147,7 @@ class RankMagics(Magics):
         except PacelineError as error:
             raise _as_one_line(error) from None
         self.ranks = ranks
-        where = "Cells run on all of them; %%rank 0 runs one on rank 0, %%local in the notebook."
+        where = "Cells run on all of them; %%rank 0 runs a cell on rank 0, %%local in the notebook."
         self._say(f"{text}. {where if self._is_automatic else '%%distributed runs a cell on all of them.'}")
 
     def _run(self, cell: str, chosen: Sequence[int] | None) -> None:
@@ -160,7 +160,7 @@ class RankMagics(Magics):
             self._lines.close()
 
     def transform(self, lines: list[str]) -> list[str]:
-        """Rewrites `%%rank[0]` as a magic with an argument, and adds a magic to cells without one."""
+        """Rewrite `%%rank[0]` as a magic with an argument, and add a magic to cells without one."""
         source = "".join(lines)
         if source.lstrip().startswith("%%rank["):
             return source.replace("%%rank[", "%%rank [", 1).splitlines(keepends=True)
@@ -195,13 +195,13 @@ class RankMagics(Magics):
         self._write(stream, f"paceline: {text}\n")
 
     def _notice(self, text: str) -> None:
-        """A message that the user should not miss; notebooks show stderr in red."""
+        """Show an important message; notebooks show stderr in red."""
         self._say(text, "stderr")
 
 
 def _parse_gpu(text: str) -> int:
     if not text.strip().isdigit():
-        raise UsageError(f"%dist_init --gpu-ids: {text!r} is not the number of a GPU; write 0,1")
+        raise UsageError(f"%dist_init --gpu-ids: {text!r} is not a GPU number; write 0,1")
     return int(text)
 
 

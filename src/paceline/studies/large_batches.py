@@ -333,30 +333,30 @@ def describe_recipes(summaries: Sequence[SeedSummary]) -> list[str]:
         if tried and (lost is None or lost > 0):
             gap, best = min(tried, key=lambda pair: pair[0])
             text += "; the best recipe" if lost is None or gap < lost else "; no recipe helps; the best"
-            text += f", {best.first.recipe}: {grid.say_gap(best)}"
+            text += f", {best.first.recipe}: {grid.describe_gap(best)}"
             if (num_updates := best.first.num_updates) != plain[0].first.num_updates:
                 text += f", after {format_number_of(num_updates, 'update')}"
         lines.append(f"{text}.")
     return lines
 
 
-def _say_number(value: float) -> str:
+def _format_number(value: float) -> str:
     """Format a number of samples as an integer or, below 10, with two significant digits."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _say_scale(record: NoiseRecord) -> str:
+def _format_scale(record: NoiseRecord) -> str:
     interval = record.estimate.interval
     if record.noise_scale is not None:
-        return _say_number(record.noise_scale)
-    return "" if interval is None else f"> {_say_number(interval[0])}"
+        return _format_number(record.noise_scale)
+    return "" if interval is None else f"> {_format_number(interval[0])}"
 
 
-def _say_interval(record: NoiseRecord) -> str:
+def _format_interval(record: NoiseRecord) -> str:
     if record.estimate.interval is None:
         return ""
     low, high = record.estimate.interval
-    return f"{_say_number(low)} to {_say_number(high)}" if high < math.inf else f"from {_say_number(low)}"
+    return f"{_format_number(low)} to {_format_number(high)}" if high < math.inf else f"from {_format_number(low)}"
 
 
 # The noise scale is null if only a lower bound is known; the interval's upper end is null if it is infinite.
@@ -372,8 +372,8 @@ NOISE = (
     Column("probes", lambda r: len(r.probes), "number", "num_probes", priority=-2),
     Column("norm(G)^2", "estimate.gradient_square", "{:.3g}".format, "gradient_square", priority=0),
     Column("tr(Sigma)", "estimate.noise_trace", "{:.3g}".format, "noise_trace", priority=0),
-    Column("noise scale", _say_scale, str, priority=2),
-    Column("90 %", _say_interval, str, priority=1),
+    Column("noise scale", _format_scale, str, priority=2),
+    Column("90 %", _format_interval, str, priority=1),
     Column(None, lambda r: (r.estimate.interval or (None, None))[0], key="noise_scale_low"),
     Column(None, lambda r: (r.estimate.interval or (None, None))[1], key="noise_scale_high"),
     *text_columns("source"),
@@ -388,9 +388,9 @@ def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
         last = [record for record in series if record.noise_scale is not None or record is series[0]][-1]
         found = []
         for record in (record for record in series if record in (series[0], last, series[-1])):
-            sure = f" (90 %: {_say_interval(record)})" if record.estimate.interval else ""
+            sure = f" (90 %: {_format_interval(record)})" if record.estimate.interval else ""
             lost = "" if record.noise_scale is not None else ", where noise dominates the gradient"
-            found.append(f"{_say_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
+            found.append(f"{_format_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
         text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
         scale, interval = last.noise_scale, last.estimate.interval
         if scale and (interval is None or interval[1] < math.inf):

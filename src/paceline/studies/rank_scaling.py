@@ -260,7 +260,7 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
     return lines
 
 
-def _say_cell(record: StepRecord | Prediction, unit: str = " samples") -> str:
+def _format_cell(record: StepRecord | Prediction, unit: str = " samples") -> str:
     return f"{record.cell_size}{unit} {'per rank' if record.mode == 'weak' else 'in all'}"
 
 
@@ -268,7 +268,7 @@ def _say_cell(record: StepRecord | Prediction, unit: str = " samples") -> str:
 _FIRST = (
     *text_columns("record.model", "record.device"),
     *text_columns("record.mode", priority=-2),
-    Column("samples", lambda s: _say_cell(s.record, ""), is_key=True),
+    Column("samples", lambda s: _format_cell(s.record, ""), is_key=True),
     Column("global batch", "record.global_batch_size", "number", "global_batch_size", priority=-2),
     Column("ranks", "record.world_size", "number", "world_size", is_key=True),
     Column("wrapper", "record.variant", is_key=True),
@@ -341,7 +341,7 @@ def match_predictions(predicted: Sequence[Prediction], points: Sequence[ScalePoi
 PREDICTED = (
     Column("wrapper", "label", key="variant", is_key=True),
     *text_columns("network", is_key=True),
-    Column("samples", lambda q: _say_cell(q, ""), is_key=True),
+    Column("samples", lambda q: _format_cell(q, ""), is_key=True),
     Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
     Column("predicted step", "step_s", "ms", "step_s", priority=2),
     Column("low", "low_s", "ms", "low_s", priority=-1),
@@ -360,12 +360,12 @@ PREDICTED = (
 )
 
 
-def _say_place(record: StepRecord) -> str:
+def _format_place(record: StepRecord) -> str:
     source = "" if record.source == "measured" else f" ({record.source})"
-    return f"{format_number_of(record.world_size, 'rank')} with {_say_cell(record)}{source}"
+    return f"{format_number_of(record.world_size, 'rank')} with {_format_cell(record)}{source}"
 
 
-def _say_cause(point: ScalePoint) -> str:
+def _describe_cause(point: ScalePoint) -> str:
     """The larger of the two causes of an efficiency below 1; empty if unknown."""
     record = point.record
     if 1 - point.efficiency <= (point.efficiency_noise or 0.0):
@@ -391,7 +391,7 @@ def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
         if here:
             best = max(here, key=lambda point: point.efficiency if mode == "weak" else point.speedup)
             value = f"{best.efficiency:.0%} efficiency" if mode == "weak" else f"a speed-up of {best.speedup:.2f}"
-            parts.append(f"{value} in {mode} scaling ({best.record.variant}, {_say_cell(best.record)})")
+            parts.append(f"{value} in {mode} scaling ({best.record.variant}, {_format_cell(best.record)})")
     return [f"{format_number_of(most, 'rank')} reach {' and '.join(parts)}."] if parts else []
 
 
@@ -402,8 +402,8 @@ def describe_lines(chosen: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> l
         record, noise = point.record, point.efficiency_noise
         speed = "" if record.mode == "weak" else f"speed-up {point.speedup:.2f} of {record.world_size}, "
         sure = " (one repetition)" if noise is None else f" ± {noise:.2f}"
-        text = f"{_say_place(record)} in {record.variant}: {speed}efficiency {point.efficiency:.2f}{sure}."
-        text += _say_cause(point)
+        text = f"{_format_place(record)} in {record.variant}: {speed}efficiency {point.efficiency:.2f}{sure}."
+        text += _describe_cause(point)
         if record.mode == "strong":
             same = [one for one in lines if (one.record.variant, one.record.cell) == (record.variant, record.cell)]
             best = max(same, key=lambda one: one.speedup)
@@ -429,7 +429,7 @@ def choose_lines(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
 
 def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
     """Report cells disturbed by one slow rank, once per number of ranks."""
-    found = group_by(filter(None, map(find_straggler, records)), lambda one: (_say_place(one.record), one.rank))
+    found = group_by(filter(None, map(find_straggler, records)), lambda one: (_format_place(one.record), one.rank))
     worst = {place: max(ones, key=lambda one: one.excess) for place, ones in found.items()}
     return [
         f"{place}: do not use this cell. Rank {rank} was the slowest in {straggler.share:.0%} of the steps, "
@@ -471,7 +471,7 @@ def describe_errors(points: Sequence[Prediction]) -> list[str]:
     left = f" ({format_number_of(num_left, 'disturbed step')} left out)" if num_left else ""
     return [
         f"Predicting {format_number_of(len(known), 'step')} on {ranks} ranks from half the ranks: mean error "
-        f"{mean:.1%}, largest {worst:.1%} ({point.label}, {_say_cell(point)}); {inside} of {len(known)} within the "
+        f"{mean:.1%}, largest {worst:.1%} ({point.label}, {_format_cell(point)}); {inside} of {len(known)} within the "
         f"90 % interval{left}."
     ]
 
@@ -490,7 +490,7 @@ def describe_predictions(points: Sequence[Prediction]) -> list[str]:
             low, high = point.find_bounds(value)
             found.append(f"{word} {value:.2f} ({low:.2f} to {high:.2f}) on {point.world_size:,} ranks")
         doubt = first.doubt or last.doubt  # uncertainty only grows with the number of ranks
-        text = f"Predicted ({last.source}) for {last.label}, {_say_cell(last)}, {network}: {', '.join(found)}"
+        text = f"Predicted ({last.source}) for {last.label}, {_format_cell(last)}, {network}: {', '.join(found)}"
         texts.append(f"{text}; doubtful: {doubt}." if doubt else f"{text}.")
     return texts
 

@@ -37,15 +37,15 @@ STUDIES: dict[str, type[StudySettings]] = {
 def report(
     runs: Sequence[str | Path] = (), *, out: Place = None, resume: Place = None, progress: bool | None = None
 ) -> ReportResult:
-    """Put all studies on one page, from finished runs of `batch`, `ranks` and `large_batch`, or measured here.
+    """Put all studies on one page, from finished or new runs of `batch`, `ranks` and `large_batch`.
 
     Args:
-        runs: Folders of finished runs. By default the three studies are measured with their default settings, each in
-            its own folder inside the report's folder.
+        runs: Folders of finished runs. By default runs the three studies with their default settings, each in its own
+            folder inside the report's folder.
         out: Save the report in a new subfolder of this folder.
         resume: The folder of an interrupted report.
     """
-    refuse_launched("a report starts the ranks of its studies itself")
+    refuse_launched("the report itself starts the ranks of its studies")
     if resume is not None:
         is_none = not any((Path(resume) / name).is_dir() for name in STUDIES)
         refuse((runs, f"--resume {resume} with runs: a page of finished runs has nothing to resume"), code="resume")
@@ -69,7 +69,7 @@ def report(
                 opened = open_session(verb, config, ranks=session.ranks, progress=session.progress)
             else:
                 opened = session.open_part(name, verb, config, same_machine=each.is_timed)
-            with opened as study:  # a resumed study has its own settings
+            with opened as study:  # a resumed study keeps its settings
                 study.share_load(session)
                 parts.append(finish_study(study, type(each).from_json(study.config)))
         if session.is_finished and session.folder is not None:
@@ -84,7 +84,7 @@ def report(
 
 
 class ReportResult(StudyResult):
-    """`scale report`: several studies on one page. Its run names them (`config["runs"]`, relative to its folder)."""
+    """`scale report`: several studies on one page. `config["runs"]` lists their folders, relative to its own."""
 
     def __init__(self, run: Run, folder: Path | None = None, parts: Sequence[Result] | None = None) -> None:
         super().__init__(run, folder)

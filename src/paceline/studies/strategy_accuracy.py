@@ -1,4 +1,4 @@
-"""`paceline scale strategies`: how much accuracy does sending less cost, and when is a target reached?"""
+"""`paceline scale strategies`: how much accuracy does sending less cost, and how soon does it reach a target?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _BASELINE, _FULL = "bf16", "dense"
 _STRATEGIES = "int8,int4,topk:0.01,powersgd:4"
-# Above this test accuracy strategies cannot be told apart.
+# Test accuracy above which strategies are indistinguishable.
 _SATURATED = 0.995
 
 
@@ -36,15 +36,15 @@ def strategies(
     target: float | None = None, at_once: int | None = None, out: Place = None, resume: Place = None,
     progress: bool | None = None, **job: Any,
 ) -> StrategiesResult:  # fmt: skip
-    """How much test accuracy does sending less cost? Trains the same job with each strategy, several seeds each.
+    """How much test accuracy does sending less cost? Trains the same job with each strategy and several seeds.
 
     The other arguments are those of `large_batch`.
 
     Args:
-        model: By default a small cnn, on synthetic images that are too noisy for any strategy to classify perfectly.
+        model: By default a small cnn, on synthetic images too noisy for perfect accuracy.
         strategies: "all", or a list such as "int8,powersgd:4". float32 (`dense`) and `bf16` are always included.
-        workers: Replicas in one process that exchange data as ranks would, 4 by default.
-        ranks: Run the job on ranks instead, which makes its times meaningful.
+        workers: Number of replicas in one process that exchange data as ranks would. Default: 4.
+        ranks: Number of ranks to run the job on instead, which makes its times meaningful.
         epochs: 6 by default, unless `steps` are given.
         target: A test accuracy (0 to 1), or a test loss; reports when each strategy reaches it.
     """
@@ -53,8 +53,8 @@ def strategies(
 
 @dataclass(frozen=True, kw_only=True)
 class StrategiesSettings(grid.GridSettings):
-    """The job with every strategy. `target` is the test accuracy (in regression, the test loss) for which the time of
-    each strategy is reported."""
+    """The job with every strategy. `target` is a test accuracy (in regression, a test loss); the study reports each
+    strategy's time to reach it."""
 
     verb = staticmethod(strategies)
 
@@ -67,7 +67,7 @@ class StrategiesSettings(grid.GridSettings):
         epochs: int | None, evaluations: int, target: float | None, **job: Any,
     ) -> Self:  # fmt: skip
         check_counts(seeds=seeds, workers=workers)
-        both = f"--steps {job.get('steps')} with --epochs {epochs}: a run has one length; leave one out"
+        both = f"--steps {job.get('steps')} with --epochs {epochs}: a run has only one length; leave one out"
         refuse(("steps" in job and epochs is not None, both))
         job = grid.choose_small_job(model, job)
         if "steps" not in job:
@@ -92,7 +92,7 @@ class StrategiesSettings(grid.GridSettings):
     def check(self) -> None:
         super().check()
         several = max(self.job.ranks, self.job.workers) > 1
-        refuse((not several, "one rank and one worker: nothing is sent; use --workers 4, or --ranks"))
+        refuse((not several, "one rank and one worker send no messages: use --workers 4, or --ranks"))
         for text in self.strategies:
             replace(self.job, strategy=text).check()
 
@@ -102,7 +102,7 @@ class StrategiesSettings(grid.GridSettings):
 
 
 class StrategiesResult(grid.GridResult):
-    """`scale strategies`: test accuracy, or loss, of each strategy, compared with bf16, and the bytes it sends."""
+    """`scale strategies`: each strategy's bytes sent, and its test accuracy (or loss) compared with bf16."""
 
     topic = "Strategies"
     baseline = _BASELINE
@@ -165,8 +165,8 @@ class StrategiesResult(grid.GridResult):
 
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
-        """The answer first: the strategy that sends the fewest bytes with no loss beyond the spread over seeds, or why
-        the runs do not show it."""
+        """The answer comes first: the strategy with the fewest bytes sent and no loss beyond the spread over seeds, or
+        why the runs are inconclusive."""
         tried = [s for s in self.summaries if s.gap is not None and s.first.recipe not in (_BASELINE, _FULL)]
         failed = [
             f"{s.first.recipe}: {s.num_failed} of {len(s.runs)} seeds failed ({s.runs[-1].failure})."
@@ -182,29 +182,29 @@ class StrategiesResult(grid.GridResult):
             best = min(good, key=lambda s: s.first.sent_bytes or 0)
             ratio = self.find_ratio(best)
             fewer = "" if ratio is None else f" with {ratio:.3g} times fewer bytes than float32"
-            return f"{best.first.recipe} is as good as {_BASELINE}{fewer}: {grid.say_gap(best, _BASELINE)}."
+            return f"{best.first.recipe} is as good as {_BASELINE}{fewer}: {grid.describe_gap(best, _BASELINE)}."
         best = min(tried, key=lambda s: s.gap or 0.0)
         return (
-            f"No strategy is as good as {_BASELINE}; the best is {best.first.recipe}: {grid.say_gap(best, _BASELINE)}."
+            f"No strategy is as good as {_BASELINE}; the best is {best.first.recipe}: {grid.describe_gap(best, _BASELINE)}."
         )
 
     def _find_obstacle(self, tried: Sequence[SeedSummary]) -> str:
-        """Why these runs cannot show which strategies are worse; empty if they can."""
+        """The reason why these runs are inconclusive, or an empty string."""
         baseline = next((s for s in self.summaries if s.first.recipe == _BASELINE), None)
         if not tried or baseline is None or baseline.score is None:
             return ""
         compared = (baseline, *tried)
         if failed := [run for run in baseline.runs if not run.has_learned]:
-            end = failed[0].failure or _say_end(failed[0])
+            end = failed[0].failure or _describe_end(failed[0])
             count = f"{len(failed)} of {len(baseline.runs)} seeds" if len(baseline.runs) > 1 else "its run"
-            why = f"{_BASELINE} itself has not learned ({count}: {end})"
-            return f"Nothing can be compared: {why}; try another --lr, or more --epochs."
+            why = f"{_BASELINE} itself did not learn ({count}: {end})"
+            return f"The comparison is invalid: {why}; try another --lr, or more --epochs."
         if all(s.accuracy is not None and s.accuracy.mean >= _SATURATED for s in compared):
             easy = f"all reach {_SATURATED:.1%} or more, with and without a strategy"
             return f"The job is too easy to compare strategies: {easy}; use harder data, or fewer --samples."
         if any(len(s.finished) < 2 for s in compared):
             best = min(tried, key=lambda s: s.gap or 0.0)
-            found = f"the best is {best.first.recipe}, {grid.say_gap(best, _BASELINE)}"
+            found = f"the best is {best.first.recipe}, {grid.describe_gap(best, _BASELINE)}"
             return f"One seed is not enough to compare strategies: {found}; give --seeds 3 or more to see the spread."
         return ""
 
@@ -219,7 +219,7 @@ def _find_step_ms(summary: SeedSummary) -> float | None:
     return 1e3 * statistics.fmean(steps_s) if steps_s else None
 
 
-def _say_end(run: LargeBatchRecord) -> str:
+def _describe_end(run: LargeBatchRecord) -> str:
     last = run.curve[-1]
     accuracy = f"test accuracy {last.test_accuracy:.1%}, " if last.test_accuracy is not None else ""
     return f"{accuracy}test loss {last.test_loss:.4g}, {run.num_classes} classes"

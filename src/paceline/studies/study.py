@@ -27,8 +27,8 @@ PAGE = "report.md"
 
 @dataclass(frozen=True, kw_only=True)
 class StudySettings:
-    """The settings of a study, and how to measure it. `is_timed` means that its cells are times, which must not be
-    mixed with times from another machine."""
+    """The settings of a study, and its measurement. With `is_timed`, cells contain times, which must not be mixed with
+    times from another machine."""
 
     verb: ClassVar[Callable[..., Any]]
     is_timed: ClassVar[bool] = True
@@ -42,30 +42,30 @@ class StudySettings:
 
     @classmethod
     def get_defaults(cls) -> dict[str, Any]:
-        """Defaults of those arguments of the verb that are settings."""
+        """Defaults of the verb's arguments that are settings."""
         leave_out = ("out", "resume", "progress", "at_once", "job")
         return {n: p.default for n, p in inspect.signature(cls.verb).parameters.items() if n not in leave_out}
 
     @classmethod
     def build(cls, *args: Any, **given: Any) -> Self:
-        """The settings for these arguments of the verb."""
+        """Build the settings from the verb's arguments."""
         raise NotImplementedError
 
     def measure(self, session: Session, at_once: int) -> list[Record]:
-        """Measure the cells that the session does not have yet, `at_once` of them concurrently."""
+        """Measure the session's missing cells, `at_once` of them concurrently."""
         raise NotImplementedError
 
     @property
     def num_ranks(self) -> int:
-        """The maximum number of ranks in use at once."""
+        """Maximum number of concurrent ranks."""
         return self.job.ranks
 
     def check(self) -> None:
-        """Reject settings that cannot be measured; the job itself is checked separately."""
+        """Reject invalid settings of the study; the job has a separate check."""
         check_options(self)
 
     def check_size(self) -> None:
-        """Reject cells that do not fit into memory here, or that would never finish."""
+        """Reject cells that do not fit into this host's memory, or that would never finish."""
         given = asdict(self)
         sizes = (*given.get("batch_sizes", ()), given.get("most_at_once", 1))
         check_size(replace(self.job, batch_size=max(sizes), global_batch_size=None, accumulate=None))
@@ -82,7 +82,7 @@ class StudySettings:
 
 
 def build_settings(kind: type[StudySettings], **given: Any) -> StudySettings:
-    """The settings of a study, after all checks that do not need a rank."""
+    """Build a study's settings, and run all checks that do not need a rank."""
     settings = kind.build(**given)
     settings.check()
     check_job(settings.job)
@@ -91,7 +91,7 @@ def build_settings(kind: type[StudySettings], **given: Any) -> StudySettings:
 
 
 def run_study(kind: type[StudySettings], given: dict[str, Any]) -> Any:
-    """Run a study with the arguments of its verb, or finish an interrupted one with its own settings."""
+    """Run a study with the arguments of its verb, or finish an interrupted study with its saved settings."""
     out, resume, progress, job = (given.pop(name) for name in ("out", "resume", "progress", "job"))
     at_once, command, defaults = given.pop("at_once", None), f"scale {kind.get_name()}", kind.get_defaults()
     assert set(given) == set(defaults), f"{command}: arguments and no other locals, not {sorted(given)}"
@@ -111,7 +111,7 @@ def run_study(kind: type[StudySettings], given: dict[str, Any]) -> Any:
 
 
 def finish_study(session: Session, settings: StudySettings, at_once: int = 1) -> Any:
-    """Measure the missing cells. A finished study has all of its records and starts no ranks."""
+    """Measure the missing cells. A finished study has no missing cells and starts no ranks."""
     session.is_timed = settings.is_timed
     return finish(session, [] if session.is_finished else settings.measure(session, at_once))
 
@@ -131,7 +131,7 @@ def choose_device(device: str) -> str:
 
 
 class StudyResult(Result):
-    """A result of a scaling study: sentences, the first of which is the answer, and a page."""
+    """The result of a scaling study: sentences, starting with the answer, and a page."""
 
     topic: ClassVar[str] = ""
     sentences: Sequence[str] = ()
@@ -170,9 +170,9 @@ _DEFINITIONS = (
     ("speed-up", "samples/s of n ranks over those of one; T(1) is one rank alone, without a wrapper"),
     ("compute", "the step with communication off"),
     ("exposed", "the step minus the same step with communication off; of step: exposed over compute plus exposed"),
-    ("busy", "how long at least one message was in flight in a step; overlap is 1 - exposed / busy"),
+    ("busy", "the time in a step with at least one message in flight; overlap is 1 - exposed / busy"),
     ("bandwidth", "busbw = 2(n-1)/n * bytes / t, with the bytes that a rank passes to all-reduce and t = busy"),
-    ("peak", "the largest busbw of an all-reduce without a step, on the same backend and number of ranks"),
+    ("peak", "the largest busbw of a plain all-reduce, outside of steps, on the same backend and number of ranks"),
     ("disturbed", "one rank was slower than the others even without communication; do not use the cell"),
     ("knee", "the smallest batch size with at least 90 % of the best samples/s; none if only the largest reaches it"),
     ("gap", "the mean test accuracy of the baseline (the smallest batch without a recipe) minus this one's, in points; "
@@ -184,7 +184,7 @@ _DEFINITIONS = (
 
 
 def describe_machine(environment: Environment) -> str:
-    """The machine and the software of a run in one line."""
+    """Describe the machine and the software of a run in one line."""
     known = {"Python": environment.python} | environment.versions | environment.details
     listed = ", ".join(f"{name} {value}" for name, value in known.items() if name != "gpu")
     parts = (f"{environment.host}: {environment.machine}", environment.system, listed, f"`{environment.command_line}`")
@@ -192,7 +192,7 @@ def describe_machine(environment: Environment) -> str:
 
 
 def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, warnings: Sequence[str]) -> str:
-    """Findings first, then figures and tables, the machine and definitions; `folder` is where the page will be."""
+    """Render findings first, then figures and tables, the machine and definitions. `folder` will contain the page."""
     blocks, details = [f"# {title}", "## Findings"], []
     for part in parts:
         lines = part.sentences or ["There is nothing to report."]

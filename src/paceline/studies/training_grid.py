@@ -1,4 +1,4 @@
-"""Studies of test accuracy: configurations of a job times seeds, and their scores with the spread over seeds.
+"""Studies of test accuracy: a grid of configurations and seeds, and scores with their spread over seeds.
 
 `large_batches` and `strategy_accuracy` define the configurations; `training_runs` trains them.
 """
@@ -31,8 +31,8 @@ _ACCURACY, _LOSS = "test accuracy (%)", "test loss"
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """One training run of a study. Compared runs share the `budget` ("epochs" or "updates"). `recipe` is the name of
-    the configuration, and `probes` says whether to measure gradient noise."""
+    """One training run of a study. Compared runs share the `budget` ("epochs" or "updates"). `recipe` is the
+    configuration's name, and `probes` enables measuring gradient noise."""
 
     settings: TrainSettings
     budget: str
@@ -46,7 +46,7 @@ class TrainingCell:
 
     @property
     def configuration(self) -> str:
-        """The settings of the recipe, for a table."""
+        """The recipe's settings, for a table."""
         s = self.settings
         grown = ", ".join(f"x{factor} at {share:g}" for share, factor in s.batch_growth)
         parts = [
@@ -62,7 +62,7 @@ class TrainingCell:
 
 @dataclass(frozen=True, kw_only=True)
 class GridSettings(StudySettings):
-    """Every configuration of the job with every seed; a run is tested `evaluations` times."""
+    """Every configuration of the job with every seed, with `evaluations` tests per run."""
 
     is_timed: ClassVar[bool] = False
 
@@ -70,14 +70,14 @@ class GridSettings(StudySettings):
     evaluations: int = option(10, least=1, each_s=0.01)
 
     def list_configurations(self, num_samples: int) -> list[TrainingCell]:
-        """A run of each configuration with the seed of the job, on this many training samples."""
+        """List a run of each configuration with the job's seed, for this number of training samples."""
         raise NotImplementedError
 
     def check_model(self, has_norm: bool) -> None:
-        """Reject configurations that do not fit the model; `has_norm`: it has a BatchNorm."""
+        """Reject configurations that do not fit the model. `has_norm`: the model has BatchNorm."""
 
     def list_cells(self, num_samples: int) -> list[TrainingCell]:
-        """All runs, seed by seed, so that an interrupted study can still compare configurations."""
+        """List all runs, seed by seed: an interrupted study can then still compare configurations."""
         found = self.list_configurations(num_samples)
         return [
             replace(cell, settings=replace(cell.settings, seed=seed), probes=cell.probes and seed == self.seeds[0])
@@ -106,7 +106,7 @@ def _describe_run(records: Sequence[Record]) -> str:
 
 
 def choose_small_job(model: str | None, job: dict[str, Any]) -> dict[str, Any]:
-    """Fill in a schedule, and a model small enough for the study to take minutes."""
+    """Fill in a schedule, and a model small enough for a study of a few minutes."""
     if job["schedule"] is None:
         job["schedule"] = "piecewise" if job.get("lr_drops") else "cosine"
     is_given = model is not None or {"channels", "hidden"} & set(job)
@@ -114,7 +114,7 @@ def choose_small_job(model: str | None, job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation over seeds; the deviation of one seed is None."""
+    """Mean and sample standard deviation over seeds; the deviation is None with a single seed."""
 
     mean: float
     deviation: float | None
@@ -122,7 +122,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class SeedSummary:
-    """All seeds of one configuration, compared with `baseline`. Spreads cover the runs that finished."""
+    """All seeds of one configuration, compared with `baseline`. Spreads cover finished runs."""
 
     runs: tuple[LargeBatchRecord, ...]
     baseline: SeedSummary | None = None
@@ -140,7 +140,7 @@ class SeedSummary:
 
     @property
     def first(self) -> LargeBatchRecord:
-        """The run that represents all seeds: the first that finished, or the first."""
+        """The representative run: the first finished one, or the first of all."""
         return [*self.finished, *self.runs][0]
 
     @property
@@ -157,7 +157,7 @@ class SeedSummary:
 
     @property
     def score(self) -> Spread | None:
-        """The score by which configurations are compared: test accuracy, or test loss in regression."""
+        """The score for comparing configurations: test accuracy, or test loss in regression."""
         return self.accuracy or self.test_loss
 
     @property
@@ -170,13 +170,13 @@ class SeedSummary:
 
     @property
     def widest(self) -> float | None:
-        """The larger deviation over seeds of this configuration and the baseline; None if both have one seed."""
+        """The larger of this configuration's and the baseline's deviation over seeds; None if both have one seed."""
         scores = [summary.score for summary in (self, self.baseline) if summary is not None]
         return max((s.deviation for s in scores if s is not None and s.deviation is not None), default=None)
 
 
 def summarize_seeds(records: Sequence[LargeBatchRecord], baseline: str = "none") -> list[SeedSummary]:
-    """A summary of each cell, in order. The baseline of a budget is its smallest batch size with this recipe."""
+    """Summarize each cell, in order. The baseline of a budget is its smallest batch size with the `baseline` recipe."""
     cells = group_by(records, lambda record: record.cell)
     found = {cell: SeedSummary(tuple(runs)) for cell, runs in cells.items()}
     plain = sorted((cell for cell in found if cell[2] == baseline), key=lambda cell: cell[1], reverse=True)
@@ -200,8 +200,8 @@ JOB_COLUMNS = (
     *text_columns("first.model", "first.data"),
     *raw_columns("first.device", "first.precision", "first.world_size"),
 )
-# Accuracies and the gap are fractions of 1, deviations are sample standard deviations; null if no run finished. In
-# regression there is no accuracy, and the gap compares test losses.
+# Accuracies and the gap are fractions of 1, deviations are sample standard deviations; null if no run finished.
+# Regression has no accuracy, so the gap compares test losses.
 SCORE_COLUMNS = (
     *spread_columns("test accuracy (%)", "accuracy", "test_accuracy", _percent, 4),
     Column("gap (points)", lambda s: s.gap if s.accuracy else None, _percent, priority=3),
@@ -216,7 +216,7 @@ RUN_COLUMNS = (
 
 
 class GridResult(StudyResult):
-    """Scores of every configuration, compared with those of the `baseline`."""
+    """Scores of every configuration, compared with the `baseline`."""
 
     baseline: ClassVar[str]
 
@@ -231,7 +231,7 @@ class GridResult(StudyResult):
         return _LOSS if self.has_losses else _ACCURACY
 
     def name_line(self, recipe: str) -> str:
-        """The name of a configuration in a legend."""
+        """A configuration's name in a legend."""
         return recipe
 
     def _plot_scores(
@@ -241,8 +241,8 @@ class GridResult(StudyResult):
         title: Callable[[LargeBatchRecord], str],
         say: Callable[[Any], str] = "{:,}".format,
     ) -> Figure:
-        """Test accuracy, or loss, against x, ± the deviation over seeds: a line for each configuration, a panel for
-        each title."""
+        """Plot test accuracy, or loss, against x, ± the deviation over seeds: a line per configuration, a panel per
+        title."""
         unit = 1 if self.has_losses else 100
         groups = group_by(self.summaries, lambda s: title(s.first))
         recipes = list(dict.fromkeys(s.first.recipe for s in self.summaries))
@@ -265,8 +265,8 @@ class GridResult(StudyResult):
         return figure
 
     def _plot_curves(self, records: Sequence[LargeBatchRecord]) -> Figure:
-        """Test accuracy, or loss, during training, against epochs and against updates: the mean over seeds of each
-        cell, with a band from the worst to the best seed. Failed runs are omitted."""
+        """Plot test accuracy, or loss, during training, against epochs and against updates: each cell's mean over
+        seeds, with a band from the worst to the best seed. Omits failed runs."""
         cells = group_by((record for record in records if not record.failure), lambda record: record.cell)
         title = f"{self.topic.lower()}: {self.score_name} during training"
         figure, panels = build_panels(["against epochs", "against updates"], title, self.machine)
@@ -274,7 +274,7 @@ class GridResult(StudyResult):
             seeds_of = format_number_of(len(runs), "seed")
             label = f"{self.name_line(recipe)} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
             first, seeds = runs[0], [{point.update: _read_score(point) for point in run.curve} for run in runs]
-            # Points at which every seed was evaluated.
+            # Use only points at which every seed was evaluated.
             points = [point for point in first.curve if all(point.update in seed for seed in seeds)]
             rows = [[seed[point.update] for seed in seeds] for point in points]
             epochs = [point.num_samples * first.epochs / first.curve[-1].num_samples for point in points]
@@ -301,27 +301,27 @@ def _read_score(point: CurvePoint) -> float:
     return point.test_loss if point.test_accuracy is None else 100 * point.test_accuracy
 
 
-def say_score(summary: SeedSummary, value: float) -> str:
-    """An accuracy in percent, or a loss."""
+def format_score(summary: SeedSummary, value: float) -> str:
+    """Format an accuracy in percent, or a loss."""
     return f"{100 * value:.1f}" if summary.accuracy else f"{value:.4g}"
 
 
-def say_gap(summary: SeedSummary, baseline: str = "the baseline") -> str:
-    """The difference between its score and the baseline's, and whether that is within the spread over seeds."""
+def describe_gap(summary: SeedSummary, baseline: str = "the baseline") -> str:
+    """Describe the gap to the baseline's score, and whether it is within the spread over seeds."""
     gap, widest = summary.gap or 0.0, summary.widest
     inside = " (less than the spread over seeds)" if widest is not None and abs(gap) <= widest else ""
     points, worse, better = (" points", "below", "above") if summary.accuracy else ("", "above", "below")
-    return f"{say_score(summary, abs(gap))}{points} {worse if gap >= 0 else better} {baseline}{inside}"
+    return f"{format_score(summary, abs(gap))}{points} {worse if gap >= 0 else better} {baseline}{inside}"
 
 
 def describe_score(summary: SeedSummary, baseline: str = "the baseline") -> str:
-    """The mean over seeds with its spread, and the gap to the baseline."""
+    """Describe the mean over seeds with its spread, and the gap to the baseline."""
     score = summary.score
     if score is None:
         return f"no seed finished ({summary.first.failure})"
     seeds = f"{len(summary.finished)} seeds"
-    sure = "one seed" if score.deviation is None else f"± {say_score(summary, score.deviation)}, {seeds}"
+    sure = "one seed" if score.deviation is None else f"± {format_score(summary, score.deviation)}, {seeds}"
     failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
-    gap = "" if summary.gap is None else f", {say_gap(summary, baseline)}"
-    mean = say_score(summary, score.mean)
+    gap = "" if summary.gap is None else f", {describe_gap(summary, baseline)}"
+    mean = format_score(summary, score.mean)
     return f"{f'{mean} %' if summary.accuracy else f'test loss {mean}'} ({sure}{failed}){gap}"

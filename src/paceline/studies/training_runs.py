@@ -32,19 +32,19 @@ from paceline.training.train_settings import TrainSettings
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome
 
-# When gradient noise is probed, as fractions of the run, and how. All probes together may use a small fraction of the
-# run's samples: the more small batches per probe, the further into training the noise can be measured.
+# Gradient noise is probed at these fractions of the run. All probes together may use a small fraction of the run's
+# samples: with more small batches per probe, noise can be measured further into training.
 _PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
 _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
 
 
 def survey_job(settings: TrainSettings) -> tuple[int, bool]:
-    """The number of samples in an epoch, and whether the model has a BatchNorm. Collective: call on every rank of the
+    """The number of samples per epoch, and whether the model has BatchNorm. Collective: call on every rank of the
     launched world."""
     with open_world(settings) as world:
         (train, test), _ = load_sets(settings, world)
-        needed = "whole epochs are compared by their test loss: return (train, test), each with a length"
+        needed = "the study compares test losses after whole epochs: return (train, test), each with a length"
         refuse((train.is_stream or test is None, f"data {train.name}: {needed}"), code="own-type")
         module = build_learner(dataclasses.replace(settings, wrapper="none"), world, train).module
         return len(train), any(isinstance(layer, BatchNorm) for layer in module.modules())
@@ -53,7 +53,7 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
 def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
     """Run the cell's training to the end. Collective: call on every rank of the launched world.
 
-    Synthetic data has the same seed in all cells: another seed would be another task, not another run.
+    Synthetic data has the same seed in all cells: a different seed would create a different task.
     """
     with open_world(cell.settings) as world:
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
@@ -82,8 +82,8 @@ def train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         num_targets += taken.num_targets
         num_samples += taken.num_samples
         largest = max(largest, taken.num_samples)
-        # Progress counts samples, because a growing batch has most of its updates at the beginning. It counts updates
-        # if the run has a fixed number of them.
+        # Progress counts samples, because a growing batch has most of its updates at the beginning; or updates, if the
+        # run has a fixed number of them.
         done = step / num_steps if settings.steps is not None else num_samples / (epochs * epoch_samples)
         passed = sum(share <= done + 1e-9 for share in due)
         due = due[passed:]
@@ -98,11 +98,11 @@ def train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
                 failure = f"the loss was not finite after {step} updates"
                 break
             curve.append(CurvePoint(step, num_samples, train_loss, test.loss, test.accuracy, reached_s))
-            begin_s += time.perf_counter() - begin_s - reached_s  # exclude the time of evaluations
+            begin_s += time.perf_counter() - begin_s - reached_s  # exclude evaluation time
             loss_sum.zero_()
             num_targets = 0
         if step in probed:
-            # Non-finite gradients have no noise scale; the next evaluation reports the failure.
+            # The noise scale of non-finite gradients is undefined; the next evaluation reports the failure.
             with contextlib.suppress(MeasurementError):
                 noise.append(measure_noise_scale(job, step=step, epoch=num_samples / epoch_samples, **asked))
         report(done)
@@ -129,15 +129,15 @@ def measure_noise_scale(
 
     A probe is `num_small` gradients of `batch_size` samples each on every rank, and one message of a gradient's size.
     The model trains as in the job (mode, precision, label smoothing, augmentation), but is not compiled.
-    Samples are drawn with replacement, so that they are independent, as the formulas assume. Samples and dropout depend
-    on the job's seed, `step` and the probe, not on the ranks. BatchNorm sees `batch_size` samples, SyncBatchNorm those
-    of all ranks. Parameters, gradients, buffers, the optimizer and random states are unchanged afterward. Collective:
-    every rank must call this, between steps.
+    Drawing samples with replacement makes them independent, as the formulas assume. Samples and dropout depend on the
+    job's seed, `step` and the probe, but not on the ranks. BatchNorm sees `batch_size` samples, SyncBatchNorm those of
+    all ranks. Does not change parameters, gradients, buffers, the optimizer or random states.
+    Collective: call on every rank, between steps.
     """
-    # Gradients that fit half precision in training may overflow here, because smaller batches weigh more.
+    # Smaller batches have larger gradients, which may overflow half precision even if training does not.
     scale = job.learner.scaler.get_scale()
     probes: list[NoiseProbe] = []
-    # A second batch size would make torch.compile switch to dynamic shapes, and training would use different kernels.
+    # A second batch size would make torch.compile switch to dynamic shapes and change the kernels for training.
     eager: Any = torch.compiler.set_stance("force_eager") if job.settings.compile else contextlib.nullcontext()
     with _restoring(job.learner.module), eager:
         job.learner.module.train()
@@ -149,7 +149,7 @@ def measure_noise_scale(
             elif scale > 1:
                 scale /= 16
             else:
-                found = f"step {step}: a gradient of probe {len(probes)} is not finite, so there is no noise scale"
+                found = f"step {step}: a gradient of probe {len(probes)} is not finite, so the noise scale is undefined"
                 raise MeasurementError(f"{found}; try a lower --lr, or --clip")
     return NoiseRecord(
         model=job.settings.model, data=job.train.name, device=job.world.device.type, world_size=job.world.world_size,
@@ -162,7 +162,7 @@ def _take_probe(
     job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, num_small: int, scale: float
 ) -> tuple[tuple[float, ...], float]:
     """The squared norms of all ranks' gradients, and of their mean. `scale` multiplies the losses but not these norms.
-    Small batches are numbered over all ranks, and their samples depend on their number. Collective."""
+    A small batch's number, counted over all ranks, determines its samples. Collective: call on every rank."""
     params, world = job.learner.parameters, job.world
     widest = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize)
     dtype = torch.float64 if widest == torch.float64 else torch.float32
@@ -176,17 +176,17 @@ def _take_probe(
         torch._foreach_add_([piece for piece, _ in used], [grad for _, grad in used])
     if world.world_size > 1:
         dist.all_reduce(total)
-    # The only wait for the device: all small batches are queued by now.
+    # The only wait for the device, after queueing all small batches.
     *small, big = (torch.stack([*squares, _square(pieces)]) / scale**2).tolist()
     everyone: list[tuple[list[float], float]] = world.share((small, big / (num_small * world.world_size) ** 2))
-    # Backends may round sums differently on each rank, and all must return the same record.
+    # Backends may round sums differently on each rank: use rank 0's, because all must return the same record.
     return tuple(square for squares, _ in everyone for square in squares), everyone[0][1]
 
 
 def _compute_grad(
     job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, scale: float
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of the mean loss of one small batch, times `scale`, without any `.grad` or hook."""
+    """The gradient of one small batch's mean loss, times `scale`, without touching `.grad` or hooks."""
     data, learner = job.train, job.learner
     generator = torch.Generator().manual_seed(derive_seed("noise samples", *purpose))
     indices = torch.randint(len(data), (batch_size,), generator=generator)
@@ -199,7 +199,7 @@ def _compute_grad(
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The squared norm of all tensors together, in double precision, on their device."""
+    """The joint squared norm of all tensors, in double precision, on their device."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square().sum()
 
 
@@ -214,7 +214,7 @@ def _restoring(module: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     numbers, more_numbers = random.getstate(), numpy.random.get_state()
-    # All GPUs, since `set_seed` seeds them all.
+    # Fork the state of all GPUs, since `set_seed` seeds them all.
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:
             yield
@@ -223,6 +223,6 @@ def _restoring(module: nn.Module) -> Iterator[None]:
             numpy.random.set_state(more_numbers)
             with torch.no_grad():
                 for place, name, buffer, value in buffers:
-                    place[name] = buffer.copy_(value)  # a forward may have replaced the tensor
+                    place[name] = buffer.copy_(value)  # forward may have replaced the tensor
             for part, mode in modes:
                 part.training = mode

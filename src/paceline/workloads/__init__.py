@@ -1,1 +1,1 @@
-"""Models and data, by name. Code that trains or times them does not belong here."""
+"""Models and data, by name. Does not train or time them."""

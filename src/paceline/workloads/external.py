@@ -1,6 +1,6 @@
 """External models and data: models of `transformers`, and functions in a user's own file.
 
-Can be imported without torch. Checks do not run the user's code, and code shipped with a model on the hub never runs.
+Does not import torch at module level. Checks do not run the user's code, and model code from the hub never runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.workloads.data import DataForm, fetch_from_hub, import_hf, is_own,
 if TYPE_CHECKING:
     from torch import nn
 
-# Bundled configurations: one folder per model, named after it with -- for the slash.
+# Bundled configurations: one folder per model, with -- instead of the slash in its name.
 _KEPT = Path(__file__).parent / "configs"
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FILES = (_CONFIG, _WEIGHTS, "model-*.safetensors", _INDEX)
@@ -55,7 +55,7 @@ def check_source(name: str) -> None:
 
 
 def read_limits(name: str, files: tuple[str, ...] = (_CONFIG,)) -> tuple[int, int]:
-    """The vocabulary, and the longest context (a large number if the model states none)."""
+    """Read the vocabulary size and the maximum context (a large number if unspecified)."""
     config = _load_config(_find_source(name, files)[0])
     text = config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
@@ -64,13 +64,13 @@ def read_limits(name: str, files: tuple[str, ...] = (_CONFIG,)) -> tuple[int, in
 
 
 def describe_weights(name: str) -> str:
-    """Where the weights come from, in one line. Uses the same search as `build_hf`, whose result is cached."""
+    """Describe the origin of the weights in one line. Shares its cached search with `build_hf`."""
     folder, lack = _find_source(name, _FILES)
     return f"hf:{name}: random weights, {lack}" if lack else f"hf:{name}: weights from {folder}"
 
 
 def build_hf(name: str, form: DataForm) -> nn.Module:
-    """A causal language model for tokens, or a sequence classifier for pairs, with float32 parameters."""
+    """Build a causal language model for tokens, or a sequence classifier for pairs, with float32 parameters."""
     folder, lack = _find_source(name, _FILES)
     vocabulary, context = read_limits(name, _FILES)
     if form.vocabulary > vocabulary:
@@ -84,7 +84,7 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
     if form.kind == "pairs":
         config.num_labels, config.pad_token_id = form.num_classes, form.pad
     elif getattr(config, "is_decoder", None) is False:
-        # Otherwise an encoder such as BERT would see the tokens that it has to predict.
+        # Otherwise an encoder such as BERT would see the tokens that it should predict.
         config.is_decoder = True
     import torch
 
@@ -92,7 +92,7 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
     maker = getattr(transformers, _CLASSES[form.kind])
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     dtype = {"dtype" if version >= (4, 56) else "torch_dtype": torch.float32}
-    # Version 4 builds the inner model with the configuration's dtype, regardless of the argument.
+    # transformers 4 builds the inner model with the configuration's dtype, regardless of the argument.
     config.update(dtype)
     options: dict[str, Any] = {"config": config, "trust_remote_code": False, **dtype}
     try:
@@ -106,8 +106,8 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
 
 @lru_cache
 def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
-    """The folder of a model, and why it has no weights (empty if it does). Search order: a folder of this name, the
-    hub's cache, the hub, the bundled configurations."""
+    """Find a model's folder, and the reason why it has no weights (empty if it has). Search order: a folder of this
+    name, the hub's cache, the hub, the bundled configurations."""
     path = Path(name).expanduser()
     wants_weights = _WEIGHTS in files
     if path.is_dir():
@@ -132,7 +132,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
     try:
         folder = fetch_from_hub(is_complete, repo_id=name, allow_patterns=files)
     except Exception as error:
-        if damage is not None:  # report damage that the user can repair
+        if damage is not None:  # the user can repair it
             raise damage from error
         reason = shorten_error(error)
     else:
@@ -140,18 +140,18 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
             return folder, ""
         refuse((known == folder, f"model hf:{name} has no {_WEIGHTS} on the hub, and no other format is supported"))
     if known.is_dir():
-        return known, "because the hub cannot be reached and only its configuration is here"
+        return known, "because the hub cannot be reached and only the configuration is available"
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
-    what = f"model hf:{name} is neither a folder here nor in the hub's cache, and cannot be fetched ({offline})"
+    what = f"model hf:{name} is neither a local folder nor in the hub's cache, and cannot be downloaded ({offline})"
     raise ConfigError(f"{what}: give the path of a folder with its {_CONFIG}")
 
 
 def _check_folder(folder: Path) -> str:
-    """Why the user's folder has no weights; empty if it has weights."""
+    """The reason why the user's folder has no weights, or an empty string."""
     missing = _missing_weights(folder)
     pickles = [file for file in _PICKLES if (folder / file).exists()]
     if missing and missing != [_WEIGHTS]:
-        raise ConfigError(f"model folder {folder} lacks {', '.join(missing)}, named in {_INDEX}: copy them there")
+        raise ConfigError(f"model folder {folder} lacks {', '.join(missing)}, listed in {_INDEX}: copy them there")
     if missing and pickles:
         text = f"has its weights in a pickle ({pickles[0]}), which can run code: save safetensors"
         raise ConfigError(f"model folder {folder} {text}")
@@ -159,7 +159,7 @@ def _check_folder(folder: Path) -> str:
 
 
 def _missing_weights(folder: Path) -> list[str]:
-    """The weight files that are missing in the folder."""
+    """The weight files missing from the folder."""
     names, index = {_WEIGHTS}, folder / _INDEX
     if index.is_file():
         try:
@@ -178,12 +178,12 @@ def _load_config(folder: Path) -> Any:
 
 
 _GIVE = "give the name of a function in it"
-# What a user's function may take by name, besides the form of the data.
+# Optional arguments of a user's function, passed by name, besides the data form.
 FACTS = ("batch_size", "rank", "world_size", "device", "seed")
 
 
 def check_own(name: str, what: str = "model") -> None:
-    """Reject a file that does not exist or is not Python, and a name that it does not define."""
+    """Reject a missing file, a file that is not Python, and a function that it does not define."""
     path, function = _split(name, what)
     try:
         text = path.read_text(encoding="utf-8")
@@ -193,7 +193,7 @@ def check_own(name: str, what: str = "model") -> None:
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{what} file {path} is not Python: {error}") from error
     names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
-    # Names from a star import are known only at run time.
+    # Star imports define names only at run time.
     if function not in names and not re.search(r"import\s*\*", text):
         raise ConfigError(f"{what} file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
 
@@ -210,8 +210,8 @@ def _split(name: str, what: str) -> tuple[Path, str]:
 
 
 class OwnParts(NamedTuple):
-    """What a user's function for `--model` returned: a module, or several in an `nn.ModuleDict`, and optionally data,
-    a step, an evaluation, and further objects with state."""
+    """The result of a user's function for `--model`: a module, or several in an `nn.ModuleDict`, and optionally data, a
+    step, an evaluation, and further objects with state."""
 
     model: nn.Module
     data: Any = None
@@ -224,7 +224,7 @@ _RETURNS = "a torch.nn.Module, (model, step), (model, data, step), or a dict wit
 
 
 def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, frozenset[str]]:
-    """Call the user's function for `--model`. Returns its result, and the names of the facts that it took."""
+    """Call the user's function for `--model`. Returns its result, and the names of the arguments that it took."""
     from torch import nn
 
     found, taken = call_own(name, "model", form=form, **facts)
@@ -247,13 +247,13 @@ def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, 
     for key, (fits, needed) in is_a.items():
         refuse((not fits, f"{said} {type(getattr(parts, key)).__name__} as {key}: {needed}"), code="own-type")
     odd = ", ".join(str(key) for key, part in state.items() if not hasattr(part, "load_state_dict"))
-    what = f"{said} state with objects that lack load_state_dict: {odd}; it may hold, for example, optimizers"
+    what = f"{said} state with objects that lack load_state_dict: {odd}; use, for example, optimizers"
     refuse((odd, what), code="own-type")
     return parts, taken
 
 
 def build_own(name: str, form: DataForm) -> nn.Module:
-    """The module that the user's function returns, which may take the form of the data."""
+    """Build the module with the user's function, which may take the data form."""
     parts, _ = open_own(name, form)
     if parts.step is not None:
         raise ConfigError(f"model {name} also returned a step: return only a torch.nn.Module here", code="own-type")
@@ -261,7 +261,7 @@ def build_own(name: str, form: DataForm) -> nn.Module:
 
 
 def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
-    """Call the user's function with the facts that it takes. Returns its result, and the names of those facts."""
+    """Call the user's function with the arguments that it takes. Returns its result, and their names."""
     path, function = _split(name, what)
     with own_errors(name, what, always=True):
         stat = path.stat()
@@ -276,7 +276,7 @@ def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
 @contextlib.contextmanager
 def own_errors(name: str, what: str = "model", always: bool = False) -> Iterator[None]:
     """Report an error from the user's file, or a file next to it, with its line; other errors propagate unless
-    `always`. Inside, the file can import the files next to it. Does nothing if the name is not a user's file."""
+    `always`. In this context, the file can import its neighbors. Does nothing if the name is not a user's file."""
     if not is_own(name):
         yield
         return
@@ -306,7 +306,7 @@ def _find_folder(name: str) -> str:
 
 
 def _find_line(error: BaseException, folder: str) -> str | None:
-    """The last line of a user's file in the traceback or the text of an error."""
+    """Find the last line of a user's file in an error's traceback or text."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     frames += [(file, int(number)) for file, number in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
     library = str(Path(__file__).parents[1])
@@ -319,7 +319,7 @@ def _find_line(error: BaseException, folder: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def _load_file(path: Path, stamp: tuple[int, int]) -> ModuleType:
-    """The file as a module. It is reloaded only after a change, so that it can cache data."""
+    """Import the file as a module, and reload it only after a change, so it can cache data."""
     name = f"{__name__}.{quote(str(path), safe='/').replace('.', '%2E')}"
     sys.modules.pop(name, None)
     return importlib.import_module(name)
@@ -339,7 +339,7 @@ sys.meta_path.append(_OwnFiles())
 
 
 def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tuple[Any, frozenset[str]]:
-    """Pass each fact that is a parameter; the data form is passed as the only other required argument."""
+    """Pass each fact that the function has a parameter for, and the data form as the only other required argument."""
     found = inspect.signature(function).parameters.values()
     by_name = {p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in found if p.default is p.empty}
@@ -348,13 +348,13 @@ def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tup
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p for p in found if p.default is p.empty and p.kind not in variable and p.name not in taken]
     form, what = facts.get("form"), ", ".join(p.name for p in needed)
-    first = "the form of the data, and " * ("form" in facts)
-    unknown = f"{name} needs to know the form of the data: choose the data, such as --data synthetic:images"
-    text = f"{name} needs {what}: it is called with {first}{', '.join(FACTS)} if it takes them by name"
+    first = "the data form and " * ("form" in facts)
+    unknown = f"{name} needs the data form: choose the data, such as --data synthetic:images"
+    text = f"{name} needs {what}: Paceline passes only {first}the named arguments {', '.join(FACTS)}"
     refuse((len(needed) > ("form" in facts), text), code="own-type")
     refuse((needed and form is None, unknown), code="no-data")
     for parameter in needed:
-        # Passed by position if it comes first, because a decorator may hide its name.
+        # Pass the first parameter by position, because a decorator may hide its name.
         if parameter is next(iter(found)) and parameter.kind != parameter.KEYWORD_ONLY:
             return function(form, **taken), frozenset(taken)
         taken[parameter.name] = form

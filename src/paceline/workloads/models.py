@@ -13,8 +13,8 @@ from paceline.workloads.data import Batch, DataForm
 
 
 def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float = 0.0) -> nn.Module:
-    """Four linear layers on the flattened sample: many bytes of gradients for little compute. With `hidden` 0 there is
-    a single layer."""
+    """Build four linear layers on the flattened sample: large gradients for little compute. With `hidden` 0, builds a
+    single layer."""
     layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
     width = math.prod(shape)
     for _ in range(3 if hidden else 0):
@@ -26,8 +26,8 @@ def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float 
 def build_cnn(
     shape: tuple[int, ...], channels: tuple[int, ...], hidden: int, num_classes: int, dropout: float = 0.0
 ) -> nn.Module:
-    """A 3 x 3 convolution for each of `channels`, then two linear layers. Max pooling (2 x 2) follows every convolution
-    but the first; the first two are not padded."""
+    """Build a 3 x 3 convolution for each of `channels`, then two linear layers. Max pooling (2 x 2) follows every
+    convolution but the first; the first two are not padded."""
     channels_in, height, width = shape
     layers: list[nn.Module] = []
     for number, channels_out in enumerate(channels):
@@ -39,7 +39,7 @@ def build_cnn(
             height, width = height // 2, width // 2
         if min(height, width) < 1:
             what = f"{len(channels)} convolutions on images of {shape[1]} x {shape[2]}"
-            raise ConfigError(f"{what}: no pixel is left after {number + 1}, give at most {number} channels")
+            raise ConfigError(f"{what}: no pixels are left after {number + 1}; use at most {number} channels")
         channels_in = channels_out
     layers += [nn.Flatten(), nn.Linear(channels_in * height * width, hidden), nn.ReLU()]
     layers += [nn.Dropout(dropout)] * bool(dropout)
@@ -47,7 +47,7 @@ def build_cnn(
 
 
 class _Residual(nn.Module):
-    """A tiny linear layer with a residual connection, scaled so that hundreds of them neither vanish nor explode."""
+    """A tiny linear layer with a residual connection, scaled to keep signals stable over hundreds of layers."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Residual(nn.Module):
 
 
 def build_tiny(depth: int, width: int) -> nn.Module:
-    """Many tiny parameters, so that host overhead dominates."""
+    """Build a model with many tiny parameters, where host overhead dominates."""
     return nn.Sequential(*(_Residual(width, depth) for _ in range(depth)))
 
 
@@ -83,7 +83,7 @@ class _BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He 2016) with a 3 x 3 stem for images of 32 x 32, or the original 7 x 7 stem with pooling for ImageNet
+    """ResNet-18 (He 2016) with a 3 x 3 stem for 32 x 32 images, or the original 7 x 7 stem with pooling for ImageNet
     (224 x 224)."""
 
     def __init__(self, channels: int = 3, num_classes: int = 10, for_imagenet: bool = False) -> None:
@@ -136,8 +136,8 @@ class _Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 (Radford 2019): learned positions, and a head tied to the embedding. With `num_classes` a linear layer on
-    the last token of each sequence replaces the tied head."""
+    """GPT-2 (Radford 2019): learned positions, and a head tied to the embedding. With `num_classes`, a linear layer on
+    each sequence's last token replaces the tied head."""
 
     def __init__(
         self, layers: int, width: int, heads: int, vocabulary: int, context: int, num_classes: int, dropout: float
@@ -151,19 +151,19 @@ class GPT2(nn.Module):
         self.classes = nn.Linear(width, num_classes, bias=False) if num_classes else None
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Smaller for the 2 x `layers` outputs that are added to the residual stream.
+                # Use smaller values for the 2 x `layers` outputs added to the residual stream.
                 into_stream = name.endswith(("project.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_stream else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits of every next token, or of the classes. The mask is 1 on tokens and 0 on padding, which must be at
-        the end, where causal attention never sees it."""
+        """The logits of every next token, or of the classes. The mask is 1 on tokens and 0 on padding; padding must be
+        at the end, where causal attention never sees it."""
         length, context = ids.shape[1], self.positions.num_embeddings
         if length > context:
-            # On a GPU a failed lookup would not give a useful error.
-            raise ConfigError(f"a sequence of {length} tokens: this model has {context} positions, use fewer tokens")
+            # On a GPU a failed lookup gives no useful error.
+            raise ConfigError(f"a sequence of {length} tokens: this model has {context} positions; use fewer tokens")
         x = self.drop(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
         for block in self.blocks:
             x = block(x)
@@ -176,8 +176,8 @@ class GPT2(nn.Module):
 
 
 class Outcome(NamedTuple):
-    """The loss summed over the targets of a batch, the number of correct predictions (None in regression), and the
-    predicted class of each target."""
+    """The loss summed over a batch's targets, the number of correct predictions (None in regression), and the predicted
+    class of each target."""
 
     loss_sum: torch.Tensor
     num_correct: torch.Tensor | None
@@ -187,7 +187,8 @@ class Outcome(NamedTuple):
 def compute_outcome(
     model: Callable[..., Any], batch: Batch, form: DataForm, *, label_smoothing: float = 0.0
 ) -> Outcome:
-    """The summed float32 loss: cross-entropy for classes (targets of -100 are ignored), squared error for numbers."""
+    """Compute the summed float32 loss: cross-entropy for classes (ignoring targets of -100), squared error for
+    numbers."""
     inputs, targets = batch.split()
     if batch.mask is not None:
         output = model(inputs, attention_mask=batch.mask)
@@ -219,12 +220,12 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks by name, in the order of definition. Each is callable, has parameters, and is listed once.
+    """Find the blocks by name, in definition order. Each is callable, has parameters, and is listed once.
 
-    A module that contains a stack (several layers that have children, in a list or a Sequential) is split; the
-    layers of a stack are blocks."""
+    Splits modules that contain a stack (several layers with children, in a list or a Sequential); the layers of a stack
+    are blocks."""
     prefix = ""
-    # Descend through modules that only wrap another.
+    # Descend through modules that only wrap another module.
     while len(inner := _trained_children(module)) == 1 and next(module.parameters(recurse=False), None) is None:
         name, module = inner[0]
         prefix += f"{name}."
@@ -238,7 +239,7 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     children = _trained_children(module)
     classes = [type(child) for _, child in children]
     for name, child in children:
-        # An entry of a list, or one of several similar modules, is a layer whatever it contains (such as experts).
+        # Entries of a list, or several modules of one class, are layers regardless of their content (such as experts).
         alike = classes.count(type(child)) if isinstance(module, nn.Sequential) else 1
         is_layer = not isinstance(child, _LISTS) and (isinstance(module, nn.ModuleList | nn.ModuleDict) or alike > 1)
         if isinstance(child, nn.ModuleList | nn.ModuleDict) or (not is_layer and _holds_stack(child)):
@@ -253,7 +254,7 @@ def _trained_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _holds_stack(module: nn.Module) -> bool:
-    """Whether the module is or contains a list of layers that have children; a Sequential needs several."""
+    """Whether the module is or contains a list of layers with children; a Sequential needs several of them."""
     for part in module.modules():
         if isinstance(part, _LISTS):
             num_layers = sum(bool(_trained_children(child)) for _, child in _trained_children(part))

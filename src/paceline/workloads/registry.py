@@ -1,6 +1,6 @@
-"""Models by name: their inputs, how they are built, and the sizes that benchmarks use.
+"""Models by name: their inputs, constructors, and benchmark sizes.
 
-Can be imported without torch, so that a command can refuse a request before any rank starts; building needs torch.
+Only building a model imports torch, so commands can reject a request before any rank starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HF_PREFIX = "hf:"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of models: a convolution for each of `channels`, the width of hidden layers. None: the default."""
+    """Options of models: a convolution for each of `channels`, the width of hidden layers. None means the default."""
 
     channels: tuple[int, ...] | None = None
     hidden: int | None = None
@@ -30,7 +30,7 @@ class ModelOptions:
 
 
 class Model(NamedTuple):
-    """A model by name: the kinds of data that it can learn, its options, and its default data."""
+    """A model by name: its supported kinds of data, its options, and its default data."""
 
     kinds: tuple[str, ...]
     options: tuple[str, ...]
@@ -86,11 +86,10 @@ def check_model(name: str, options: ModelOptions) -> None:
 
 
 def default_form(name: str) -> DataForm:
-    """The form of the synthetic data on which a model trains by default; `check_model` must have accepted the name.
-    Does not import torch."""
+    """The form of a model's default synthetic data; call `check_model` first. Does not import torch."""
     if is_own(name):
         advice = "name it, such as synthetic:images, or return it: (model, data, step)"
-        raise ConfigError(f"model {name} does not declare what data it takes: {advice}", code="no-data")
+        raise ConfigError(f"model {name} does not declare its data: {advice}", code="no-data")
     if name.startswith(HF_PREFIX):
         vocabulary, context = external.read_limits(name.removeprefix(HF_PREFIX))
         return DataForm("tokens", (min(128, context),), vocabulary, vocabulary)
@@ -98,13 +97,13 @@ def default_form(name: str) -> DataForm:
 
 
 def describe_model(name: str) -> str:
-    """A note for the user about this model, such as that its weights are random; usually empty."""
+    """A note for the user about this model, such as random weights; usually empty."""
     return external.describe_weights(name.removeprefix(HF_PREFIX)) if name.startswith(HF_PREFIX) else ""
 
 
 def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
-    """The module for data of this form, with float32 parameters. It returns (batch, num_classes) for images and pairs,
-    (batch, context, vocabulary) for tokens, (batch, 1) for numbers."""
+    """Build the module for data of this form, with float32 parameters. Its output is (batch, num_classes) for images
+    and pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers."""
     check_model(name, options)
     if is_own(name):
         return external.build_own(name, form)
@@ -143,8 +142,8 @@ def _build(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model at the size that benchmarks use, with synthetic batches. `num_parameters` counts tensors, `num_elements`
-    their elements. `form` None means the model's default."""
+    """A model at its benchmark size, with synthetic batches. `num_parameters` counts tensors, `num_elements` their
+    elements. `form` None means the model's default."""
 
     model: str
     num_parameters: int
@@ -161,7 +160,7 @@ class Workload:
         return _build(self.model, self.data_form, self.options)
 
     def make_batch(self, batch_size: int, seed: int, rank: int, device: torch.device) -> Batch:
-        """A synthetic batch that depends only on the seed and the rank, and differs between ranks."""
+        """Generate a synthetic batch from the seed and the rank; it differs between ranks."""
         import torch
 
         form, generator = self.data_form, torch.Generator().manual_seed(1000 * seed + rank)
@@ -174,7 +173,7 @@ class Workload:
         return Batch(inputs.to(device), targets.to(device))
 
     def compute_loss(self, model: Callable[[torch.Tensor], torch.Tensor], batch: Batch) -> torch.Tensor:
-        """The forward pass and its cross-entropy, averaged over the batch."""
+        """Run the forward pass and compute the cross-entropy, averaged over the batch."""
         import torch.nn.functional as F
 
         logits = model(batch.inputs)

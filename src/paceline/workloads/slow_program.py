@@ -1,4 +1,4 @@
-"""The program of `paceline demo`: plain torch on two ranks, with an expensive mistake in one line."""
+"""The slow program for `paceline demo`: plain torch on two ranks, with an expensive mistake in one line."""
 
 import tempfile
 
@@ -12,7 +12,7 @@ def train(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(32)), nn.Linear(64, 10))
-    model = DistributedDataParallel(net, bucket_cap_mb=0.01)  # the mistake: a message for every layer
+    model = DistributedDataParallel(net, bucket_cap_mb=0.01)  # the mistake: one message per layer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(400):
         inputs = torch.randn(64, 64)
@@ -25,5 +25,5 @@ def train(rank: int, rendezvous: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        # Forked ranks do not import torch again.
+        # Forking avoids importing torch again in each rank.
         multiprocessing.start_processes(train, (f"file://{folder}/store",), nprocs=2, start_method="fork")

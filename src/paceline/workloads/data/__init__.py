@@ -1,4 +1,5 @@
-"""The form of a model's data, the named data sets, and the location of their files: a folder or the Hugging Face hub.
+"""The form of a model's data, the named data sets, and the location of their files, in a folder or on the Hugging Face
+hub.
 
 Does not import torch. `formats` reads files, `sets` holds samples in memory, `own` wraps a user's data, `sharding`
 divides samples among ranks.
@@ -29,12 +30,12 @@ TAILS = ("keep", "drop", "pad")  # what to do with an incomplete last global bat
 
 
 def shorten_error(error: Exception) -> str:
-    """Another library's error message, on one line and at most 160 characters long."""
+    """Format another library's error message on one line of at most 160 characters."""
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def import_hf(name: str) -> Any:
-    """Import a Hugging Face library. Only the first rank on a host shows progress bars."""
+    """Import a Hugging Face library, with progress bars only on the first rank of a host."""
     if read_place().local_rank:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also honored by transformers
     return importlib.import_module(name)
@@ -42,13 +43,13 @@ def import_hf(name: str) -> Any:
 
 @dataclass(frozen=True)
 class DataForm:
-    """The shapes a model must accept and produce.
+    """The shapes that a model must accept and produce.
 
     `images`: inputs (batch, channels, height, width), one class each.
     `numbers`: inputs (batch, features), one number each; 0 classes.
     `tokens`: inputs (batch, context) of ids; the target of each id is the next one.
     `pairs`: token ids with a mask, padded at the end to the longest in the batch, and one class per pair.
-    `own`: a user's data; `shape` holds the number of targets per sample.
+    `own`: a user's data; `shape` is the number of targets per sample.
     `num_classes` is -1 if unknown.
     """
 
@@ -60,7 +61,7 @@ class DataForm:
 
     @property
     def targets_per_sample(self) -> int:
-        """The number of targets that the loss of one sample averages over."""
+        """Number of targets in the average that is one sample's loss."""
         return self.shape[0] if self.kind in ("tokens", "own") else 1
 
 
@@ -81,11 +82,11 @@ class Batch:
         return (self.inputs, self.targets) if self.mask is None else (self.inputs, self.targets, self.mask)
 
     def split(self) -> tuple[Any, torch.Tensor]:
-        """Inputs and targets for the built-in step."""
+        """Split into inputs and targets for the built-in step."""
         return self.inputs, self.targets
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The batch with `change` applied to every tensor."""
+        """Apply `change` to every tensor."""
         parts = {name: map_parts(part, "is_floating_point", change) for name, part in vars(self).items()}
         return replace(self, **parts)
 
@@ -95,13 +96,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class OwnBatch(Batch):
-    """A batch of a user's data, unchanged, in `inputs`. `count` is its number of samples, if known."""
+    """A batch of a user's data, with the original object in `inputs`. `count` is its number of samples, if known."""
 
     targets: Any = None
     count: int | None = None
 
     def __len__(self) -> int:
-        """`count`, the batch's own `batch_size`, or else the length of its first tensor or, without one, first list."""
+        """`count`, else the batch's own `batch_size`, else the length of its first tensor, else of its first list."""
         found: Any = getattr(self.inputs, "batch_size", None) if self.count is None else self.count
         if isinstance(found, int):
             return found
@@ -144,8 +145,8 @@ def is_tensor(value: Any) -> bool:
 
 
 def map_parts(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to every object whose class has this method, inside nested dicts, lists, tuples and dataclasses.
-    Containers keep their class."""
+    """Apply `change` to every object with this method in nested dicts, lists, tuples and dataclasses. Containers keep
+    their class."""
     if hasattr(type(value), method):
         return change(value)
     if isinstance(value, Mapping):
@@ -178,7 +179,7 @@ def list_parts(value: Any) -> list[Any]:
 
 
 def list_leaves(value: Any) -> Iterator[Any]:
-    """The tensors and other values inside nested containers, in order; an empty container is a leaf."""
+    """Yield the tensors and other values in nested containers, in order; an empty container is a leaf."""
     parts = [] if is_tensor(value) else list_parts(value)
     for part in parts:
         yield from list_leaves(part)
@@ -188,19 +189,18 @@ def list_leaves(value: Any) -> Iterator[Any]:
 
 SPLITS = ("train", "test")
 BATCHES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
-# The reader, and a glob pattern for each file that it takes. A single pattern may match several files, all of which are
-# read.
+# A reader, and a glob pattern for each of its files. A single pattern may match several files, which are all read.
 _Layout = tuple[str, tuple[str, ...]]
 
 
 class _Source(NamedTuple):
-    """Where to get a data set, and the layouts of its splits in order of preference. `folders` are the subfolders that
-    archives, the hub and torchvision create."""
+    """The origin of a data set, and the layouts of its splits in order of preference. `folders` are the subfolders
+    created by archives, the hub and torchvision."""
 
     files: str
     folders: tuple[str, ...]
     layouts: Mapping[str, tuple[_Layout, ...]]
-    repo: str = ""  # on the hub, with the parquet files in the first of `folders`
+    repo: str = ""  # a repository on the hub, with parquet files in the first of `folders`
 
 
 def _idx(split: str, prefix: str) -> tuple[_Layout, ...]:
@@ -242,7 +242,7 @@ def _advise(name: str) -> str:
 
 
 def find_files(name: str, path: Path, split: str) -> tuple[str, tuple[Path, ...]]:
-    """The reader for a split, and its files. `path` is a folder, a text file, or CIFAR-10's archive."""
+    """Find the reader for a split, and its files. `path` is a folder, a text file, or CIFAR-10's archive."""
     if path.is_file() and name == "text":
         return "text", (path,)
     if path.is_file() and name == "cifar10" and path.name.endswith((".tar", ".tar.gz", ".tgz")):
@@ -261,7 +261,7 @@ def find_files(name: str, path: Path, split: str) -> tuple[str, tuple[Path, ...]
     found = "is a file" if path.is_file() else "does not exist"
     if path.is_dir():
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:6])
-        found = f"has no {', '.join(missing) or f'{split} split'} (it holds {entries or 'nothing'})"
+        found = f"has no {', '.join(missing) or f'{split} split'} (it contains {entries or 'nothing'})"
     raise ConfigError(f"{name}: {path} {found}: {_advise(name)}", code="no-files")
 
 
@@ -269,19 +269,19 @@ _TIMEOUT_S = 5.0
 
 
 def fetch_from_hub(is_complete: Callable[[Path], bool], **wanted: Any) -> Path:
-    """The folder of a repository on the hub: the local copy if it is complete, else a download.
+    """Return the folder of a hub repository: the local copy if it is complete, else a download.
 
-    Raises the errors of the hub's library, which have no common base class in all versions.
+    Raises errors of the hub's library, which have no common base class in all versions.
     """
     from multiprocessing.pool import ThreadPool
 
     snapshot_download = import_hf("huggingface_hub").snapshot_download
-    with contextlib.suppress(OSError, ValueError):  # no local copy, or an incomplete one
+    with contextlib.suppress(OSError, ValueError):  # raised without a complete local copy
         local = Path(snapshot_download(**wanted, local_files_only=True))
         if is_complete(local):
             return local
     if not os.environ.get("HF_HUB_OFFLINE"):
-        # The hub's library waits minutes for a server that does not answer, so probe it first; any answer will do.
+        # The hub's library waits minutes for an unresponsive server, so probe it first; any response will do.
         # The probe runs in a daemon thread because a DNS lookup has no timeout.
         request = urllib.request.Request(import_hf("huggingface_hub.constants").ENDPOINT, method="HEAD")
         with contextlib.suppress(urllib.error.HTTPError), ThreadPool(1) as pool:
@@ -290,12 +290,12 @@ def fetch_from_hub(is_complete: Callable[[Path], bool], **wanted: Any) -> Path:
 
 
 def load_from_hub(name: str) -> Path:
-    """The folder with a data set's files."""
+    """Return the folder with a data set's files."""
     source = _SOURCES[name]
     folder = source.folders[0]
 
     def is_complete(place: Path) -> bool:
-        return all(find_files(name, place / folder, split) for split in SPLITS)  # raises an error if it is incomplete
+        return all(find_files(name, place / folder, split) for split in SPLITS)  # raises an error if incomplete
 
     try:
         wanted = {"repo_id": source.repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
@@ -312,12 +312,12 @@ DATA_NAMES = (*_IMAGES, "mrpc", "text", "synthetic", *(f"synthetic:{kind}" for k
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """Which data set to load, from where, and in what shape.
+    """The requested data set, its location and its shape.
 
-    `path` None means the hub. `context` is tokens per sequence; None chooses automatically. `tokenizer` is `auto` (the
+    `path` None means the hub. `context` is tokens per sequence; None means automatic. `tokenizer` is `auto` (the
     model's own if it has one, else bytes), `bytes`, or a folder. `samples` limits the training split, or is the number
-    of synthetic samples. `augment` None means the data set's default; `cutout` is the side, in pixels, of the square
-    that augmentation masks.
+    of synthetic samples. `augment` None means the data set's default; `cutout` is the side, in pixels, of the masked
+    square in augmented images.
     """
 
     name: str
@@ -340,12 +340,12 @@ def is_own(name: str) -> bool:
 
 
 def is_own_data(text: str) -> bool:
-    """`is_own` for `--data`, where `text:FILE.py` is a text file."""
+    """Like `is_own`, for `--data`: here `text:FILE.py` is a text file."""
     return is_own(text) and text.partition(":")[0] not in DATA_NAMES
 
 
 def parse_data(text: str) -> tuple[str, str | None]:
-    """The name and path in `NAME` or `NAME:PATH`; `synthetic:KIND` and `FILE.py:FUNCTION` are names as a whole."""
+    """Split `NAME` or `NAME:PATH` into name and path; all of `synthetic:KIND` and `FILE.py:FUNCTION` is the name."""
     if is_own_data(text):
         return text, None
     name, _, rest = text.partition(":")

@@ -20,15 +20,15 @@ Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.int32]
 Images = tuple[Bytes, Labels]
-NUM_CLASSES = 10  # the same in every image data set
+NUM_CLASSES = 10  # in every image data set
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T:
-    """Parse a file, gzipped or plain. Any error names the file and has the code `data-file`."""
+    """Parse a file, gzipped or plain. Errors include the path and have the code `data-file`."""
     try:
         content = path.read_bytes()
         return parse(gzip.decompress(content) if path.suffix == ".gz" else content)
-    except Exception as error:  # on damaged bytes, pickle, Pillow and Arrow raise errors of any type
+    except Exception as error:  # pickle, Pillow and Arrow raise errors of any type on damaged bytes
         found = str(error)
         if not isinstance(error, ConfigError):
             found = f"cannot be read ({type(error).__name__}: {shorten_error(error)})"
@@ -43,8 +43,8 @@ def _check_labels(labels: Labels, num_classes: int, num_samples: int) -> None:
 
 
 def load_images(layout: str, files: Sequence[Path], split: str, channels: int, limit: int | None) -> Images:
-    """Images (n, channels, height, width) and their labels. `limit` avoids needless decoding; more images may be
-    returned."""
+    """Load images (n, channels, height, width) and their labels. `limit` only avoids needless decoding: the result may
+    have more images."""
     if layout == "idx":
         pixels = _read(files[0], partial(_parse_idx, 3))[:, None]
         return pixels, _read(files[1], partial(_parse_idx_labels, len(pixels)))
@@ -83,16 +83,16 @@ _ALLOWED: dict[str, Any] = {
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Builds arrays and plain containers; refuses every other name before it is imported."""
+    """Builds arrays and plain containers; rejects every other name before importing it."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (wanted := f"{module}.{name}") not in _ALLOWED:
-            raise ConfigError(f"refused: the pickle requests {wanted}, but a batch needs only numpy arrays")
+            raise ConfigError(f"refused: the pickle loads {wanted}, but a batch needs only numpy arrays")
         return _ALLOWED[wanted]
 
 
 def _parse_batch(content: bytes) -> Images:
-    """One CIFAR-10 batch: a pickle by Python 2, whose keys are bytes."""
+    """Parse one CIFAR-10 batch, a Python 2 pickle with bytes as keys."""
     batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     images = np.asarray(batch[b"data"]).astype(np.uint8, casting="safe").reshape(-1, 3, 32, 32)
     labels = np.asarray(batch[b"labels"], np.int64)
@@ -101,17 +101,17 @@ def _parse_batch(content: bytes) -> Images:
 
 
 def _parse_archive(split: str, content: bytes) -> list[Images]:
-    """The batches in cifar-10-python.tar.gz, without extracting it to disk."""
+    """Parse the batches in cifar-10-python.tar.gz, without extracting it to disk."""
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         files = {Path(member.name).name: archive.extractfile(member) for member in archive if member.isfile()}
         found = [file.read() for name in BATCHES[split] if (file := files.get(name))]
     if len(found) < len(BATCHES[split]):
-        raise ConfigError(f"holds {', '.join(files)}, but must hold {', '.join(BATCHES[split])}")
+        raise ConfigError(f"contains {', '.join(files)}, but must contain {', '.join(BATCHES[split])}")
     return [_parse_batch(batch) for batch in found]
 
 
 def _parse_columns(names: Sequence[str], limit: int | None, content: bytes) -> list[list[Any]]:
-    """The first `limit` values of these columns of a parquet file."""
+    """Parse the first `limit` values of these columns of a parquet file."""
     from pyarrow import BufferReader, parquet
 
     table = parquet.ParquetFile(BufferReader(content)).read(columns=list(names)).slice(0, limit)
@@ -137,13 +137,13 @@ Pairs = tuple[list[str], list[str], Labels]
 
 
 def load_pairs(layout: str, files: Sequence[Path], limit: int | None) -> Pairs:
-    """First sentences, second sentences and labels of the first `limit` pairs; 1 is a paraphrase."""
+    """Load first sentences, second sentences and labels of the first `limit` pairs; label 1 is a paraphrase."""
     parse = _parse_tsv if layout == "tsv" else partial(_parse_columns, ("sentence1", "sentence2", "label"), limit)
     return _read(files[0], lambda content: _check_pairs(*parse(content), limit=limit))
 
 
 def _parse_tsv(content: bytes) -> list[list[Any]]:
-    """The columns of an MRPC file, in which quotes are part of the text."""
+    """Parse the columns of an MRPC file, in which quotes are part of the text."""
     text = content.decode("utf-8-sig").replace("\r\n", "\n").rstrip("\n")
     header, *rows = [line.split("\t") for line in text.split("\n")]
     if header != _HEADER:
@@ -164,7 +164,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vo
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are UTF-8 bytes; 256 is padding, 257 separates two sentences, 258 ends a text or pair."""
+    """A tokenizer for UTF-8 bytes (ids 0 to 255); 256 is padding, 257 separates sentences, 258 ends a text or pair."""
 
     name, vocabulary = "bytes", 259
     pad, separator, end = 256, 257, 258
@@ -174,7 +174,7 @@ class ByteTokenizer:
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
     def encode_pairs(self, first: Sequence[str], second: Sequence[str], context: int) -> list[Ids]:
-        """Sentence, separator, sentence, end. Truncates the longer sentence first."""
+        """Encode pairs as sentence, separator, sentence, end. Truncates the longer sentence first."""
         refuse((context < 4, f"--context {context}: a pair of sentences needs at least 4"))
         room = context - 2
         pairs = []
@@ -186,7 +186,7 @@ class ByteTokenizer:
 
 
 class FolderTokenizer(ByteTokenizer):
-    """A model's own tokenizer, loaded from its folder; downloads nothing."""
+    """A model's own tokenizer, loaded from its folder without any download."""
 
     pair_context = 128
 
@@ -210,16 +210,16 @@ class FolderTokenizer(ByteTokenizer):
 
 
 def load_tokenizer(choice: str, model_folder: str | None) -> ByteTokenizer:
-    """`bytes`, a folder, or `auto`: the model's own tokenizer if its folder has one, else bytes."""
+    """Load the tokenizer for `bytes`, a folder, or `auto`: the model's own if its folder has one, else bytes."""
     if choice == "auto" and model_folder and any((Path(model_folder) / file).is_file() for file in _TOKENIZERS):
         choice = model_folder
     return ByteTokenizer() if choice in ("auto", "bytes") else FolderTokenizer(choice)
 
 
 def load_text(files: Sequence[Path], split: str, tokenizer: ByteTokenizer, context: int) -> Ids:
-    """The concatenated ids of a split with the end id after each file, at least context + 1 of them.
+    """Load the concatenated ids of a split, with the end id after each file; requires at least context + 1 ids.
 
-    The last tenth of each file is the test split, so that both splits see every file.
+    The last tenth of each file is the test split, so both splits include every file.
     """
 
     def encode(text: bytes) -> Ids:

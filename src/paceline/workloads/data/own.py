@@ -1,7 +1,7 @@
 """A user's own data: a map-style data set, an iterable data set, or a loader.
 
-`training.loader` decides which samples each rank takes. Random numbers drawn by the data depend only on the seed: they
-are the same on all ranks and independent of those drawn by the model.
+`training.loader` assigns samples to ranks. Random numbers drawn by the data depend only on the seed: they are the same
+on all ranks and independent of the model's.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from paceline.workloads.data import Batch, DataForm, OwnBatch, is_tensor, list_l
 from paceline.workloads.data.sharding import cut_range, derive_seed
 from paceline.workloads.external import own_errors
 
-# Values other than tensors that enter a checksum.
+# Types that a checksum includes besides tensors.
 _VALUES = (numpy.ndarray, numpy.generic, str, bytes, int, float)
 # Options copied from a user's loader when Paceline builds its own.
 _OPTIONS = (
@@ -40,11 +40,11 @@ OWN_FORM = DataForm("own", (1,))
 
 @dataclass(eq=False, kw_only=True)
 class OwnData:
-    """One split of the data that a user's function returned.
+    """One split of the data from a user's function.
 
     A map-style data set, or a plain loader over one, is read by index: Paceline forms the batches, so an epoch uses
     every sample once on any number of ranks. Anything else is a stream of batches: all ranks read the same stream and
-    take batches in turn, unless it `is_sharded` and each rank reads its own shard.
+    share its batches round-robin, unless it `is_sharded` and each rank reads a separate shard.
     """
 
     name: str
@@ -58,7 +58,7 @@ class OwnData:
     drops_last: bool = False
     is_sharded: bool = False
     form: DataForm = OWN_FORM
-    head: OwnBatch = field(default_factory=lambda: OwnBatch(()))  # the first sample, or the first batch of a stream
+    head: OwnBatch = field(default_factory=lambda: OwnBatch(()))  # the first sample, or a stream's first batch
     num_batches: int | None = None  # batches per epoch of a stream, once all ranks have agreed on the number
     checksum: int = 0  # of the first sample and, by index, also the middle and last ones
 
@@ -79,7 +79,7 @@ class OwnData:
         return self._num_batches // (parts * (1 if self.is_sharded else world_size))
 
     def first(self, num_samples: int) -> Self:
-        """The first `num_samples` samples, or all if there are fewer."""
+        """Truncate to the first `num_samples` samples, if there are more."""
         what = f"the first {num_samples} samples of {self.describe()}: cannot truncate a stream; leave out --samples"
         refuse((self.is_stream, what), code="stream")
         return replace(self, items=Subset(self.items, range(min(num_samples, len(self)))))
@@ -97,7 +97,7 @@ class OwnData:
         return replace(self, items=loader, batch_size=batch_size)
 
     def take(self, indices: torch.Tensor) -> OwnBatch:
-        """The samples at these indices, loaded in this process."""
+        """Load the samples at these indices in this process."""
         here = {"num_workers": 0, "prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
         return OwnBatch(next(self.load([indices.tolist()], 0, **here)))
 
@@ -105,7 +105,7 @@ class OwnData:
         return batch
 
     def cut(self, size: int, rank: int, world_size: int, device: torch.device) -> Iterator[Batch]:
-        """This rank's share of all samples, on `device`, in batches of about `size`, for evaluation."""
+        """Yield this rank's share of all samples, on `device`, in batches of about `size`, for evaluation."""
         counts: Iterator[int | None] = itertools.repeat(None)
         if self.is_stream:
             turn, others = (0, 1) if self.is_sharded else (rank, world_size)
@@ -124,7 +124,7 @@ class OwnData:
         return f"{self.name}, {self.split}: {count} {how}"
 
     def load(self, batches: Iterable[Sequence[int]], epoch: int, **changes: Any) -> Generator[Any, None, None]:
-        """The collated batches for these lists of indices, in order, from worker processes if the loader has any."""
+        """Yield the collated batches for these lists of indices, in order, from any worker processes of the loader."""
         options, apart = self.options | changes, _OwnRandom(0)
         dataset = _Seeded(self.items, self.seed, epoch)
         with own_errors(self.name, "data", always=True), apart:
@@ -133,7 +133,7 @@ class OwnData:
             yield content
 
     def read(self, epoch: int, size: int) -> Generator[list[Any], None, None]:
-        """The batches of one epoch of a stream in order, `size` at a time; the last group may be smaller."""
+        """Yield the batches of a stream's epoch in order, `size` at a time; the last group may be smaller."""
         apart = _OwnRandom(derive_seed("stream", self.seed, epoch))
         with own_errors(self.name, "data", always=True), apart:
             for part in (self.items, *(getattr(self.items, n, None) for n in ("sampler", "batch_sampler", "dataset"))):
@@ -151,16 +151,16 @@ class OwnData:
                 if not found:
                     return
                 yield found
-        finally:  # immediately: the traceback of an error would keep worker processes alive
+        finally:  # close now: an error's traceback would keep worker processes alive
             getattr(items, "_shutdown_workers", lambda: None)()
 
 
 class _OwnRandom:
-    """A context with its own random state of torch (CPU), numpy and random. It starts from a seed, continues where the
-    previous context ended, and does not change the outer state."""
+    """A context with a separate random state for torch (CPU), numpy and random. The state starts from a seed and
+    continues in the next context; the outer state does not change."""
 
     def __init__(self, seed: int) -> None:
-        self._other: Any = seed  # the state that is not installed, or the seed for it
+        self._other: Any = seed  # the inactive state, or its seed
 
     def __enter__(self) -> None:
         # Swap numpy's generator itself: copying its state takes longer than loading a small sample.
@@ -185,14 +185,14 @@ def _seed_all(seed: int) -> None:
 
 
 class _Seeded(torch.utils.data.Dataset[Any]):
-    """A map-style data set whose samples draw random numbers that depend only on the seed, the epoch and the index, not
-    on the number of ranks or workers, or on where a run was resumed."""
+    """A map-style data set whose random numbers depend only on the seed, the epoch and the sample's index, not on the
+    number of ranks or workers, or on resuming."""
 
     def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
         self._dataset, self._seed, self._epoch = dataset, seed, epoch
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        if hasattr(dataset, "__getitems__"):  # it reads a whole batch, so the first index seeds the batch
+        if hasattr(dataset, "__getitems__"):  # reads a whole batch, seeded by its first index
             self.__getitems__ = self._get_items
 
     def __getitem__(self, index: int) -> Any:
@@ -205,7 +205,7 @@ class _Seeded(torch.utils.data.Dataset[Any]):
 
 
 def digest(value: Any) -> int:
-    """A checksum of nested tensors, arrays, numbers and strings; other values are ignored."""
+    """Compute a checksum of nested tensors, arrays, numbers and strings; ignores other values."""
     found = 0
     for leaf in list_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
@@ -218,7 +218,7 @@ def digest(value: Any) -> int:
 
 
 def open_data(found: Any, name: str, split: str, *, seed: int, batch_size: int, is_sharded: bool) -> OwnData:
-    """Wrap what a user's function returned. `is_sharded`: the function takes the rank. `batch_size` applies to iterable
+    """Wrap the data from a user's function. `is_sharded`: the function takes the rank. `batch_size` applies to iterable
     data sets."""
     shared: dict[str, Any] = {"name": name, "split": split, "seed": seed}
     kind = type(found).__name__
@@ -258,7 +258,7 @@ def _look(data: OwnData) -> OwnData:
     _check_batch(data, leaves)
     if data.is_stream:
         data.batch_size = data.batch_size or len(data.head)
-    # Use one sample, because the batch size may change on resume; but shards may start with equal samples.
+    # Checksum a single sample, because the batch size may change on resume; but shards may start with equal samples.
     if not data.is_sharded:
         leaves = [leaf[:1] if is_tensor(leaf) and leaf.dim() else leaf for leaf in leaves]
     data.checksum = digest([leaves, *(data.take(place).content for place in places[1:] if not data.is_stream)])
@@ -273,13 +273,13 @@ def _check_batch(data: OwnData, leaves: Sequence[Any]) -> None:
         hidden = [data.head.content]
     if hidden:
         kind = type(hidden[0]).__name__
-        what = f"data {data.name}, {data.split}: a batch holds a {kind}, whose tensors cannot be found"
+        what = f"data {data.name}, {data.split}: cannot find the tensors in a {kind}, part of a batch"
         advice = "use dicts, lists, tuples or dataclasses of tensors, or give the class a to(device) method"
         raise ConfigError(f"{what}: {advice}", code="batch")
 
 
 def find_form(data: OwnData) -> DataForm:
-    """The form a model needs for such batches; kind `own` if it is not one of the built-in kinds."""
+    """Find the data form of the batches; kind `own` if it is not a built-in kind."""
     try:
         inputs, targets = data.head.split()
     except ConfigError:
@@ -297,7 +297,7 @@ def find_form(data: OwnData) -> DataForm:
     return DataForm("own", (num_targets,), count)
 
 
-# Attributes that state the number of classes or ids of a data set, and how to read them.
+# Attributes of data sets with the number of classes or ids, and functions to read them.
 _SAID: dict[str, Callable[[Any], int]] = {
     "vocabulary": int,
     "num_classes": int,
@@ -308,7 +308,7 @@ _CLASSES = ("num_classes", "classes", "targets")
 
 
 def _ask(dataset: Any, *names: str) -> int:
-    """The first of these attributes that the data set has, else the maximum over the data sets that it consists of."""
+    """Read the data set's first available attribute of these, else the maximum over its component data sets."""
     for name in names:
         with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # absent, or of another type
             return _SAID[name](getattr(dataset, name))

@@ -1,4 +1,4 @@
-"""Data sets in memory, loaded from files or synthetic, and how their batches are prepared on the device."""
+"""Data sets in memory, loaded from files or synthetic, with the preparation of their batches on the device."""
 
 import functools
 import zlib
@@ -34,12 +34,12 @@ class DataSet:
         return len(self.inputs)
 
     def take(self, indices: torch.Tensor) -> Batch:
-        """The samples at these indices, on the device that holds the set: the host, unless it is synthetic."""
+        """The samples at these indices, on the set's device: the host, unless it is synthetic."""
         return Batch(_select(self.inputs, indices), _select(self.targets, indices))
 
     @functools.cached_property
     def checksum(self) -> int:
-        """A CRC of all samples, which distinguishes different or edited data sets."""
+        """A CRC of all samples, to detect a different or edited data set."""
         parts = (value.cpu().contiguous().numpy().data for value in self._rows.values())
         return functools.reduce(lambda found, part: zlib.crc32(part, found), parts, 0)
 
@@ -53,7 +53,7 @@ class DataSet:
         return replace(self, **{name: value[:num_samples] for name, value in self._rows.items()})
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
-        """Turn the result of `take(indices)` into model inputs, on the batch's device."""
+        """Convert the result of `take(indices)` to model inputs, on the batch's device."""
         return batch
 
     def at(self, batch_size: int) -> Self:
@@ -61,7 +61,7 @@ class DataSet:
         return self
 
     def cut(self, size: int, rank: int, world_size: int, device: torch.device) -> Iterator[Batch]:
-        """This rank's share of all samples, on `device`, in batches of `size`."""
+        """Yield this rank's share of all samples, on `device`, in batches of `size`."""
         for start in cut_range(range(0, len(self), size), rank, world_size):
             indices = torch.arange(start, min(start + size, len(self)))
             yield self.prepare(self.take(indices).to(device), indices, 0)
@@ -87,18 +87,18 @@ class TokenData(DataSet):
         return Batch(blocks[:, :-1], blocks[:, 1:])
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
-        # Ids stay int32 in memory and on the way to the device.
+        # Ids are int32 in memory and during the copy to the device.
         return Batch(batch.inputs.long(), batch.targets.long())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PairData(DataSet):
-    """Sequences padded at the end; `lengths` holds the unpadded lengths, on the host."""
+    """Sequences padded at the end; `lengths` are the unpadded lengths, on the host."""
 
     lengths: torch.Tensor
 
     def take(self, indices: torch.Tensor) -> Batch:
-        # Trim padding here: the lengths are on the host, so no device has to be synchronized.
+        # Trim padding here: the lengths are on the host, which avoids a device synchronization.
         lengths = _select(self.lengths, indices)
         longest = int(lengths.max())
         batch = super().take(indices)
@@ -106,14 +106,15 @@ class PairData(DataSet):
         return Batch(batch.inputs[:, :longest], batch.targets, _send(mask.long(), batch.inputs.device))
 
 
-# The center of a cutout is drawn in units of 1 / _PARTS of the image, whose size is not known yet.
+# Cutout centers are drawn in units of 1 / _PARTS of the image, before its size is known.
 _PARTS = 1 << 14
 
 
 @dataclass(frozen=True)
 class Augmentation:
     """A random crop after reflection padding by `pad` pixels, a random horizontal flip if `flip`, and a masked square
-    of `cutout` pixels a side, possibly partly outside. Depends only on the seed, the epoch and the sample's index."""
+    with sides of `cutout` pixels, possibly partly outside. Depends only on the seed, the epoch and the sample's
+    index."""
 
     pad: int
     flip: bool
@@ -122,8 +123,8 @@ class Augmentation:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 - the instances it keeps alive are small
     def draw(self, num_samples: int, epoch: int) -> torch.Tensor:
-        """One row per sample, on the host: shift down, shift right, flip and, with a cutout, the row and column of its
-        center in units of 1 / `_PARTS`."""
+        """Draw one row per sample, on the host: shift down, shift right, flip and, with a cutout, the row and column of
+        its center in units of 1 / `_PARTS`."""
         generator = torch.Generator().manual_seed(derive_seed("augment", self.seed, epoch))
         shifts = torch.randint(-self.pad, self.pad + 1, (num_samples, 2), generator=generator, dtype=torch.int16)
         flips = torch.randint(2, (num_samples, 1), generator=generator, dtype=torch.int16)
@@ -133,7 +134,7 @@ class Augmentation:
         return torch.cat(columns, dim=1)
 
     def apply(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """The images, each cropped and flipped by its row of `draws`."""
+        """Crop and flip each image by its row of `draws`."""
         count, channels, height, width = images.shape
         down, right, flips = _send(draws[:, :3].long(), images.device)[:, :, None].unbind(dim=1)
         rows = _mirror(torch.arange(height, device=images.device) + down, height)
@@ -143,7 +144,7 @@ class Augmentation:
         return images.reshape(count, channels, -1).gather(2, places).reshape(images.shape)
 
     def hide(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """The normalized images, each with its square set to 0, the mean."""
+        """Set the square in each normalized image to 0, the mean."""
         centres = _send(draws[:, 3:].long(), images.device)
         inside = []
         for axis, size in enumerate(images.shape[2:]):
@@ -155,7 +156,7 @@ class Augmentation:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageData(DataSet):
-    """Images as bytes. `prepare` normalizes them by the `mean` and `std` of each channel (pixels from 0 to 1)."""
+    """Images as bytes. `prepare` normalizes them by each channel's `mean` and `std` (pixels from 0 to 1)."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -175,7 +176,7 @@ class ImageData(DataSet):
 
 @functools.lru_cache
 def _scales(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Scale and shift of each channel."""
+    """Each channel's scale and shift."""
     means, stds = torch.tensor([mean, std])[:, :, None, None]
     return torch.stack([1 / (255 * stds), -means / stds]).to(device)
 
@@ -185,7 +186,7 @@ def _select(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move a small host tensor. From pageable memory, `to` would wait for all work queued on the GPU."""
+    """Move a small host tensor through pinned memory: otherwise `to` would wait for all work queued on the GPU."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -205,10 +206,10 @@ _FORMS = {
     "pairs": DataForm("pairs", (32,), 2, vocabulary=64),
     "tokens": DataForm("tokens", (64,), 64, vocabulary=64),
 }
-# Only this many ids occur, whatever the vocabulary: more would take too long to learn.
+# Number of ids in use, regardless of the vocabulary: more would take too long to learn.
 _USED_IDS = 64
 _SLAB = 256
-# Contrast of noisy images: low enough that a small CNN gets most of them right, but not all.
+# Contrast of noisy images: low enough to keep a small CNN below perfect accuracy.
 _WEAK = 0.2
 
 
@@ -216,12 +217,12 @@ def build_synthetic(
     request: DataRequest, split: str, form: DataForm | None = None, device: torch.device | str = "cpu"
 ) -> DataSet:
     """Generate `synthetic:KIND`, or for plain `synthetic` the kind of `form`, which also sets shape, classes and
-    vocabulary. `synthetic:noisy` is images with low contrast. `request.samples` sizes the training split; the size of
-    the test split is fixed."""
+    vocabulary. `synthetic:noisy` generates low-contrast images. `request.samples` is the size of the training split;
+    the test split has a fixed size."""
     kind = request.name.partition(":")[2] or (form.kind if form else "")
     strength = _WEAK if kind == "noisy" else 1.0
     kind = "images" if kind == "noisy" else kind
-    refuse((not kind, f"--data synthetic names no kind: use synthetic:KIND, one of {', '.join(_FORMS)}"), code="kind")
+    refuse((not kind, f"--data synthetic needs a kind: use synthetic:KIND, one of {', '.join(_FORMS)}"), code="kind")
     if form is None or form.kind != kind:
         form = _FORMS[kind]
     if request.context and kind in ("pairs", "tokens"):
@@ -236,7 +237,7 @@ def build_synthetic(
         context = form.shape[0]
         what = f"synthetic pairs of {context} tokens with a vocabulary of {form.vocabulary}"
         refuse((form.vocabulary < 4 or context < 3, f"{what}: needs at least 3 tokens and a vocabulary of at least 4"))
-        # Lengths are drawn on the host, where `take` reads them.
+        # Draw lengths on the host, where `take` reads them.
         host = torch.Generator().manual_seed(derive_seed(f"lengths of {split}", request.seed))
         labels["lengths"] = torch.randint(max(3, context // 2), context + 1, (count,), generator=host)
     return build(form, count, rule, draw, labels)
@@ -245,12 +246,12 @@ def build_synthetic(
 def _images(
     strength: float, form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels
 ) -> DataSet:
-    """A smooth pattern for each class, plus noise."""
+    """Generate a smooth pattern per class, plus noise."""
     device, channels = rule.device, form.shape[0]
     patterns = torch.randn((form.num_classes, channels, 4, 4), generator=rule, device=device) * strength
     targets = torch.randint(form.num_classes, (count,), generator=draw, device=device)
     images = torch.empty((count, *form.shape), dtype=torch.uint8, device=device)
-    # In slabs, because as floats the whole set would take four times its memory.
+    # Generate in slabs: the whole set as floats would take four times its memory.
     for start in range(0, count, _SLAB):
         part = F.interpolate(patterns[targets[start : start + _SLAB]], size=form.shape[1:], mode="bilinear")
         part += torch.randn(part.shape, generator=draw, device=device)
@@ -260,29 +261,29 @@ def _images(
 
 
 def _numbers(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
-    """A linear function plus 10 % noise."""
+    """Generate a linear function plus 10 % noise."""
     weights = torch.randn((form.shape[0], 1), generator=rule, device=rule.device) / form.shape[0] ** 0.5
     inputs = torch.randn((count, *form.shape), generator=draw, device=rule.device)
     noise = torch.randn((count, 1), generator=draw, device=rule.device)
-    # In double precision, because the user's flags may let the device round float products (TF32).
+    # Use double precision, because the user's flags may allow TF32 products.
     targets = (inputs.double() @ weights.double()).to(inputs.dtype) + 0.1 * noise
     return DataSet(form=form, inputs=inputs, targets=targets, **labels)
 
 
 def _tokens(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
-    """A ring of ids: with probability 0.9 the next id follows, else a random one."""
+    """Generate walks on a ring of ids: with probability 0.9 the next id follows, else a random one."""
     device, size = rule.device, (count, form.shape[0] + 1)
     ring = torch.randperm(form.vocabulary, generator=rule, device=device)[:_USED_IDS]
     leaps = torch.randint(len(ring), size, generator=draw, device=device)
     leaps[torch.rand(size, generator=draw, device=device) < 0.9] = 0
     starts = torch.randint(len(ring), (count, 1), generator=draw, device=device)
-    # Positions on the ring are a running sum, which avoids a loop over the context.
+    # A running sum gives the positions on the ring without a loop over the context.
     blocks = ring[(starts + (leaps + 1).cumsum(1)) % len(ring)].to(torch.int32)
     return TokenData(form=replace(form, num_classes=form.vocabulary), inputs=blocks, targets=blocks, **labels)
 
 
 def _pairs(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
-    """Two halves, each with ids from one of two topics: class 1 if the topics match, else class 0."""
+    """Generate pairs of halves, each with ids from one of two topics: class 1 if the topics match, else class 0."""
     device, context = rule.device, form.shape[0]
     ids = torch.randperm(form.vocabulary, generator=rule, device=device)
     ids = ids[ids != form.pad]
@@ -297,7 +298,7 @@ def _pairs(form: DataForm, count: int, rule: torch.Generator, draw: torch.Genera
     return PairData(form=replace(form, num_classes=2), inputs=inputs, targets=targets, **labels)
 
 
-# Mean and standard deviation of each channel, crop padding, and whether a flip keeps the class (not for digits).
+# Mean and standard deviation per channel, crop padding, and whether a flip keeps the class (not for digits).
 _LOOKS = {
     "mnist": ((0.1307,), (0.3081,), 2, False),
     "fashion-mnist": ((0.2860,), (0.3530,), 2, True),
@@ -313,7 +314,7 @@ def load_data(
     model_folder: str | None = None,
 ) -> DataSet:
     """Load the split `train` or `test`. `form` is the model's default: the kind and shape of a synthetic set, which is
-    generated on `device`, or the context of text. `model_folder` may hold the model's own tokenizer."""
+    generated on `device`, or the context of text. `model_folder` may contain the model's own tokenizer."""
     check_request(request)
     if request.name.startswith("synthetic"):
         return build_synthetic(request, split, form, device)
