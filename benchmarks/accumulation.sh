@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Alternating traces with one and two micro-batches, and the comparison of each pair, for docs/profiling.md.
+# Trace a job with one and two micro-batches, alternating, and compare each pair, for docs/profiling.md.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/accumulation.sh results/a-name-for-this-machine
-# PYTHON names the interpreter; BACKEND and DEVICE replace gloo on the CPU. Takes about two minutes on an idle machine.
-# Existing runs are replaced.
+# PYTHON sets the interpreter; BACKEND and DEVICE replace gloo on the CPU. Takes about two minutes on an idle machine.
+# Replaces existing runs.
 set -euo pipefail
 out=${1:?the folder for the results}
 python=${PYTHON:-python3}

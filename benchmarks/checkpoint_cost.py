@@ -1,4 +1,4 @@
-"""Measure the cost of saving a checkpoint every 10 s: train on two ranks, alternately with and without a save.
+"""Measure the cost of a checkpoint every 10 s: train on two ranks in alternating rounds with and without a save.
 
 python benchmarks/checkpoint_cost.py [--model resnet18] [--ranks 2] [--spell 10] [--pairs 6]
 """
@@ -24,7 +24,7 @@ from paceline.training.train_settings import TrainSettings
 
 
 def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[float], list[float], list[float]]:
-    """Seconds per step in rounds with and without a save, and the total time that saves delay steps."""
+    """Measure the seconds per round with and without a save, and the seconds that each save blocks training."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-checkpoint-cost-"))
     with paceline.init(announce=None) as world:
         job = build_job(settings, world)
@@ -44,7 +44,7 @@ def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[f
             files.save(job, Position(0, 0, step))
 
         train(5)
-        save()  # allocates its buffers
+        save()  # the first save allocates the buffers
         files.close()
         begin_s = time.perf_counter()
         train(10)
@@ -52,7 +52,7 @@ def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[f
         times: dict[bool, list[float]] = {True: [], False: []}
         held_s = []
         for number in range(2 * pairs):
-            saves = number % 4 in (0, 3)  # order A B B A: machine drift affects both equally
+            saves = number % 4 in (0, 3)  # in the order A B B A, machine drift affects both equally
             world.barrier()
             begin_s = time.perf_counter()
             if saves:
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--spell", type=float, default=10.0, help="seconds")
+    parser.add_argument("--spell", type=float, default=10.0, help="seconds per round")
     parser.add_argument("--pairs", type=int, default=6)
     asked = parser.parse_args()
     settings = TrainSettings(model=asked.model, ranks=asked.ranks, batch_size=8, samples=64)
@@ -77,8 +77,8 @@ def main() -> None:
     noise = "" if ratio.noise is None else f" +- {ratio.noise:.2%}"
     print(
         f"{asked.model} on {asked.ranks} ranks, torch {torch.__version__}: a checkpoint every "
-        f"{statistics.median(without_s):.1f} s costs {ratio.value - 1:+.2%}{noise} ({len(with_s)} pairs of spells); "
-        f"the step waits {statistics.median(held_s) * 1e3:.0f} ms for its copy"
+        f"{statistics.median(without_s):.1f} s costs {ratio.value - 1:+.2%}{noise} ({len(with_s)} pairs of rounds); "
+        f"each save blocks training for {statistics.median(held_s) * 1e3:.0f} ms"
     )
 
 

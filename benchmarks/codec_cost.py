@@ -2,8 +2,8 @@
 
     python benchmarks/codec_cost.py [--elements 10485760] [--rounds 7] [--torch]
 
-`--torch` bypasses the compiled core. Prints a line per strategy with the median milliseconds before the first message,
-after it, and in total, next to the time of one copy of the gradients.
+`--torch` bypasses the compiled core. Prints the time to copy the gradients once, then a line per strategy with its
+median milliseconds before the first message, after it, and in total.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH = 2048
 
 
 def time_rounds(text: str, num_elements: int, rounds: int) -> tuple[float, float]:
-    """Measure the milliseconds that the first rank needs before and after its first message."""
+    """Measure the first rank's milliseconds before and after its first message."""
     strategy = Strategy.parse(text)
     ranks = [codecs.build_codec(strategy, rank, 2) for rank in range(2)]
     shapes = [(WIDTH, WIDTH)] * (num_elements // WIDTH**2) + [(num_elements % WIDTH**2 // WIDTH, WIDTH), (WIDTH,)]
@@ -68,7 +68,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=10 << 20)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--torch", action="store_true", help="without the compiled core")
+    parser.add_argument("--torch", action="store_true", help="do not use the compiled core")
     parser.add_argument("--strategy", nargs="*", default=STRATEGIES)
     options = parser.parse_args()
     torch.set_num_threads(1)

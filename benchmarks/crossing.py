@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Compare collectives of two ranks over a link: gloo's, ours, and an all-reduce of the same size.
+"""Compare two-rank collectives over a link: gloo's, ours, and an all-reduce of the same size.
 
     benchmarks/crossing.py [--rate 1gbit] [--rounds 20]
 
-The ranks are in network namespaces of this machine, joined by a link of that rate (`limited_link.py`; needs root, `ip`
-and `tc`). All variants alternate. In each round, one of the ranks is a millisecond late, as in a training step. Times
-are medians of the slower rank.
+The ranks run in network namespaces of this machine, joined by a link of that rate (`limited_link.py`; needs root, `ip`
+and `tc`). All variants alternate. In each round, one rank is a millisecond late, as in a training step. Times are
+medians for the slower rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def start_own(kind: str, rows: torch.Tensor, given: torch.Tensor, group: Any) ->
 
 
 def measure(rounds: int) -> str:
-    """Print one line per size. Collective: call on every rank."""
+    """Measure all sizes and return one line per size, on rank 0. Collective: call on every rank."""
     with paceline.init("gloo", "cpu", announce=None) as world:
         group, lines = dist.group.WORLD, []
         for size in SIZES:

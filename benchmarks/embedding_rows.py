@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Measure the gain from sending embedding gradients as rows: alternate `embeddings="dense"` and `"rows"`.
+"""Measure the gain from sending embedding gradients as rows: `embeddings="dense"` against `"rows"`, alternating.
 
     benchmarks/embedding_rows.py [--rate 1gbit] [--model gpt2-mini] [--batch-size 4] [--rounds 40] [--json FILE]
 
 The two hosts are network namespaces of this machine, as in `limited_link.py`; needs root, `ip` and `tc`. `--rate none`
-runs both ranks here, on loopback. `--model hf` is a transformers GPT-2 with the sizes of gpt2-mini. Each variant runs
-with its default plan and with the best of several caps, measured beforehand. `alone` is the same step without
-communication: exposed = step - alone. Times are medians; ratios are medians over the pairs of a round.
+runs both ranks over loopback. `--model hf` is a transformers GPT-2 of gpt2-mini's size. Each variant runs with its
+default plan and with the best of several caps, measured beforehand. `alone` is the same step without communication:
+exposed = step - alone. Times are medians over rounds; ratios are medians of the ratios within each round.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         length = build(asked.model, asked.tokens)[2]
         models = {(kind, cap): make(kind, cap) for kind in ("dense", "rows") for cap in (None, *asked.caps)}
         draw = torch.Generator().manual_seed(world.rank)
-        # As in text, a few tokens are frequent (Zipf distribution).
+        # As in text, token frequencies follow a Zipf distribution.
         weights = 1 / torch.arange(1, vocabulary + 1)
 
         def step(model: DDP, is_synchronised: bool = True) -> float:
@@ -77,7 +77,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
                     took_s = step(models["dense", None] if label == "alone" else models[label], label != "alone")
                     if number >= WARMUP:
                         times[label].append(took_s)
-            # A step ends with the slowest rank.
+            # The slowest rank determines the time of a step.
             return {label: [max(row) for row in zip(*world.share(mine), strict=True)] for label, mine in times.items()}
 
         first = run(list(models), max(4, asked.rounds // 5))
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--model", default="gpt2-mini")
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=0, help="of a sequence; 0: the model's context")
+    parser.add_argument("--tokens", type=int, default=0, help="tokens per sequence; 0: the model's context")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--caps", type=float, nargs="+", default=[0.5, 1, 2, 4, 8, 1000], help="in MiB")
     parser.add_argument("--json", type=Path)

@@ -3,8 +3,8 @@
     python benchmarks/engine_against_loop.py [--sizes 4KiB,1MiB,16MiB] [--ranks 2] [--rounds 8] [--threads 1] [--json]
 
 In every round, the engine and a plain loop around `dist.all_reduce` measure the same size on the same group, one after
-the other. The loop has no barrier, no check and no fresh data. With more than one thread per rank, the engine's fill
-and check wake OpenMP's threads and disturb the measurement, so the engine uses one.
+the other. The loop has no barrier, check or fresh data. With more than one thread per rank, the engine's fill and check
+wake OpenMP's threads and disturb the measurement, so `paceline bench` uses a single thread by default.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.units import format_bytes, format_ms, parse_sizes
 
 
 def time_loop(vector: torch.Tensor, iters: int) -> list[float]:
-    """Time the hand-written loop."""
+    """Time all-reduces in the hand-written loop."""
     seconds = []
     dist.barrier()
     for _ in range(iters):
@@ -37,7 +37,7 @@ def time_loop(vector: torch.Tensor, iters: int) -> list[float]:
 
 
 class AllReduce(Timed):
-    """The loop's vector, which the engine fills, reduces and checks."""
+    """An all-reduce of the loop's vector, for the engine to fill, time and check."""
 
     def __init__(self, vector: torch.Tensor, world: paceline.World) -> None:
         self.vector, self.rank, self.device, self.num_elements = vector, world.rank, vector.device, vector.numel()
@@ -61,7 +61,7 @@ def time_engine(vector: torch.Tensor, iters: int, world: paceline.World) -> list
 
 
 def compare(sizes: tuple[int, ...], rounds: int, iters: int, threads: int = 1) -> list[dict[str, Any]]:
-    """Median over all rounds of each repetition's slowest rank. Collective: call on every rank."""
+    """Compare medians over all rounds, with the slowest rank per repetition. Collective: call on every rank."""
     rows = []
     with paceline.init("gloo", "cpu", threads=threads, announce=None) as world:
         for size in sizes:
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads per rank; the engine uses 1")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads per rank")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     job = (parse_sizes(options.sizes), options.rounds, options.iters, options.threads)

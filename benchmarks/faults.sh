@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Measure the tables of docs/faults.md on this machine; all of them take hours, as root.
+# Measure the tables of docs/faults.md on this machine. Needs root; all tables take hours.
 #   benchmarks/faults.sh FOLDER [named detection noise recovery sequences goodput saves trust malformed]
 #   benchmarks/faults.sh FOLDER nccl    # 2 and 4 NCCL ranks that share a GPU: about 5 minutes, not part of the others
-# PYTHON names the interpreter. A second call resumes what was interrupted and keeps what is finished.
-# TRIALS and SPAN (seconds of a run) make a trial run shorter: TRIALS=1 SPAN=20 benchmarks/faults.sh tried noise
+# PYTHON sets the interpreter. A second call resumes interrupted runs and keeps finished ones.
+# TRIALS and SPAN (seconds per run) shorten a test of this script: TRIALS=1 SPAN=20 benchmarks/faults.sh tried noise
 set -uo pipefail
 out=${1:?the folder for the results}
 shift
@@ -90,7 +90,7 @@ row() {
     malformed)
       tests malformed tests/cli/test_malformed.py ;;
     *)
-      echo "$1: no row; there are named, detection, noise, recovery, sequences, goodput, saves, trust, malformed, nccl" >&2
+      echo "$1: unknown row; use named, detection, noise, recovery, sequences, goodput, saves, trust, malformed, nccl" >&2
       return 2 ;;
   esac
 }

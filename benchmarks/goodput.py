@@ -3,18 +3,17 @@
 python benchmarks/goodput.py [--on-fault restart] [--mtbf 20,40,80] [--seconds 200] [--rounds 1] [--out FILE]
 
 Every round has a run without faults and one for each mean time between faults; the next round reverses the order.
-First, kills at fixed times measure a recovery; the prediction uses no other number from these runs.
+Before the rounds, kills at fixed times measure recovery times; the prediction uses nothing else from runs with faults.
 
-Goodput is the time of the steps that count, plus gaps between steps as long as in a run without faults and
-saves, divided by the time from the first step to the last. This removes differences in the machine's speed between
-runs. The result also states how much slower steps are after a recovery than before the fault. With
-`--on-fault resume`, `paceline train --resume` restarts the command; with a policy, only if the command has ended
-because one fault followed another too soon.
+Goodput is useful step time, plus the gaps between steps of a run without faults and saves, divided by the time from the
+first step to the last. This definition cancels speed differences between runs. The result also includes the slowdown
+of steps after a recovery compared with those before the fault. With `--on-fault resume`, `paceline train --resume`
+restarts the command after each fault; with other policies, only if a second fault during recovery ended the command.
 
-Times between faults are exponential, drawn from equal shares of the distribution in random order, so a few of them
-already have the requested mean. All rounds at one fault rate continue the same sequence of faults. A fault kills one
-rank; with `spare` and `shrink`, it kills a rank of the current world, and waits while there is none. A replica
-survives, so the prediction assumes that nearly all faults spare one. FILE is written after each run.
+Times between faults are exponential, drawn from equal shares of the distribution in random order, so even a small
+sample has the requested mean. All rounds at one fault rate continue the same sequence of faults. A fault kills one
+rank; with `spare` and `shrink`, it kills a rank of the current world, and waits until there is one. A replica survives,
+so the prediction assumes that nearly all faults leave a replica intact. The script rewrites FILE after each run.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from paceline.runtime.faults import pulse
 
 _PACELINE = (sys.executable, "-m", "paceline")
 _LOOK_S = 0.02
-_BLIND_S = 0.1  # window after a kill in which a nearly completed step may still be written
+_BLIND_S = 0.1  # time after a kill in which ranks may still write the last completed step
 _MOST_S = 1800.0
-_AFTER = 300  # number of steps compared before a fault and after a recovery
+_AFTER = 300  # number of steps to compare before a fault and after a recovery
 
 
 @dataclass
 class Outcome:
-    """`first_s` and `last_s` are the end times of the first and the last step (`time.monotonic`); `num_resumed` counts
-    restarts of the command."""
+    """The times of a run: `first_s` and `last_s` are the ends of its first and last step (`time.monotonic`);
+    `num_resumed` counts restarts of the command."""
 
     folder: Path = Path()
     first_s: float = 0.0
@@ -62,9 +61,9 @@ class Outcome:
     kills_s: list[float] = field(default_factory=list)
     recoveries_s: list[float] = field(default_factory=list)
     num_resumed: int = 0
-    left_s: float = math.inf  # until the next fault would have occurred
-    busy_s: float = 0.0  # in the steps that count, after the first
-    slower_s: list[float] = field(default_factory=list)  # the steps after each recovery, all together
+    left_s: float = math.inf  # time from the end of the run to the next scheduled fault
+    busy_s: float = 0.0  # total time of useful steps, after the first
+    slower_s: list[float] = field(default_factory=list)  # extra time of `_AFTER` steps after each recovery
 
     @property
     def wall_s(self) -> float:
@@ -75,7 +74,7 @@ class Outcome:
         return self.last_step - self.first_step
 
     def read_steps(self) -> None:
-        """Return the total seconds of the steps that count."""
+        """Read the total time of useful steps, and the slowdown after each recovery, from the run's files."""
         rows = load_metrics(self.folder / METRICS_FILE)
         faults = load_config(self.folder).get("faults", ())
         steps_s = [row["step_s"] for row in rows]
@@ -88,8 +87,8 @@ class Outcome:
 
 
 def find_ranks(pid: int, in_world: bool = False) -> list[int]:
-    """The living rank processes and spares below a launcher, in order. `in_world`: only the ranks of its current world,
-    which have a status page."""
+    """List the running rank processes and spares of a launcher, in order. `in_world`: only the ranks of its current
+    world, which have a status page."""
     found = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
@@ -102,7 +101,7 @@ def find_ranks(pid: int, in_world: bool = False) -> list[int]:
 
 
 def read_pages(pid: int) -> set[int]:
-    """Return the processes whose status pages a launcher reads."""
+    """List the processes with a status page that the launcher reads."""
     found = set()
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
@@ -117,11 +116,11 @@ def check_faults(outcome: Outcome, policy: str) -> str:
     faults = json.loads((outcome.folder / "config.json").read_text()).get("faults", ())
     if policy == "resume" or len(faults) == len(outcome.kills_s):
         return ""
-    return f"warning: {len(outcome.kills_s)} kills, and the run recorded {len(faults)} faults: look at its config.json"
+    return f"warning: {len(outcome.kills_s)} kills, but the run recorded {len(faults)} faults: see its config.json"
 
 
 def read_step(path: Path) -> int:
-    """Return the step of the last row, or 0."""
+    """Read the step number of the last row, or 0."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 50_000))
@@ -142,8 +141,8 @@ def build_command(asked: argparse.Namespace, steps: int, save_every: str, out: P
 def run_job(
     asked: argparse.Namespace, steps: int, save_every: str, gaps_s: Iterator[float], out: Path, calm: bool
 ) -> Outcome:
-    """Train this number of steps, and kill a rank after each of these intervals in seconds, counted from the first
-    step or the previous kill (`calm`: from the previous recovery)."""
+    """Train for `steps` steps, and kill a rank after each interval of `gaps_s` seconds, counted from the first step or
+    the previous kill (with `calm`, from the previous recovery)."""
     outcome, source, begin_s = Outcome(), random.Random(asked.seed), time.monotonic()
     has_spares = asked.on_fault in ("spare", "shrink")
     command = build_command(asked, steps, save_every, out)
@@ -159,7 +158,7 @@ def run_job(
             has_ended = process.poll() is not None
             if files:
                 found = files[0].stat()
-                # A new row; a resumed run truncates rows that it will repeat.
+                # The file grows with new rows, and shrinks when a resumed run truncates the rows that it will repeat.
                 if found.st_size not in (0, seen):
                     grows, seen = found.st_size > seen, found.st_size
                     step = read_step(files[0])
@@ -196,7 +195,7 @@ def run_job(
 
 
 def draw_gaps(mean_s: float, num: int, source: random.Random) -> Iterator[float]:
-    """Draw exponential intervals; the mean of each `num` of them is nearly exact."""
+    """Draw exponential intervals; the mean of every `num` intervals is nearly exact."""
     while True:
         shares = [(place + source.random()) / num for place in range(num)]
         source.shuffle(shares)
@@ -248,10 +247,10 @@ def show(asked: argparse.Namespace, found: dict[str, Any]) -> None:
     print(
         f"{asked.on_fault}, {asked.ranks} ranks, {asked.job}: a step takes {found['step_s'] * 1e3:.2f} ms, a recovery "
         f"{statistics.fmean(times):.2f} s ({', '.join(f'{one:.1f}' for one in times)}), a save every "
-        f"{asked.save_every}; the {_AFTER} steps after a recovery take {found['slower_after_s'] or 0.0:+.2f} s, "
+        f"{asked.save_every}; the {_AFTER} steps after a recovery take {found['slower_after_s'] or 0.0:+.2f} s "
         "compared with those before the fault (median)\n"
-        "| a fault every (s) | faults | useful, measured | predicted | 90 % | off (points) | predicted for as many "
-        "faults as came | off (points) |\n|--:|--:|--:|--:|---|--:|--:|--:|"
+        "| MTBF (s) | faults | measured goodput | predicted | 90 % | error (points) | predicted for the actual number "
+        "of faults | error (points) |\n|--:|--:|--:|--:|---|--:|--:|--:|"
     )
     for row in found["rows"]:
         off, less = row["measured"] - row["predicted"], row["measured"] - row["predicted_for_the_faults_that_came"]
@@ -264,18 +263,18 @@ def show(asked: argparse.Namespace, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on-fault", default="restart", help="restart, spare, shrink, or resume: a new command")
+    parser.add_argument("--on-fault", default="restart", help="restart, spare, shrink, or resume (a new command)")
     parser.add_argument("--mtbf", default="20,40,80", help="mean seconds between faults")
-    parser.add_argument("--seconds", type=float, default=200.0, help="of steps that count, in each run of a round")
+    parser.add_argument("--seconds", type=float, default=200.0, help="useful step time per run of a round")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--kills", type=int, default=4, help="that measure a recovery")
+    parser.add_argument("--kills", type=int, default=4, help="number of kills to measure recovery times")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--job", default="--model mlp --batch-size 64 --samples 6400", help="options of train")
-    parser.add_argument("--more", default="--max-faults 100000", help="further ones, of --on-fault")
+    parser.add_argument("--job", default="--model mlp --batch-size 64 --samples 6400", help="options for train")
+    parser.add_argument("--more", default="--max-faults 100000", help="further options for recovery")
     parser.add_argument("--save-every", default="5s")
-    parser.add_argument("--restart-seconds", default="10", help="with spare and shrink")
+    parser.add_argument("--restart-seconds", default="10", help="for spare and shrink")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="a JSON file with all numbers")
+    parser.add_argument("--out", type=Path, help="JSON file for all numbers")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the cleanup that ends the job
     rates = [float(one) for one in asked.mtbf.split(",")]
@@ -293,9 +292,9 @@ def main() -> None:
                 print(f"{label}: {warning}", file=sys.stderr, flush=True)
             return outcome
 
-        short = run("how long a step takes", 500, "1000s", iter(()))
+        short = run("measuring the step time", 500, "1000s", iter(()))
         saved = run("saves", max(500, round(40 * short.num_steps / short.wall_s)), asked.save_every, iter(()))
-        # From the longer run: steps get slower after a thousand, when momentum becomes denormal.
+        # Use the longer run: steps get slower after a thousand, when momentum becomes denormal.
         steps = max(500, round(asked.seconds * saved.num_steps / saved.wall_s))
         gap_s = 0.8 * asked.seconds / (asked.kills + 1)
         calibration = run("recovery", steps, asked.save_every, iter([gap_s] * asked.kills), calm=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Training and profiling on a GPU: the runs under results/ that docs/training.md and docs/profiling.md cite.
+# Train and profile on a GPU, for the runs under results/ that docs/training.md and docs/profiling.md cite.
 #   benchmarks/gpu_training.sh OUT [FOLDER_OF_CIFAR10]
-# PYTHON names the interpreter. Takes about ten minutes on one H200.
+# PYTHON sets the interpreter. Takes about ten minutes on one H200.
 set -euo pipefail
 out=${1:?the folder for the results}
 cifar=${2:-}
@@ -12,7 +12,7 @@ run() { # NAME VERB ARGUMENTS...: one run, its folder renamed to NAME; what is t
   local name=$1
   shift
   if [ -e "$out/$name" ]; then
-    echo "$out/$name is there already: not measured again"
+    echo "$out/$name exists already: skipped"
     return
   fi
   "$python" -m paceline "$@" --out "$out/new"
@@ -20,7 +20,7 @@ run() { # NAME VERB ARGUMENTS...: one run, its folder renamed to NAME; what is t
   rmdir "$out/new"
 }
 
-# A sentence-pair classifier before and after following the advice.
+# Train a sentence-pair classifier before and after following the advice.
 smol=(--model hf:HuggingFaceTB/SmolLM2-360M-Instruct --data synthetic:pairs --context 128 --optimizer adamw --ranks 1 --device cuda)
 run smollm2-before profile trace "${smol[@]}" --batch-size 8 --precision fp32 --steps 5 --plot
 run smollm2-bf16 profile trace "${smol[@]}" --batch-size 8 --precision bf16 --steps 5

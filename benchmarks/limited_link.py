@@ -3,8 +3,8 @@
 
     benchmarks/limited_link.py [--rate 1gbit] OUT [-- tune --model gpt2-mini ...]
 
-Needs root, `ip` and `tc`. The namespaces and the link are always removed at the end; loopback and other interfaces stay
-unchanged.
+Needs root, `ip` and `tc`. Always removes the namespaces and the link at the end; does not change loopback or other
+interfaces.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import NoReturn
 from paceline.studies.fault_places import HOST_ADDRESS, HOST_PORT, link_hosts, why_not
 
 DEFAULT = "tune --model gpt2-mini --batch-size 4 --backend gloo --wrapper torch"
-SECRET = secrets.token_hex(16)  # the ranks share cores but no socket, so they rendezvous like separate hosts
+SECRET = secrets.token_hex(16)  # the ranks share cores but no sockets, so they rendezvous like separate hosts
 TIMEOUT_S = 900
 
 
 def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: str = f"{HOST_ADDRESS}.1") -> int:
-    """Start one rank in each namespace (on this host if the name is empty). Rank 0 prints; if one fails, both stop."""
+    """Start one rank per namespace (on this host if the name is empty). Rank 0 prints; if one rank fails, both stop."""
     ranks = []
     for rank, name in enumerate(names):
         place = {
@@ -45,7 +45,7 @@ def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: 
             if any(codes) or None not in codes:
                 return next((1 for code in codes if code), 0)
             time.sleep(0.2)
-        print(f"not done within {TIMEOUT_S} s", file=sys.stderr)
+        print(f"timed out after {TIMEOUT_S} s", file=sys.stderr)
         return 1
     finally:
         for rank in ranks:
@@ -57,7 +57,7 @@ def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: 
 def run_again(rate: str) -> NoReturn:
     """Rerun this program with `--is-rank` on both hosts; `none` runs both ranks here and needs no root."""
     command = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], "--is-rank"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # remove the namespaces however this program ends
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run the cleanup that removes the namespaces
     if rate == "none":
         sys.exit(run_ranks(command, address="127.0.0.1"))
     check_rights()

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The runs under results/ of several NCCL ranks that share one GPU. NCCL treats each rank as a separate host and uses
+# Measure the runs under results/ with several NCCL ranks on one GPU. NCCL treats each rank as a separate host and uses
 # sockets over loopback: like hosts with one GPU each on a network of about 25 Gb/s, not like NVLink.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/nccl.sh FOLDER [allreduce accumulation scaling wrappers tuning fsdp]
-# PYTHON names the interpreter. CUDA MPS is started if needed. allreduce, accumulation and scaling take about five
-# minutes, wrappers ten, tuning ten, fsdp two. Existing runs are kept; BACKEND=gloo tries the commands on a CPU.
+# PYTHON sets the interpreter. Starts CUDA MPS if needed. allreduce, accumulation and scaling take about five minutes,
+# wrappers ten, tuning ten, fsdp two. Keeps existing runs; BACKEND=gloo tests the commands on a CPU.
 set -euo pipefail
 out=${1:?the folder for the results}
 shift
@@ -45,7 +45,7 @@ for part in "$@"; do
     fsdp) # fully sharded data parallel: predicted and measured steps
       "$python" "$(dirname "$0")/validate_fsdp.py" --backend "$backend" --ranks 2,4 | tee "$out/fsdp-$backend.md" ;;
     *)
-      echo "$part: unknown part; there are allreduce, accumulation, scaling, wrappers, tuning, fsdp" >&2
+      echo "$part: unknown part; use allreduce, accumulation, scaling, wrappers, tuning, fsdp" >&2
       exit 2 ;;
   esac
 done

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Compare wrappers in alternation on NCCL ranks that share one GPU: ours and torch's, default and tuned.
+"""Compare wrappers on NCCL ranks that share one GPU: ours and torch's, default and tuned, interleaved.
 
     PACELINE_SHARE_GPUS=1 benchmarks/nccl_wrappers.py OUT [--models mlp,resnet18,...] [--ranks 2,4,8] [--iters N]
         [--wrappers torch,paceline,...]
 
-Start CUDA MPS first, so that the ranks compute concurrently. OUT gets one run per model and number of ranks. The models
-are those of `paceline bench wrappers`, with GPU batch sizes, and `transformer`: 64.6 MiB in 6 layers of width 384, with
-an untied head. gpt2-large is compared only with default wrappers, because the candidates of a tuned wrapper do not fit
-on one GPU with those of the other ranks. All cells take about ten minutes on an H200.
+Start CUDA MPS first: the ranks then compute concurrently. Writes one run per model and number of ranks to OUT. The
+models are those of `paceline bench wrappers`, with GPU batch sizes, and `transformer`: 64.6 MiB in 6 layers of width
+384, with an untied head. gpt2-large runs only with default wrappers, because all ranks' candidates for a tuned wrapper
+do not fit on one GPU. All cells take about ten minutes on an H200.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.workloads.registry import WORKLOADS, Workload
 
 WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-tuned")
 BATCHES = {"mlp": 64, "resnet18": 64, "gpt2-mini": 16, "transformer": 8, "gpt2": 4, "gpt2-large": 2}
-ROUNDS = {"gpt2": 24, "gpt2-large": 12}  # for other models: 60
+ROUNDS = {"gpt2": 24, "gpt2-large": 12}  # 60 for other models
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 384, 6, 8192, 128
 
 
@@ -68,7 +68,7 @@ def measure(out: str, models: list[str], ranks: int, iters: int | None, backend:
                 out=Path(out, f"{model}-{ranks}-ranks"),
                 progress=False,
             )
-        except paceline.ConfigError as error:  # it does not fit on the GPU
+        except paceline.ConfigError as error:  # the model does not fit on the GPU
             result = f"{model} on {ranks} ranks: {error}"
         if os.environ["RANK"] == "0":
             print(result, flush=True)
@@ -81,7 +81,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--iters", type=int)
     parser.add_argument("--backend", default="nccl")
-    parser.add_argument("--wrappers", default=",".join(WRAPPERS), help="tuned ones take most of the time")
+    parser.add_argument("--wrappers", default=",".join(WRAPPERS), help="tuned wrappers take most of the time")
     given = parser.parse_args()
     for count in map(int, given.ranks.split(",")):
         arguments = given.out, given.models.split(","), count, given.iters, given.backend, given.wrappers

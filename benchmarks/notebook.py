@@ -1,6 +1,6 @@
-"""Time the magics in a real Jupyter kernel: start, round trip and interrupt; count processes left by a killed kernel.
+"""Time the magics in a real Jupyter kernel (start, round trip, interrupt), and count processes left by a killed kernel.
 
-Needs `pip install ipykernel jupyter_client`. Prints one line per result; the machine should be idle.
+Needs `pip install ipykernel jupyter_client`. Prints one line per result. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def start(ranks: int) -> tuple[Any, Any, float]:
 
 
 def interrupt(manager: Any, client: Any, source: str) -> float:
-    """Measure the seconds from the interrupt to the end of the cell on all ranks."""
+    """Measure the seconds from an interrupt to the end of the cell on all ranks."""
     message = client.execute(f"print('now')\n{source}")
     while "now" not in str(client.get_iopub_msg(timeout=60)["content"]):
         pass
@@ -45,7 +45,7 @@ def interrupt(manager: Any, client: Any, source: str) -> float:
 
 
 def kill(ranks: int) -> list[int]:
-    """Kill the kernel with -9 during a cell, and return the processes left after 5 s."""
+    """Kill the kernel with SIGKILL during a cell, and return the processes left after 5 s."""
     manager, client, _ = start(ranks)
     client.execute("import time\nprint('now')\ntime.sleep(600)")
     while "now" not in str(client.get_iopub_msg(timeout=60)["content"]):
@@ -75,7 +75,7 @@ def main() -> None:
         if number < options.starts - 1:
             client.stop_channels()
             manager.shutdown_kernel(now=True)
-    print(f"start of {options.ranks} ranks: median {statistics.median(starts):.2f} s, most {max(starts):.2f} s")
+    print(f"start of {options.ranks} ranks: median {statistics.median(starts):.2f} s, maximum {max(starts):.2f} s")
     for name, source in (
         ("empty", "1;"),
         ("printing", "print(rank)"),
@@ -85,18 +85,18 @@ def main() -> None:
         p50, p99 = times[len(times) // 2], times[int(len(times) * 0.99)]
         print(f"round trip of a cell ({name}): p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms")
     local = sorted(run(client, "%%local\n1") for _ in range(options.cells))
-    print(f"round trip in the kernel alone: p50 {local[len(local) // 2] * 1e3:.1f} ms")
+    print(f"round trip without ranks: p50 {local[len(local) // 2] * 1e3:.1f} ms")
     waits = {
         "Python": "while True: pass", "sleep": "import time; time.sleep(600)",
-        "all-reduce that one rank never joins": "dist.all_reduce(torch.ones(1)) if rank else time.sleep(600)",
-        "recv of all": "dist.recv(torch.ones(1), 1 - rank)",
+        "all-reduce without one rank": "dist.all_reduce(torch.ones(1)) if rank else time.sleep(600)",
+        "recv on all ranks": "dist.recv(torch.ones(1), 1 - rank)",
     }  # fmt: skip
     for name, source in waits.items():
         print(f"interrupt ({name}): {interrupt(manager, client, source):.2f} s")
     client.stop_channels()
     manager.shutdown_kernel(now=True)
     left = [kill(options.ranks) for _ in range(options.kills)]
-    print(f"killed with -9: {sum(not one for one in left)} of {len(left)} left no process")
+    print(f"kernels killed with SIGKILL that left no processes: {sum(not one for one in left)} of {len(left)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The reference measurements under results/ that the docs cite, for this machine.
+# Measure this machine's reference runs under results/, which the docs cite.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/reference.sh results/a-name-for-this-machine
-# PYTHON names the interpreter. Takes about half an hour on an idle machine.
+# PYTHON sets the interpreter. Takes about half an hour on an idle machine.
 set -euo pipefail
 out=${1:?the folder for the results}
 python=${PYTHON:-python3}
@@ -11,7 +11,7 @@ bench() { # NAME ARGUMENTS...: one run, its folder renamed to NAME; what is ther
   local name=$1
   shift
   if [ -e "$out/$name" ]; then
-    echo "$out/$name is there already: not measured again"
+    echo "$out/$name exists already: skipped"
     return
   fi
   "$python" -m paceline bench "$@" --out "$out"
@@ -28,7 +28,7 @@ both=gloo,paceline
 bench allreduce-latency allreduce --backend "$both" --memory ordinary,shared --limit --ranks "$ranks" -b 4KiB -e 256KiB -f 4
 bench allreduce allreduce --backend "$both" --memory ordinary,shared --limit --ranks "$ranks" \
   --sizes 1MiB,4MiB,10MiB,25MiB,100MiB
-# One number of ranks, and every size.
+# A single number of ranks, with all sizes.
 bench allreduce-2-ranks allreduce --backend "$both" --memory ordinary,shared --limit --ranks 2 -b 4KiB -e 64MiB -f 4
 bench allreduce-bfloat16 allreduce --backend "$both" --memory ordinary,shared --limit --ranks 2,4 --dtype bfloat16 \
   --sizes 1MiB,10MiB,100MiB

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The scaling studies under results/ that docs/scaling.md cites, for this machine.
+# Run this machine's scaling studies under results/, which docs/scaling.md cites.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/scaling.sh results/a-name-for-this-machine [FOLDER_OF_CIFAR10]
-# PYTHON names the interpreter. Takes about ten minutes on CPUs; with CIFAR-10, for a GPU, 25 more. A second call
+# PYTHON sets the interpreter. Takes about ten minutes on CPUs, and 25 more on a GPU with CIFAR-10. A second call
 # resumes an interrupted study.
 set -euo pipefail
 out=${1:?the folder for the results}
@@ -11,7 +11,7 @@ mkdir -p "$out"
 
 . "$(dirname "$0")/study.sh"
 
-# A CNN of 4.7 M parameters on all cores, up to 8, one thread each.
+# A CNN with 4.7 M parameters on up to 8 cores, one thread per rank.
 cnn=(--device cpu --threads 1 --channels 16,32 --hidden 1024)
 counts=(--ranks 1,2 --iters 80)
 [ "$(nproc)" -ge 8 ] && counts=(--ranks 1,2,4,8 --global-batch-size 128 --iters 40)

@@ -4,12 +4,12 @@ CPU.
 
     benchmarks/sharpness.py MNIST_FOLDER > results/MACHINE/sharpness.md
 
-Trains with a small batch, and with a large one: without a recipe, and with a linearly scaled rate and warm-up. For each
-solution, over three seeds (mean and range):
+Trains with a small batch, and with a large batch without a recipe and with a linearly scaled rate and warm-up. Reports
+for each solution, over three seeds (mean and range):
 
 - sharpness: the largest eigenvalue of the Hessian of the training loss, by power iteration;
-- rise: the average increase in training loss along random directions whose length in each layer is a tenth of the
-  norm of the layer's weights.
+- rise: the average increase in training loss along random directions, with a length in each layer of a tenth of the
+  norm of its weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The results under results/ that docs/strategies.md cites, for this machine.
+# Measure this machine's runs under results/ that docs/strategies.md cites.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/strategies.sh results/a-name-for-this-machine [CIFAR10 [TEXT]]
-# PYTHON names the interpreter. Without data: steps on two ranks and over links (quiet machine, root, `ip` and `tc`),
-# about an hour. With the folder of CIFAR-10, and a file of text: accuracy on a GPU, about two hours with
-# nvidia-cuda-mps-control -d. A second call resumes what was interrupted.
+# PYTHON sets the interpreter. Without data, measures steps on two ranks and over links in about an hour (quiet machine,
+# root, `ip` and `tc`). With a CIFAR-10 folder and a text file, measures accuracy on a GPU in about two hours, with
+# nvidia-cuda-mps-control -d. A second call resumes interrupted runs.
 set -euo pipefail
 out=${1:?the folder for the results}
 cifar=${2:-}

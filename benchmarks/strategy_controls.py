@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Train with two snippets that do not work and, for comparison, with all gradients averaged.
+"""Train with two broken strategies and, for comparison, with all gradients averaged.
 
     benchmarks/strategy_controls.py --data cifar10:FOLDER --model resnet18 --device cuda --precision bf16 \
         --epochs 30 --batch-size 512 --lr 0.4 --weight-decay 0.0005 --lr-warmup 490 --seeds 5
 
-- dense: every gradient is averaged, as usual.
-- places: each rank keeps its largest gradients, so an all-reduce adds up values at different indices.
-- gradients: gradients are averaged only in every 8th step, and parameters never.
+- dense: averages every gradient, as usual.
+- places: keeps each rank's largest gradients, so an all-reduce adds up values at different indices.
+- gradients: averages gradients only in every 8th step, and never the parameters.
 
 Prints the test accuracy of each seed and their mean. Four workers run in one process.
 """

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Measure the cost of a strategy: alternate steps with it and plain steps.
+"""Measure the cost of a strategy: alternate steps with and without it.
 
     benchmarks/two_ways.py STRATEGY [--model gpt2-mini] [--ranks 2] [--steps 60] [--backend shm] [--rate 1gbit]
 
 `--rate` puts the two ranks into network namespaces of this machine, joined by a link of that rate (`limited_link.py`;
 needs root, `ip` and `tc`).
-Times are medians of the slowest rank; ratios are medians over the pairs of a round, with their intervals.
+Times are medians for the slowest rank; ratios are medians of the ratios within each round, with their intervals.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measure(settings: TrainSettings, strategy: str, num_steps: int) -> str:
                 end_s = time.perf_counter()
                 if number >= WARMUP:
                     mine[way].append((middle_s - begin_s, end_s - middle_s, end_s - begin_s))
-        # A step ends with the slowest rank.
+        # The slowest rank determines the time of a step.
         shared, times = world.share(mine), dict[str, list[list[float]]]()
         for way in ways:
             rounds = zip(*(found[way] for found in shared), strict=True)
@@ -79,7 +79,7 @@ def measure(settings: TrainSettings, strategy: str, num_steps: int) -> str:
             ]
             lines.append(f"{part}: {', '.join(medians)}: {ratio.value:.1%}{noise}")
         held = [sum(v.nbytes for state in optimizers[way].state.values() for v in state.values()) for way in ways]
-        lines.append(f"the optimizer's state on this rank: {held[1] / held[0]:.1%} of {held[0] / 2**20:.1f} MiB")
+        lines.append(f"optimizer state on this rank: {held[1] / held[0]:.1%} of {held[0] / 2**20:.1f} MiB")
         is_equal = all(map(torch.equal, *(list(models[way].module.parameters()) for way in ways)))
         lines.append(f"parameters are {'bit-identical' if is_equal else 'different'}")
         return "\n".join(lines)
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--backend", default="shm")
-    parser.add_argument("--rate", help="of a link between two hosts, such as 1gbit; then the backend is gloo")
+    parser.add_argument("--rate", help="rate of a link between two hosts, such as 1gbit; implies --backend gloo")
     parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     settings = TrainSettings(

@@ -4,16 +4,16 @@
     benchmarks/validate_attach.py overhead [--rounds 6] [--seconds 300]
     benchmarks/validate_attach.py link [--rate 1gbit] [--steps 48] [--rounds 3] [--judges 2] [--only wide,flat]
 
-`overhead`: alternating runs of tests/scripts/plain_loop.py, plain and attached. Step times come from two lines that the
-script prints, and exclude recorded steps. Runs differ by more than the goal, so one more run of `--seconds` alternates
-between a few steps with and without the attached calls, which yields thousands of pairs. Finally, the calls themselves
-are timed, which has the least noise but excludes their effect on other code.
+`overhead`: alternating runs of tests/scripts/plain_loop.py, plain and attached. Step times come from two lines in the
+script's output, and exclude recorded steps. Run-to-run noise exceeds the overhead goal, so one more run of `--seconds`
+alternates between a few steps with and without the attached calls, which yields thousands of pairs. Finally, the
+script times the calls themselves, with the least noise but without their effect on other code.
 
-`link`: the same program on two network namespaces with one rank each. It is tuned, and then runs twice with alternating
-bucket sizes that the prediction has not seen. The predicted steps are scored relative to the program's own buckets in
-the same run, and relative to the first run's step, which includes machine drift. The regret is how much slower the
-chosen bucket size is than the best one, each relative to the program's own buckets in the same round. A case that
-mostly waits for data should be flat. Needs root, `ip` and `tc`.
+`link`: the same program on two network namespaces with one rank each. The script tunes it, and then runs it twice with
+alternating bucket sizes that the prediction has not seen. It scores the predicted steps relative to the program's own
+buckets in the same run, and relative to the first run's step, which includes machine drift. The regret is the slowdown
+of the chosen bucket size compared with the best one, each relative to the program's own buckets in the same round. A
+case that mostly waits for data should be flat. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ CASES = {
     "deep": "--width 384 --depth 24 --batch-size 32",
     "flat": "--width 256 --depth 4 --batch-size 32 --decode-ms 15",
 }
-TURN = 4  # in steps; noise lasts longer, so turns should alternate quickly
-JUDGED = 16  # steps before the comparison of a run that validates predictions
+TURN = 4  # steps; noise outlasts a turn, so turns should alternate quickly
+JUDGED = 16  # steps before the comparison in a run that validates predictions
 HOOKS = hooked._global_optimizer_pre_hooks, hooked._global_optimizer_post_hooks
 CAPS = "256KiB,1MiB,4MiB,10MiB,25MiB"
 
 
 def time_steps(variables: dict[str, str]) -> float:
-    """Read the seconds per step from the lines that the program prints at steps 60 and 180."""
+    """Read the seconds per step from the program's output at steps 60 and 180."""
     command = [*TORCHRUN, str(SCRIPT), "--steps", "181", "--width", "256", "--depth", "6"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
     moments = {}
@@ -89,14 +89,14 @@ def measure_overhead(rounds: int, seconds: float) -> None:
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     show_ratio(f"turns of {TURN} steps in one run", found["times"])
     spent_s, step_s = statistics.median(found["spent_s"]), statistics.median(found["times"]["plain"])
-    print(f"inside of what attaching calls: {spent_s * 1e6:.1f} us a step, {spent_s / step_s:.3%} of it")
+    print(f"time in attached calls: {spent_s * 1e6:.1f} us per step, {spent_s / step_s:.3%} of it")
 
 
 def show_ratio(what: str, times: dict[str, list[float]]) -> None:
-    """Print the median of paired ratios with its 95 % interval, as in a plan comparison."""
+    """Print the median of paired ratios and its 95 % interval, as in a plan comparison."""
     ratio, plain_s = estimate_ratio(times["attached"], times["plain"], 0.025), statistics.median(times["plain"])
-    said = f"{ratio.value:.4f} times as long, 95 %: {ratio.low:.4f} to {ratio.high:.4f}"
-    print(f"{what}: {len(times['plain'])} pairs, {format_ms(plain_s)} ms a step; attached {said}")
+    said = f"{ratio.value:.4f} times as long (95 %: {ratio.low:.4f} to {ratio.high:.4f})"
+    print(f"{what}: {len(times['plain'])} pairs, {format_ms(plain_s)} ms per step; attached {said}")
 
 
 class Cycled(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -113,8 +113,8 @@ class Cycled(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def take_turns(seconds: float) -> None:
-    """Run one rank: pairs of turns as in plain_loop.py, with and without the attached calls, in a random order that is
-    the same on all ranks; then steps in which those calls are timed."""
+    """Run one rank: pairs of turns as in plain_loop.py, with and without the attached calls, in the same random order
+    on all ranks; then steps that time those calls."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())]
@@ -151,7 +151,7 @@ def take_turns(seconds: float) -> None:
 
 
 class Attached:
-    """The current values of everything in torch that attaching changes."""
+    """The current values of all torch attributes that attaching changes."""
 
     def __init__(self) -> None:
         self._hooks = [dict(each) for each in HOOKS]
@@ -165,8 +165,8 @@ class Attached:
 
 
 def time_calls(folder: str, train: Callable[[int], float]) -> list[float]:
-    """Measure the seconds per step, over 300 steps, inside the attached calls: hooks, and the loader minus the calls
-    that it wraps."""
+    """Measure the seconds per step, over 300 steps, in the attached calls: hooks, and the loader without the wrapped
+    calls."""
     clock, spent = time.perf_counter, [0.0]
 
     def timed(function: Callable[..., Any], sign: int) -> Callable[..., Any]:
@@ -194,7 +194,7 @@ def time_calls(folder: str, train: Callable[[int], float]) -> list[float]:
 
 
 def run_on_hosts(names: list[str], arguments: list[str]) -> int:
-    """Start one rank of the program in each namespace, like a launcher."""
+    """Start one rank of the program in each namespace, as a launcher would."""
     ranks = []
     for rank, name in enumerate(names):
         place = {
@@ -210,10 +210,10 @@ def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str])
     check_rights()
     tuned: dict[str, list[AttachedResult]] = {name: [] for name in only}
     chosen: dict[str, list[tuple[int, ...]]] = {name: [] for name in only}  # as bucket bytes
-    # By bucket size: its turns, and the turns of the program's own buckets in the same rounds.
+    # For each bucket size: its turns, and those of the program's own buckets in the same rounds.
     turns: dict[str, dict[tuple[int, ...], tuple[list[float], list[float]]]] = {name: {} for name in only}
     errors: dict[str, list[float]] = {name: [] for name in only}
-    late: dict[str, list[float]] = {name: [] for name in only}  # relative to the step of the first run
+    late: dict[str, list[float]] = {name: [] for name in only}  # relative to the first run's step
     with link_hosts(rate) as names:
         for number, name in itertools.product(range(rounds), only):
             command = [sys.executable, __file__, "ranks", *names, "--", "--steps", "400", *CASES[name].split()]
@@ -238,12 +238,12 @@ def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str])
                         model, now = found.buckets.model, found.buckets.now
                         gain = model.compare(model.predict(found.buckets.job.cut(cap)), now).saved[0]
                     error, with_change = ((1 - gain) * base_s / measured_s - 1 for base_s in (own_s, found.step_s))
-                    if cap:  # the prediction has seen its own buckets
+                    if cap:  # the prediction has seen the program's own buckets
                         errors[name].append(error)
                         late[name].append(with_change)
                     said = f"measured {format_ms(measured_s)} ms, predicted {format_ms((1 - gain) * own_s)} ms"
                     said += f" ({error:+.1%}; from the first run {with_change:+.1%})"
-                    print(f"  {format_bytes(cap) if cap else 'as it is'}: {said}", flush=True)
+                    print(f"  {format_bytes(cap) if cap else 'own buckets'}: {said}", flush=True)
             chosen[name].append(raced[own].bucket_bytes)
     for name in only:
         ratios = {layout: estimate_ratio(*both, 0.025) for layout, both in turns[name].items()}
@@ -254,7 +254,7 @@ def judge_link(rate: str, steps: int, rounds: int, judges: int, only: list[str])
         spread = f"{min(errors[name]):+.1%} to {max(errors[name]):+.1%}"
         print(f"\n{name}: verdicts {verdicts}; at most {num_steps} steps")
         print(f"  error {statistics.fmean(map(abs, errors[name])):.1%} of {len(errors[name])} steps, {spread}")
-        print(f"  error {statistics.fmean(map(abs, late[name])):.1%} from the step of the first run")
+        print(f"  error {statistics.fmean(map(abs, late[name])):.1%} relative to the first run's step")
         print(f"  regret {statistics.fmean(regrets):.1%}, at most {max(regrets):.1%}")
         for layout, ratio in ratios.items():
             is_chosen = f", chosen {chosen[name].count(layout)} times" if layout in chosen[name] else ""
@@ -266,12 +266,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("overhead", "link", "ranks", "turns"))
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--rounds", type=int, default=None, help="6 of overhead, 3 of link")
+    parser.add_argument("--rounds", type=int, default=None, help="default: 6 for overhead, 3 for link")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--judges", type=int, default=2, help="runs that check each tuning")
+    parser.add_argument("--judges", type=int, default=2, help="number of runs to check each tuning")
     if "ranks" in sys.argv[1:2]:  # started by `link`
         place = sys.argv.index("--")
         sys.exit(run_on_hosts(sys.argv[2:place], sys.argv[place + 1 :]))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Compare predicted with measured steps of fully sharded data parallel, next to torch's DistributedDataParallel.
+"""Compare predicted and measured steps of fully sharded data parallelism, next to torch's DistributedDataParallel.
 
     benchmarks/validate_fsdp.py [--backend gloo|nccl] [--ranks 2,4] [--models gpt2-mini,...] [--rounds N]
 
-For each number of ranks: an all-reduce sweep, a profile of one rank, and steps of three wrappers, alternating: none,
-torch's DistributedDataParallel, and torch's `fully_shard` with one unit per block. The predictions use only the sweep
-and the profile. For NCCL ranks that share a GPU, set PACELINE_SHARE_GPUS=1 and start CUDA MPS.
+Measures for each number of ranks: an all-reduce sweep, a profile of one rank, and interleaved steps without a wrapper,
+with torch's DistributedDataParallel, and with torch's `fully_shard` (one unit per block). The predictions use only the
+sweep and the profile. For NCCL ranks that share a GPU, set PACELINE_SHARE_GPUS=1 and start CUDA MPS.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 
 class Stack(nn.Module):
-    """Residual blocks of two matrices each; most parameters are in the blocks, as in a transformer."""
+    """Residual blocks of two matrices each, with most of the parameters, as in a transformer."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def shard(module: nn.Module, mesh: object) -> nn.Module:
 
 
 def measure(asked: tuple[int, int, int], backend: str, device: str, rounds: int) -> dict[str, list[float]]:
-    """Measure the seconds of each step of each wrapper on the slowest rank."""
+    """Measure the seconds of each wrapper's steps on the slowest rank."""
     with paceline.init(backend, device, announce=None, threads=1) as world:
         mesh = init_device_mesh(world.device.type, (world.world_size,))
         wraps: dict[str, Callable[[nn.Module], nn.Module]] = {

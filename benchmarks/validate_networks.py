@@ -1,21 +1,21 @@
 #!/usr/bin/env python
-"""Score predictions for networks that were not measured here against published tables, held out by source.
+"""Score predictions for networks that were not measured here against published tables, holding out sources.
 
     python benchmarks/validate_networks.py [allreduce_public.csv] [--runs results/*/allreduce*]
 
-The CSV has the columns source, backend, world_size, nodes, hardware, interconnect, bytes, time_s. Only the
-interconnect decides which network represents a row (`STANDS_FOR`); rows with an unknown interconnect are counted
-separately. A row is dropped as a cold start if a larger message of its sweep took less than half as long.
+The CSV has the columns source, backend, world_size, nodes, hardware, interconnect, bytes, time_s. Only the interconnect
+determines the network for a row (`STANDS_FOR`); rows with an unknown interconnect are counted separately. A row is
+dropped as a cold start if a larger message of its sweep took less than half as long.
 
-1. Named networks: each table is predicted without its own source. If no other source has measured that network, its
-   data sheet is used, with a correction fitted to the other sources. In-sample numbers are printed next to it.
+1. Named networks: predicts each table without its own source. If no other source has measured that network, uses its
+   data sheet, with a correction fitted to the other sources. Also prints in-sample numbers.
 2. Only data sheets, in the same way, as for networks without published measurements.
-3. Other rank counts: each rank count of a sweep is predicted from the smaller ones.
-4. From one node to several: predicted from the sweep on one node, without the number of ranks per node, with it, and
+3. Other rank counts: predicts each rank count of a sweep from smaller ones.
+4. From one node to several: predicts from the sweep on one node, without the number of ranks per node, with it, and
    with the data sheet of the links between nodes.
-5. Below a table's range: sizes from 4 KiB to 1 and 10 MiB are predicted from larger ones.
+5. Below a table's range: predicts sizes from 4 KiB to 1 and 10 MiB from larger ones.
 
-Every coverage refers to the 90 % interval and is printed with its width.
+Coverage always refers to the 90 % interval, and is printed with its width.
 """
 
 import argparse
@@ -38,17 +38,17 @@ from paceline.units import MIB
 
 CLASSES = {"below 1 MiB": (0, MIB), "1 to 32 MiB": (MIB, 32 * MIB + 1), "above 32 MiB": (32 * MIB + 1, 1 << 60)}
 INSIDE_90 = 1.645  # standard deviations to each side
-# By the text of the interconnect column: the published network, and the data sheets (between nodes, inside a node).
+# For each text in the interconnect column: the published network, and the data sheets (between nodes, inside a node).
 STANDS_FOR = {
     "Slingshot": ("mi250x-slingshot", ("100GB/s,2us", "100GB/s,2us")),
-    "multi-node RDMA": ("h100-rdma", None),  # the links are not stated, so there is no data sheet
+    "multi-node RDMA": ("h100-rdma", None),  # no data sheet, because the links are unknown
     "NVLink-like": ("a100-nvlink", ("nvlink", "nvlink")),
     "NVLink": ("h100-nvlink", ("nvlink4", "nvlink4")),
     "PCIe": ("pcie3-host", ("pcie3", "pcie3")),
 }
-# Other measurements of the same kind of network, used if the source of a row is held out.
+# Other measurements of the same kind of network, for rows with a held-out source.
 SAME_KIND = {"mi250x-slingshot": TABLES["gh200"], "h100-rdma": TABLES["h100-half"]}
-# The data sheets of the tables bundled with Paceline.
+# Data sheets for the tables bundled with Paceline.
 PUBLISHED = {"a100-nvlink": TABLES["a100"], "h100-nvlink": TABLES["h100"], "h200-roce": TABLES["h200-roce"],
              "pcie4-4090": TABLES["pcie4"]}  # fmt: skip
 SHEETS = (
@@ -64,7 +64,7 @@ SHEETS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One published table: its points, and the names of the networks that represent it."""
+    """One published table: its points, and the names of its networks."""
 
     source: str
     ranks: int
@@ -80,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Judged:
-    """One scored point: measured, predicted, and the standard deviation of the prediction."""
+    """One scored point: measured and predicted times, and the prediction's standard deviation."""
 
     source: str
     num_bytes: int
@@ -102,7 +102,7 @@ def drop_disturbed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float
 
 
 def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
-    """Load the sweeps of a CSV, and count the rows dropped for an unknown network and as cold starts."""
+    """Load a CSV's sweeps, and count dropped rows (unknown networks and cold starts)."""
     sweeps: dict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
     with path.open() as file:
         for row in csv.DictReader(file):
@@ -122,7 +122,7 @@ def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
 
 
 def list_bundled() -> list[Case]:
-    """List the bundled tables with their data sheets, from 4 KiB up, because no bucket is smaller."""
+    """List the bundled tables with their data sheets, from 4 KiB, the minimum bucket size."""
     names = {sweep: name for name, sweeps in PUBLISHED.items() for sweep in sweeps}
     return [
         Case(s.source, s.ranks, s.nodes, tuple((x, t) for x, t in drop_disturbed(s.points) if x >= 4096),
@@ -142,7 +142,7 @@ def estimate(case: Case, correction: Correction) -> list[float]:
 
 
 def fit_correction(cases: Sequence[Case]) -> Correction:
-    """Fit the correction with the least mean squared log error; every table has equal weight."""
+    """Fit the correction with the least mean squared log error, weighting all tables equally."""
     used = [case for case in cases if case.sheets and case.points]
 
     def loss(correction: Correction) -> float:
@@ -185,13 +185,13 @@ def judge_sheets(cases: Sequence[Case], corrections: Callable[[str], Correction]
 
 
 def is_of(source: str, sweep_source: str) -> bool:
-    """Whether a source in the CSV, such as `ROCm/rccl issue #1490`, is the source of a bundled table."""
+    """Whether a source in the CSV, such as `ROCm/rccl issue #1490`, is also a bundled table's source."""
     first = source.split()[0]
     return source == sweep_source or ("/" in first and first in sweep_source)
 
 
 def without(network: Network, source: str) -> Network | None:
-    """A published network without one of its sources, or None if nothing is left."""
+    """Remove one of a published network's sources; None if nothing is left."""
     mine = (*network.sweeps, *SAME_KIND.get(network.name, ()))
     left = tuple(sweep for sweep in mine if not is_of(source, sweep.source))
     several = {math.ceil(sweep.ranks / sweep.nodes) for sweep in left if sweep.nodes > 1}
@@ -238,7 +238,7 @@ def split(points: Sequence[Judged]) -> list[tuple[str, list[Judged]]]:
 
 
 def calibrate(points: Sequence[Judged]) -> list[str]:
-    """Find the standard deviations that would cover 90 % of the held-out points, by class."""
+    """Find the standard deviations that cover 90 % of the held-out points, by class."""
     lines = []
     for name, found in split(points)[1:4]:
         sizes = sorted(abs(p.log_error) for p in found)
@@ -248,7 +248,7 @@ def calibrate(points: Sequence[Judged]) -> list[str]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All-reduce times of one machine, by rank count and size; on `nodes[ranks]` nodes, with `cores` on a CPU host."""
+    """One machine's all-reduce times by rank count and size, on `nodes[ranks]` nodes; `cores` is set for CPU hosts."""
 
     name: str
     backend: str
@@ -259,7 +259,7 @@ class Sweep:
 
 
 def list_public_sweeps() -> list[Sweep]:
-    """All published tables, one sweep per source, each covering several rank counts."""
+    """List all published tables, one sweep per source, each with several rank counts."""
     found = []
     for name, tables in (
         ("A100, HDR", TABLES["a100"][:2] + TABLES["a100-nodes"]), ("V100, EDR", TABLES["v100"] + TABLES["v100-nodes"]),
@@ -272,7 +272,7 @@ def list_public_sweeps() -> list[Sweep]:
 
 
 def list_csv_sweeps(path: Path) -> list[Sweep]:
-    """The single-host sweeps in the CSV that cover several rank counts; their interconnect does not matter."""
+    """List the CSV's single-host sweeps with several rank counts, regardless of their interconnect."""
     tables: dict[tuple[str, str], dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     with path.open() as file:
         for row in csv.DictReader(file):
@@ -319,7 +319,7 @@ def build_fabric(sweep: Sweep, counts: Sequence[int], **options: int) -> network
 
 
 def judge_ranks(sweeps: Sequence[Sweep]) -> list[tuple[str, Judged]]:
-    """Predict each rank count from the smaller ones: inside a node, on the first nodes, or beyond."""
+    """Predict each rank count from smaller ones: inside a node, on the first nodes, or beyond."""
     judged = []
     for sweep in sweeps:
         counts = sorted(n for n in sweep.times if len(sweep.times[n]) > 1)
@@ -346,7 +346,7 @@ def judge_crossing(sweeps: Sequence[Sweep]) -> dict[str, list[Judged]]:
     found: dict[str, list[Judged]] = defaultdict(list)
     for sweep in (sweep for sweep in sweeps if sweep.name in LINKS):
         inside = [n for n in sweep.times if sweep.nodes[n] == 1]
-        alone = replace(sweep, nodes=dict.fromkeys(sweep.nodes, 0))  # the table does not give the nodes
+        alone = replace(sweep, nodes=dict.fromkeys(sweep.nodes, 0))  # a table without the number of nodes
         given = build_fabric(sweep, inside, ranks_per_node=max(inside))
         links = AssumedFabric(find_network(LINKS[sweep.name]), given, max(inside))
         fabrics = {"not given": build_fabric(alone, inside), "given": given, "given, with the links": links}
@@ -366,7 +366,7 @@ def judge_crossing(sweeps: Sequence[Sweep]) -> dict[str, list[Judged]]:
 
 
 def judge_below(tables: Iterable[tuple[str, Sequence[tuple[int, float]]]]) -> dict[str, list[Judged]]:
-    """Predict sizes below 1 and 10 MiB from the larger ones in the same table."""
+    """Predict sizes below 1 and 10 MiB from larger ones in the same table."""
     found: dict[str, list[Judged]] = defaultdict(list)
     for name, points in tables:
         for least in (MIB, 10 * MIB):
@@ -390,7 +390,7 @@ def main() -> None:
     known = [case for case in bundled if not any(is_of(other.source, case.source) for other in cases)]
     everything = [*known, *(case for case in cases if case.sheets)]
     whole = fit_correction(everything)
-    print(f"correction fitted on all: {whole}\nin use: {networks.CORRECTION}")
+    print(f"correction fitted to all tables: {whole}\nin use: {networks.CORRECTION}")
     held = {
         source: fit_correction([case for case in everything if case.source != source])
         for source in dict.fromkeys(case.source for case in [*everything, *cases])
@@ -413,7 +413,7 @@ def main() -> None:
         named = judge_named(cases, held.__getitem__, True)
         print_table("named networks, source held out", split(named))
         print("\nfor 90 %, sd of held-out named networks:", "; ".join(calibrate([*named, *others])))
-        print("\nnot judged:", *(f"- {count} rows of {name}" for name, count in apart.items()), sep="\n")
+        print("\nnot scored:", *(f"- {count} rows of {name}" for name, count in apart.items()), sep="\n")
     public = list_public_sweeps()
     own = list_own_sweeps(arguments.runs)
     ranks = judge_ranks([*public, *(list_csv_sweeps(arguments.csv) if arguments.csv else []), *own])

@@ -1,16 +1,16 @@
 #!/usr/bin/env python
-"""Accuracy of predictions from tables against published sweeps of bucket sizes, which nothing here was fitted to.
+"""Score predictions from tables against published sweeps of bucket sizes, which the model was not fitted to.
 
     benchmarks/validate_public.py [public_bucket_sweeps.csv]
 
 A row of the CSV is one sweep of a transformer with 48 layers of width 1600 (7.99 GB of float32 gradients in 435
 tensors) on two GPUs: seconds of forward, backward and the rest of a step on one rank, all-reduce times and step times
-as `MB:seconds`. Where a source gives forward and backward together, a third is forward. Tensors are ready by their
-share of the parameters. All inputs were measured apart from the sweep.
+as `MB:seconds`. If a source reports only the sum of forward and backward, a third of it counts as forward. Ready times
+are proportional to parameter counts. No input comes from the sweep.
 
-1. From the tables alone, with the contention that is assumed for NCCL.
-2. Fitted to one measured step (`--measured`), for each of the other sizes.
-3. The size with the shortest prediction: how much slower it is than the best measured one.
+1. Predictions from the tables alone, with the contention assumed for NCCL.
+2. Predictions fitted to one measured step (`--measured`), for each of the other sizes.
+3. The slowdown of the size with the shortest prediction, compared with the best measured size.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Judged:
 
 
 class Sweep:
-    """One published sweep, and the tables that `paceline predict --csv` would get."""
+    """One published sweep, as tables for `paceline predict --csv`."""
 
     def __init__(self, row: dict[str, str]) -> None:
         self.source, self.name = row["source"], f"{row['source']}, {row['case']}"
@@ -75,7 +75,7 @@ class Sweep:
         ]  # fmt: skip
 
     def build(self, *known_bytes: int) -> TabledJob:
-        """The job, fitted to the steps with these bucket sizes."""
+        """Build the job, fitted to the steps with these bucket sizes."""
         measured = [
             CapTimeRecord(cap_bytes=size, of="step", timing=Summary(mean_s=self.steps_s[size]), source="imported")
             for size in known_bytes
@@ -83,7 +83,7 @@ class Sweep:
         return TabledJob(self.sizes, self.times, self.messages, measured, untied=True)
 
     def judge(self, *known_bytes: int) -> Iterator[Judged]:
-        """The sizes that the job was not fitted to."""
+        """Predict the sizes that the job was not fitted to."""
         tabled = self.build(*known_bytes)
         model = tabled.build_predictor()
         for size, time_s in self.steps_s.items():
@@ -106,7 +106,7 @@ def print_rows(title: str, judged: Sequence[Judged]) -> None:
 
 
 def print_choices(sweeps: Sequence[Sweep]) -> None:
-    """How much slower the chosen one of the measured sizes is than the best one."""
+    """Print the slowdown of each choice among the measured sizes, compared with the best one."""
     print("\n| chosen by | within 2 % of the best | worst |\n|---|--:|--:|")
     ways: dict[str, list[float]] = {}
     for sweep in sweeps:

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Predict every cell of stored `paceline scale ranks` studies at the full rank count from half as many ranks.
+"""Predict the cells of stored `paceline scale ranks` studies from half as many ranks.
 
     benchmarks/validate_ranks.py RUN... [--out FILE]
 
-For each combination of wrapper, backend, cell and rank count for which half as many ranks were measured, the step is
-predicted from at most half the ranks, with and without steps in which all ranks compute but none sends a message.
-Studies without such steps use the wrappers' steps with communication off instead. Nothing is measured here, and the
-held-out steps with messages and the sweeps are never used.
+For each combination of wrapper, backend, cell and rank count with a measurement on half as many ranks, predicts the
+step from at most half the ranks, with and without steps of all ranks without messages. If a study lacks such steps,
+uses the wrappers' steps with communication off instead. Measures nothing, and never uses the held-out steps with
+messages or their sweeps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLOSE = 0.10
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One cell: its step, predicted without and with message-free steps at the same number of ranks."""
+    """One cell and its predicted steps, without and with message-free steps at the same number of ranks."""
 
     study: str
     without: Prediction
@@ -39,7 +39,7 @@ class HeldOut:
 
 
 def lend_together(records: list[Record]) -> list[Record]:
-    """Substitute the wrappers' steps without messages for missing bare-model steps on several ranks."""
+    """Substitute wrappers' steps without communication for missing bare-model steps on several ranks."""
     steps = [r for r in records if isinstance(r, StepRecord) and r.mode and r.world_size > 1]
     if any(record.role == "together" for record in steps):
         return []
@@ -111,7 +111,7 @@ def summarize(name: str, cells: list[HeldOut]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, help="write the table here, as Markdown")
+    parser.add_argument("--out", type=Path, help="Markdown file for the table")
     asked = parser.parse_args()
     cells = [cell for path in asked.runs for cell in judge(path)]
     table = Table("ranks", "twice the ranks, held out", COLUMNS, cells)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Check how well stored tunings predict measured sweeps of bucket sizes, and which size they would choose.
+"""Score how well stored tunings predict measured sweeps of bucket sizes, and their choice of a size.
 
     benchmarks/validate_sizes.py RUN...     # runs of `paceline tune` that measured several bucket sizes
 
-The predictor uses only a run's calibration, never its timed steps. Each variant changes one part of
-the model. The excess is the measured step at the size with the smallest predicted step, relative to the best measured
-one; R2 is for differences within a run (`score_differences` in `validate_tuning.py`).
+The predictor uses only a run's calibration, never its timed steps. Each variant changes one part of the model. The
+excess is the measured step at the size with the smallest predicted step, relative to the best measured one; R2 scores
+differences within a run (`score_differences` in `validate_tuning.py`).
 """
 
 import argparse
@@ -40,7 +40,7 @@ VARIANTS: dict[str, Callable[[MachineCosts], MachineCosts]] = {
 
 
 def predict(tuning: Tuning, change: Callable[[MachineCosts], MachineCosts]) -> list[Prediction]:
-    """Predict the measured bucket sizes with a variant, using the model's intervals."""
+    """Predict the measured bucket sizes with a variant of the model, and with the full model's intervals."""
     job, costs = tuning.model.job, change(tuning.model.costs)
     points = tuning.measured
     times = (simulate(job, job.cut(point.cap_bytes), costs).step_s for point in points)

@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""Score predicted strategies on steps that the predictions have not seen, and check that the fastest one is found.
+"""Score predicted strategies on steps that the predictions have not seen, and check the choice of the fastest one.
 
     benchmarks/validate_strategies.py OUT [--only NAME] [--keep] [--quick]
 
 Each cell is a `paceline tune --strategy ...` in a separate process: two ranks that share memory, or one rank in each of
 two network namespaces joined by a link of 100 Mb/s, 1 or 10 Gb/s (root, `ip` and `tc`). Strategies that send in every
-step are compared in alternating steps; their predictions are written beforehand. Schedules and sharded strategies are
-trained in the same place with the buckets predicted to be best for them, and so is the dense strategy; their mean
-steps are compared with its mean step. `--keep` measures only what is missing in OUT. A cell takes three to fifteen
-minutes, more for slower links.
+step run in alternating steps, after writing their predictions. Schedules, sharded strategies and, for comparison, the
+dense strategy train in the same environment with their predicted best buckets; the score uses mean steps. `--keep`
+measures only the missing runs in OUT. A cell takes three to fifteen minutes, more for slower links.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MODELS = {
     "gpt2-mini": "--model gpt2-mini --batch-size 4",
 }
 EVERY_STEP = "bf16,int8,int4,topk:0.01,powersgd:4"
-# Steps of a run: full periods after the first one.
+# Steps per run: the first period, and further full periods.
 TRAINED = {"dense": 40, "localsgd:8": 64, "diloco:50": 150, "diloco:50+int8": 150, "zero1": 40}
 # Required speed-up over bf16, with tuned buckets.
 GAINS = {
@@ -43,12 +42,12 @@ GAINS = {
     ("mlp-100mbit", "topk:0.01"): 7, ("mlp-100mbit", "diloco:50+int8"): 12, ("gpt2-mini-100mbit", "int8"): 1.5,
     ("gpt2-mini-100mbit", "diloco:50"): 2.3, ("mlp-shm", "default"): 0.98, ("gpt2-mini-shm", "default"): 0.98,
 }  # fmt: skip
-WINS = 1.01  # a strategy counts as right if it takes at most this multiple of the fastest one's time
+WINS = 1.01  # a chosen strategy is correct if its step takes at most this multiple of the fastest one's
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job on a link of this `rate`, or in shared memory if it is empty."""
+    """One job on a link with this `rate`, or in shared memory if it is empty."""
 
     model: str
     rate: str
@@ -69,7 +68,7 @@ CASES = [
 
 
 def run(case: Case, arguments: list[str], folder: Path) -> bool:
-    """Run one command in a separate process, with its run in this folder; False if it failed."""
+    """Run one command in a separate process, saving its run in this folder; False if it failed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
@@ -101,8 +100,8 @@ def measure(case: Case, out: Path, keep: bool, quick: bool) -> None:
     for name, steps in {} if quick else TRAINED.items():
         if not (keep and (out / case.name / name).exists()):
             train = ["train", *job, "--strategy", name, "--steps", str(steps + 10), "--save-every", "1000steps"]
-            train += ["--lr", "0.0001"]  # only steps are timed, and a wide mlp diverges with the default
-            if name == "zero1":  # with the buckets assumed by the prediction
+            train += ["--lr", "0.0001"]  # only times matter, and a wide mlp diverges with the default
+            if name == "zero1":  # use the prediction's buckets
                 tuning = load_tuned(out / case.name / "tune").tuning
                 gradients, cuts = tuning.answer.plan.gradients, tuning.predicted[name].cuts
                 file = out / case.name / "zero1-plan.json"
@@ -118,7 +117,7 @@ def load_tuned(folder: Path) -> TuneResult:
 
 
 def find_step_s(folder: Path, strategy: str) -> float | None:
-    """Find the mean step of a training run over full periods, without its first ten steps."""
+    """Find a training run's mean step over full periods, without its first ten steps."""
     if not folder.exists():
         return None
     steps = [row["step_s"] for row in load_result(folder).rows if "step_s" in row][10 : 10 + TRAINED[strategy]]
@@ -152,7 +151,7 @@ def judge(case: Case, out: Path) -> list[Row]:
         name = raced.strategy.text
         label = name if raced.label != "default" else "default"
         rows.append(Row(case.name, label, raced.step_s, raced.measured_s, sent[name], raced.is_covered))
-    # A training step does more than a measured step, so it is compared with a dense training step.
+    # A training step does more than a step in `tune`, so compare it with a dense training step.
     dense_s, base = find_step_s(out / case.name / "dense", "dense"), rows[0]
     for name in TRAINED:
         trained_s = find_step_s(out / case.name / name, name)
@@ -179,14 +178,14 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="cells whose names contain this")
     parser.add_argument("--keep", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="short comparisons, and nothing is trained")
+    parser.add_argument("--quick", action="store_true", help="short comparisons, without training")
     asked = parser.parse_args()
     cases = [case for case in CASES if asked.only in case.name]
     for case in cases:
         measure(case, asked.out, asked.keep, asked.quick)
     rows = [row for case in cases for row in judge(case, asked.out)]
     if not rows:
-        raise SystemExit("validate_strategies: nothing was measured")
+        raise SystemExit("validate_strategies: no measurements found")
     print(Table("strategies", "steps under each strategy", COLUMNS, rows).terminal(None))
     errors = [abs(row.error) for row in rows]
     scores = {"mape": statistics.fmean(errors), "max_error": max(errors)}
@@ -201,17 +200,17 @@ def main() -> None:
             if is_right
             else f"wrong: {fastest.strategy} is {1 - fastest.measured_s / chosen.measured_s:.1%} faster"
         )
-        print(f"{cell}: {chosen.strategy} is predicted to be fastest, which is {said}")
+        print(f"{cell}: predicted fastest: {chosen.strategy}, which is {said}")
     steps = {(row.cell, row.strategy): row.measured_s for row in rows}
     gains = {key: steps[key[0], "bf16"] / steps[key] for key in GAINS if {key, (key[0], "bf16")} <= steps.keys()}
     for (cell, name), gain in gains.items():
-        if name == "default":  # where bf16 cannot help, it must not be slower either
+        if name == "default":  # bf16 cannot help here, but must not be slower either
             print(f"{cell}: bf16 is {1 / gain:.2f} times as fast as float32 (bar: {GAINS[cell, name]})")
         else:
             print(f"{cell}: {name} is {gain:.2f} times as fast as bf16 (bar: {GAINS[cell, name]})")
     inside = statistics.fmean(row.is_in for row in rows)
-    print(f"\nsteps: {scores['mape']:.1%} off on average, {scores['max_error']:.1%} at most (bars: 5 %, 10 %)")
-    print(f"the fastest: right in {right} of {len(cells)} cells (bar: 9 of 10); {inside:.0%} in their 90 % intervals")
+    print(f"\nsteps: mean error {scores['mape']:.1%}, largest {scores['max_error']:.1%} (goals: 5 %, 10 %)")
+    print(f"fastest strategy: correct in {right} of {len(cells)} cells (goal: 9 of 10); {inside:.0%} in 90 % intervals")
     summary = {"mape": scores["mape"], "max_error": scores["max_error"], "right": right, "cells": len(cells),
                "coverage": inside, "gains": {" ".join(key): gain for key, gain in gains.items()},
                "rows": [vars(row) | {"error": row.error} for row in rows]}  # fmt: skip

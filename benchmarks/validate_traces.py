@@ -1,12 +1,11 @@
 #!/usr/bin/env python
-"""Score `paceline predict --trace`: trace one bucket size of a stock DDP job, predict others, run them.
+"""Score `paceline predict --trace`: trace a stock DDP job at one bucket size, predict other sizes, and measure them.
 
     benchmarks/validate_traces.py [OUT] [--only NAME] [--rounds N]
 
 The job is torch's own DistributedDataParallel on two gloo ranks with one thread each; no Paceline code runs in a step.
-The prediction is written before any other bucket size takes its first timed step; then all alternate in random order.
-A profiled step is slower than one without the profiler, so the error of the ratio to the traced bucket size is also
-printed. Takes about four minutes on two quiet cores.
+Writes the prediction before timing any other bucket size; then all sizes alternate in random order. Profiling slows
+steps, so also prints the error of the ratio to the traced bucket size. Takes about four minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def build_mlp() -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def build_wide() -> tuple[torch.nn.Module, torch.Tensor]:
-    """Build a model whose large layers are ready first and small ones last, as in most image networks."""
+    """Build a model with gradients of large layers ready first and of small ones last, as in most image networks."""
     widths = (256, 256, 512, 512, 1024, 2048, 2048)
     layers = itertools.chain.from_iterable(
         (torch.nn.Linear(a, b), torch.nn.ReLU()) for a, b in itertools.pairwise(widths)
@@ -62,7 +61,7 @@ def build_convolutions() -> tuple[torch.nn.Module, torch.Tensor]:
     return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256, 1024)), torch.randn(8, 3, 32, 32)
 
 
-# The module, the traced bucket size in MiB, and the sizes to predict.
+# For each case: the model, the traced bucket size in MiB, and the sizes to predict.
 CASES: dict[str, tuple[Any, float, tuple[float, ...]]] = {
     "mlp": (build_mlp, 5.0, (1.0, 2.5, 10.0, 25.0)),
     "mlp, traced at 25": (build_mlp, 25.0, (1.0, 2.5, 5.0, 10.0)),
@@ -73,7 +72,7 @@ CASES: dict[str, tuple[Any, float, tuple[float, ...]]] = {
 
 
 def run_case(name: str, folder: str, rounds: int) -> dict[str, Any] | None:
-    """Trace, predict and measure. Collective; rank 0 returns the predictions and measurements."""
+    """Trace, predict and measure; rank 0 returns the predictions and measurements. Collective: call on every rank."""
     build, traced_cap, other_caps = CASES[name]
     with paceline.init("gloo", announce=None) as world:
         torch.set_num_threads(1)
@@ -102,7 +101,7 @@ def run_case(name: str, folder: str, rounds: int) -> dict[str, Any] | None:
         if world.rank == 0:
             files = sorted(Path(folder).glob("trace-rank-*.json"))
             found = [{str(len(some)): predict(some, caps) for some in (files[:1], files)}]
-        dist.broadcast_object_list(found)  # so that nothing is timed before it is predicted
+        dist.broadcast_object_list(found)  # all ranks wait for the prediction before timing
         seconds: dict[int, list[float]] = {number: [] for number in range(len(caps))}
         source = random.Random(1)
         for _ in range(rounds):
@@ -166,8 +165,8 @@ def render(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", default="runs/validate-traces", type=Path)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--rounds", default=30, type=int, help="turns of each bucket size")
+    parser.add_argument("--only", default="", help="run only cases with this text in their names")
+    parser.add_argument("--rounds", default=30, type=int, help="number of turns per bucket size")
     asked = parser.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     found = []

@@ -1,21 +1,21 @@
 #!/usr/bin/env python
-"""Score the predictions of `paceline tune` on steps that they have not seen, in tables and against goals.
+"""Score the predictions of `paceline tune` on unseen steps, in tables and against goals.
 
     benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu|nccl] [--only NAME] [--keep]
 
 Each case is a `paceline tune` in a separate process, with predictions written before the comparison begins:
 
-- real: two ranks of this host.
+- real: two ranks on this host.
 - link: one rank in each of two network namespaces, joined by a link of 1, 2.5 or 10 Gb/s (root, `ip` and `tc`).
-- emulated: one rank on an emulated network. The emulation waits as long as the predictor's own curve says, so it
-  tests the simulator, not the predictions.
+- emulated: one rank on an emulated network. The emulation's delays come from the predictor's own curve, so it tests the
+  simulator, not the predictions.
 - gpu: gpt2-large on one GPU, on an emulated network.
 - nccl: two, four and eight NCCL ranks that share a GPU; set PACELINE_SHARE_GPUS=1 and start CUDA MPS first.
 
-Real cases and links are measured twice, at least ten minutes apart, and the predictions of one pass are scored on the
-steps of the other. A few are measured again next to a process that keeps one core busy. All tables are built from the
-runs in OUT, by default this host's folder `tuning` under results/. `--keep` measures only what is missing there.
-Real cases and links take about 35 minutes on two quiet cores, emulated ones another six.
+Measures real cases and links twice, at least ten minutes apart, and scores the predictions of one pass on the steps of
+the other. Measures a few again next to a process that keeps one core busy. Builds all tables from the runs in OUT, by
+default this host's folder `tuning` under results/. `--keep` measures only the missing runs. Real cases and links take
+about 35 minutes on two quiet cores, emulated ones another six.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ MODELS = {
     "gpt2-mini": "--model gpt2-mini --batch-size 4",
 }
 NETWORKS = {"1Gb": "1Gb/s,50us", "10Gb": "10Gb/s,20us"}
-ALONE = "--ranks 1 --threads 1"  # the other core runs the thread that emulates the network
+ALONE = "--ranks 1 --threads 1"  # the other core runs the emulation thread
 GPU = "--model gpt2-large --batch-size 4 --precision bf16 --device cuda --ranks 1 --network 100GB/s,5us"
 APART_S = 600.0
-WIDE = 0.05  # a sweep with this spread is worth predicting
+WIDE = 0.05  # minimum spread of a sweep for scoring differences
 KINDS = ("real", "link", "emulated", "gpu", "nccl")
 ON_NCCL = {"gpt2-mini": 16, "resnet18": 64, "gpt2": 4}  # samples per rank
 # Folders of OUT: two passes at least ten minutes apart, one on a loaded machine, and the emulated cases.
@@ -81,7 +81,7 @@ class Case:
     kind: str
     name: str
     arguments: str  # for `tune`
-    rate: str = ""  # of the link
+    rate: str = ""  # the link's rate
 
 
 def list_cases() -> list[Case]:
@@ -120,12 +120,12 @@ IN_LOAD = ("mlp-gloo", "gpt2-mini-gloo", "gpt2-mini-shm")
 
 
 def find_missing(kind: str) -> str:
-    """Say what this machine lacks to run cases of this kind."""
+    """The reason why this machine cannot run cases of this kind, or an empty string."""
     if kind == "link" and (os.geteuid() or not shutil.which("ip") or not shutil.which("tc")):
         return "root, `ip` and `tc` are needed"
     if kind == "nccl" and os.environ.get("PACELINE_SHARE_GPUS") != "1":
         return "PACELINE_SHARE_GPUS=1 is needed"
-    return "there is no GPU" if kind in ("gpu", "nccl") and not shutil.which("nvidia-smi") else ""
+    return "no GPU is available" if kind in ("gpu", "nccl") and not shutil.which("nvidia-smi") else ""
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def measure(case: Case, folder: Path, more: Sequence[str]) -> bool:
 
 
 def measure_all(out: Path, cases: Sequence[Case], keep: bool, more: Sequence[str], apart_s: float) -> list[str]:
-    """Measure pass by pass, so that two runs of a case are far apart; returns the names of failed cases."""
+    """Measure pass by pass, which separates two runs of a case; returns the names of failed cases."""
     failed = []
 
     def run(name: str, chosen: Iterable[Case]) -> None:
@@ -190,7 +190,7 @@ def measure_all(out: Path, cases: Sequence[Case], keep: bool, more: Sequence[str
 
 @dataclass(frozen=True)
 class Measured:
-    """One stored tuning. `predicted_at_s` is the time at which its predictions were written."""
+    """One stored tuning. `predicted_at_s` is the time of writing its predictions."""
 
     case: Case
     place: str
@@ -213,17 +213,17 @@ class Measured:
 
 
 def load_measured(case: Case, folder: Path) -> Measured:
-    """Load a run; refuse it if its predictions are not the ones written before its comparison."""
+    """Load a run; rejects it if its predictions are not the ones written before its comparison."""
     result, file = load_result(folder), load_json(folder / PREDICTIONS, "")
     assert isinstance(result, TuneResult), folder
     if file["sha256"] != hash_predictions(result.config["predictions"]):
-        raise SystemExit(f"{folder}: {PREDICTIONS} does not hold the predictions of this run: measure it again")
+        raise SystemExit(f"{folder}: {PREDICTIONS} does not contain this run's predictions: measure it again")
     return Measured(case, folder.parent.name, result, file["unix_s"])
 
 
 def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Prediction], list[Prediction]]:
-    """Pair the predictions of one run with the steps of another, or of the same run: bucket sizes of the sweep use only
-    the calibration of the first run; plans use the predictions written before the comparison."""
+    """Pair the predictions of one run with the steps of another, or of the same run. For bucket sizes in the sweep they
+    use only the first run's calibration; for plans they were written before the comparison."""
     sizes = {point.cap_bytes: point for point in predicting.tuning.points}
     sweep = [
         replace(known, measured=point.measured)
@@ -241,8 +241,7 @@ def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Predictio
 
 
 def repeat(first: TuneResult, again: TuneResult) -> list[Prediction]:
-    """Predict the steps of one run by the steps of another: shows how much the machine itself changed, which no
-    prediction can know."""
+    """Predict the steps of one run by those of another, to measure the machine drift that no prediction can foresee."""
     steps = {point.cap_bytes: point.best_s for point in first.tuning.measured}
     return [
         Prediction(step_s=known_s, low_s=known_s, high_s=known_s, measured=point.measured)
@@ -252,7 +251,7 @@ def repeat(first: TuneResult, again: TuneResult) -> list[Prediction]:
 
 
 def pair_passes(runs: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
-    """Pairs (predicting run, measured run) of cases that were measured in both passes, in both directions."""
+    """Pair (predicting run, measured run) for cases in both passes, in both directions."""
     by_case = {(run.place, run.case.name): run for run in runs}
     firsts = [run for run in runs if run.place == FIRST and (SECOND, run.case.name) in by_case]
     pairs = [(run, by_case[SECOND, run.case.name]) for run in firsts]
@@ -261,10 +260,10 @@ def pair_passes(runs: Sequence[Measured]) -> list[tuple[Measured, Measured]]:
 
 @dataclass(frozen=True)
 class Differences:
-    """Accuracy of the predicted differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2, where m
-    is a measured step minus the mean of its case, p is the same for the predicted step, and both are divided by the
-    measured mean. `num_pairs` pairs of plans have clearly different measured steps; `num_right` of them are predicted
-    in the right order."""
+    """Accuracy of predicted differences between the plans of a case. `r2` is 1 - sum (p - m)^2 / sum m^2, where m is a
+    measured step minus the mean of its case, p is the same for the predicted step, and both are divided by the measured
+    mean. `num_pairs` pairs of plans have clearly different measured steps; the order of `num_right` is predicted
+    correctly."""
 
     r2: float | None
     num_pairs: int
@@ -298,7 +297,7 @@ def percent(value: float | None) -> str:
 
 
 def build_table(name: str, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> Table:
-    """Build a Markdown table; the first columns are text, the others numbers."""
+    """Build a Markdown table; the first `words` columns are text, the others numbers."""
     columns = [
         Column(text, lambda row, place=place: row[place], "text" if place < words else str)
         for place, text in enumerate(head)
@@ -310,7 +309,7 @@ SCORES = ("points", "MAPE", "largest error", "in the 90 %", "half-width")
 
 
 def list_scores(points: Sequence[Prediction]) -> list[str]:
-    """List the coverage, always with the width of the intervals."""
+    """List the scores; coverage always comes with the interval width."""
     if not points:
         return [""] * len(SCORES)
     scores = score_predictions(points)
@@ -320,7 +319,7 @@ def list_scores(points: Sequence[Prediction]) -> list[str]:
 
 
 def build_cases(name: str, title: str, runs: Sequence[Measured]) -> Table:
-    """Build the table of scores within each run, where only bucket sizes are held out."""
+    """Build the table of scores within each run, with only bucket sizes held out."""
     rows = []
     for run in runs:
         race, verdict, gain = run.result.tuning.race, run.result.verdict, ""
@@ -340,7 +339,7 @@ def list_differences(found: Differences) -> list[str]:
 
 
 def find_differences(runs: Sequence[Measured]) -> tuple[list[Measured], dict[str, Differences]]:
-    """Find the runs with a spread of at least 5 %, and the accuracy of predicted differences, by what was held out."""
+    """Find runs with a spread of at least 5 %, and the accuracy of predicted differences by kind of hold-out."""
     wide = [run for run in runs if run.is_wide]
     names = {run.name for run in wide}
     crossed = [judge(here.result, there.result)[0] for here, there in pair_passes(runs) if there.name in names]
@@ -367,7 +366,7 @@ def build_differences(runs: Sequence[Measured]) -> Table:
 
 
 def find_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> dict[str, list[Prediction]]:
-    """Scores by what was held out from the predictions."""
+    """Group predictions by kind of hold-out."""
     pairs, quiet = pair_passes(runs), {run.case.name: run for run in runs if run.place == FIRST}
     held: dict[str, list[Prediction]] = {}
     for kind in dict.fromkeys(run.case.kind for run in runs):
@@ -394,7 +393,7 @@ def build_held_out(runs: Sequence[Measured], loaded: Sequence[Measured]) -> Tabl
 
 
 def build_bars(runs: Sequence[Measured], gpu: Sequence[Measured]) -> Table:
-    """Build the table of goals, and whether they were met."""
+    """Build the table of goals and results."""
     rows: list[list[str]] = []
 
     def add(what: str, held_out: str, goal: str, found: str, is_met: bool) -> None:
@@ -425,7 +424,7 @@ def build_bars(runs: Sequence[Measured], gpu: Sequence[Measured]) -> Table:
     return build_table("bars", "bars", ["what", "held out", "goal", "found", ""], rows, words=5)
 
 
-# How each ablation modifies a job and its costs.
+# An ablation's change to a job and its costs.
 Change = Callable[[Job, MachineCosts], tuple[Job, MachineCosts]]
 
 
@@ -437,12 +436,12 @@ def _line(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
 
 
 def _even(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
-    """Ready times in proportion to bytes, as if no layer had been timed."""
+    """Make ready times proportional to bytes, as without a layer profile."""
     return replace(job, ready_s=tuple(job.backward_s * part / job.num_bytes for part in job.totals[1:])), costs
 
 
 def _assume(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
-    """Half a core per message, as `predict` and `scale` assume between ranks on one host."""
+    """Use half a core per message, as `predict` and `scale` assume for ranks on one host."""
     return job, replace(costs, contention=Contention.assume(job.device, is_on_host=True))
 
 
@@ -460,7 +459,7 @@ ABLATIONS: dict[str, Change] = {
 
 
 def build_ablation(runs: Sequence[Measured]) -> Table:
-    """Build the table of mean errors over all bucket sizes, with one part of the model removed at a time."""
+    """Build the table of mean errors over all bucket sizes when removing one part of the model at a time."""
     kinds = list(dict.fromkeys(run.case.kind for run in runs))
     rows = []
     for name, change in ABLATIONS.items():
@@ -498,9 +497,9 @@ def main() -> None:
     host = os.environ.get("PACELINE_HOST") or platform.node()
     parser.add_argument("out", type=Path, nargs="?", default=Path("results") / host / "tuning")
     parser.add_argument("--kind", choices=KINDS, help="measure only cases of this kind")
-    parser.add_argument("--only", help="measure only cases whose names contain this")
-    parser.add_argument("--keep", action="store_true", help="do not repeat measurements that exist")
-    parser.add_argument("--iters", type=int, help="rounds of every tuning; use a few to try this script out")
+    parser.add_argument("--only", help="measure only cases with this text in their names")
+    parser.add_argument("--keep", action="store_true", help="keep existing measurements")
+    parser.add_argument("--iters", type=int, help="rounds per tuning; a few suffice to try this script")
     parser.add_argument("--apart", type=float, default=APART_S, help="seconds between the two passes of a case")
     asked = parser.parse_args()
     every, chosen = list_cases(), []

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Score the verdicts of `paceline tune`: comparisons of plans with a known difference, and complete tunings.
+"""Score the verdicts of `paceline tune` in comparisons with a known difference, and in complete tunings.
 
     benchmarks/verdicts.py [--trials N] [--found N] [--tunings N] [--budget S]
 
 Two gloo ranks take steps of a small MLP. In an A/A trial both plans are the same, so every winner is a false positive.
-In a trial with a known effect, each step of the default is delayed by 5 % of its own time, so the other plan should
-win. A complete tuning (`tune --model mlp --quick --backend gloo`) is checked by a long comparison of the plans of all
-tunings, in a separate process that drops none and does not stop early. By its medians, a recommended plan must be
-faster than the default and within 1 % of the fastest plan in its own comparison; `default` is correct if the default
-is within 1 % of the fastest; `flat` if all plans are within 1 %. Prints one line for each kind.
+In a trial with a known effect, each step of the default is delayed by 5 % of its duration, so the other plan should
+win. A long comparison of the plans of all tunings, in a separate process that neither drops plans nor stops early,
+checks each complete tuning (`tune --model mlp --quick --backend gloo`). By its medians, a recommended plan must be
+faster than the default and within 1 % of the fastest plan of its tuning; `default` is correct if the default is within
+1 % of the fastest; `flat` if all plans are within 1 %. Prints one line for each kind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Trial = tuple[float, str, int, float, float, bool]
 
 
 class Trials(_Variants):
-    """Compare the default plan with itself, slowed by a known share."""
+    """Compare the default plan with itself, delayed by a known fraction."""
 
     effect = 0.0
 
@@ -62,13 +62,13 @@ class Trials(_Variants):
 
 
 def build_candidate(name: str, plan: Plan) -> Prediction:
-    """A plan without a prediction."""
+    """Build a candidate without a prediction."""
     return Prediction(step_s=0.0, low_s=0.0, high_s=0.0, label=name, plan=plan)
 
 
 def run_trials(effects: list[float], budget_s: float) -> list[Trial]:
-    """Return for each trial its effect, verdict, rounds, seconds, measured ratio, and whether the ratio differs
-    significantly from 1; the same on every rank."""
+    """Run the trials. Returns each trial's effect, verdict, rounds, seconds, measured ratio, and whether the ratio
+    differs significantly from 1; the same on every rank."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     found = []
     with open_job(settings, is_bare=True) as (world, job):
@@ -96,7 +96,7 @@ def describe(name: str, found: list[Trial]) -> None:
     times_s, ratios = sorted(one[3] for one in found), sorted(one[4] for one in found)
     middle, listed = len(found) // 2, ", ".join(f"{verdict} {count}" for verdict, count in counts.most_common())
     print(
-        f"{name}: {len(found)} trials: {listed}; {sum(one[5] for one in found)} show a difference, either way; "
+        f"{name}: {len(found)} trials: {listed}; {sum(one[5] for one in found)} with a significant difference; "
         f"{times_s[middle]:.1f} s each (median; at most {times_s[-1]:.1f}); "
         f"the other plan over the default: median {ratios[middle]:.4f}, from {ratios[0]:.4f} to {ratios[-1]:.4f}"
     )
@@ -105,9 +105,9 @@ def describe(name: str, found: list[Trial]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=200, help="A/A trials")
-    parser.add_argument("--found", type=int, default=40, help="trials with an effect of 5 %%")
+    parser.add_argument("--found", type=int, default=40, help="number of trials with an effect of 5 %%")
     parser.add_argument("--tunings", type=int, default=10, help="whole tunings")
-    parser.add_argument("--budget", type=float, default=10.0, help="seconds of an A/A trial; those with an effect: 60")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds per A/A trial (60 with an effect)")
     asked = parser.parse_args()
     if asked.trials:
         describe("A/A", run_ranks([0.0] * asked.trials, asked.budget))
@@ -122,7 +122,7 @@ def run_ranks(effects: list[float], budget_s: float) -> list[Trial]:
 
 
 def race_long(plans: dict[str, Plan], budget_s: float) -> dict[tuple[int, ...], float]:
-    """Return each plan's median ratio to the default, by buckets, from a comparison that uses its full time budget."""
+    """Measure each plan's median ratio to the default, by buckets, in a comparison with its full time budget."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     with open_job(settings, is_bare=True) as (world, job):
         trials = Trials(TuneSettings(race_s=budget_s), job, world)
@@ -144,7 +144,7 @@ def judge_tunings(count: int) -> None:
         if row.candidate.plan.bucket_bytes not in {plan.bucket_bytes for plan in plans.values()}:
             plans[DEFAULT if not plans else f"plan {len(plans)}"] = row.candidate.plan
     truth = paceline.run_ranks(race_long, 2, (plans, 120.0))[0]
-    print(f"long race: {', '.join(f'{len(sizes)} buckets {ratio:.4f}' for sizes, ratio in truth.items())}", flush=True)
+    print(f"all plans: {', '.join(f'{len(sizes)} buckets {ratio:.4f}' for sizes, ratio in truth.items())}", flush=True)
     counts = collections.Counter[str]()
     for number, result in enumerate(results, 1):
         own = [truth[row.record.bucket_bytes] for row in result.rows]

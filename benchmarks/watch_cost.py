@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Measure the cost of a page: its size and load time; for a live page, its delay and its overhead per step.
+"""Measure a page's size and load time; for a live page, its delay and its overhead per step.
 
     benchmarks/watch_cost.py [page] [live] [--seconds 240]
 
 `page`: a synthetic run of 10,000 steps on 8 ranks, with incompressible times, in headless Chromium.
-`live`: `paceline train` on two ranks with `paceline watch`, with Chromium showing the page. The delay of a step is the
-time from its row in the run's file, which ranks write every quarter of a second, to its text on the page. For the
-overhead, the watcher is suspended (SIGSTOP) every other two seconds, and steps with it are compared with steps in the
-pauses around them; this part reads only the event stream. Two busy cores make both worse.
+`live`: `paceline train` on two ranks with `paceline watch`, with the page open in Chromium. A step's delay is the time
+from its row in the run's file, which ranks write every quarter of a second, to its text on the page. For the overhead,
+the script alternately suspends the watcher (SIGSTOP) and resumes it, for two seconds each, and compares steps with
+those in the pauses around them; this part reads only the event stream. Two busy cores increase both.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure_page(place: Path) -> None:
             for _ in range(5):
                 browser.open(f"file://{page}")
                 took.append(browser.evaluate("performance.mark('now').startTime") / 1e3)
-    soon = f"ready {statistics.median(took):.2f} s after it was opened" if took else "no Chromium is installed"
+    soon = f"ready {statistics.median(took):.2f} s after opening" if took else "Chromium is not installed"
     print(f"page of 10,000 steps on 8 ranks: {page.stat().st_size / 1e6:.2f} MB; {soon}")
 
 
@@ -92,14 +92,14 @@ def find_metrics(folder: Path) -> Path:
 
 
 def read_last(file: Path) -> int:
-    """Read the last step in the file."""
+    """Read the file's last step."""
     with file.open("rb") as opened:
         opened.seek(max(0, opened.seek(0, os.SEEK_END) - 60_000))
         return int(re.findall(rb'\n\{"step": (\d+)', opened.read())[-1])
 
 
 def measure_lateness(file: Path, address: str, seconds: float) -> list[float]:
-    """Measure the seconds from a step's row in the file to its text on the page, for some steps."""
+    """Measure the seconds from a step's row in the file to its text on the page, for a few steps."""
     late = []
     with Browser() as browser:
         browser.open(address)
@@ -129,19 +129,19 @@ def measure_cost(file: Path, watcher: subprocess.Popen[str], seconds: float) -> 
     times = {row["step"]: row["step_s"] for row in load_metrics(file)}
     turns = []
     for (first, is_off), (last, _) in itertools.pairwise(ends):
-        # Rows reach the file a quarter of a second after their step, so rows at the ends of a turn may belong to the
-        # other kind.
+        # Rows reach the file up to a quarter of a second after their step, so rows at the ends of a turn may belong to
+        # the other kind.
         width = (last - first) // 5
         steps = sorted(times[step] for step in range(first + width, last - width))
         if len(steps) > LEAST:
-            turns.append((is_off, statistics.fmean(steps[: int(0.9 * len(steps))])))  # without outliers
+            turns.append((is_off, statistics.fmean(steps[: int(0.9 * len(steps))])))  # drop outliers
     pairs = [(b[1], (a[1] + c[1]) / 2) for a, b, c in zip(turns, turns[1:], turns[2:], strict=False)
              if not b[0] and a[0] and c[0]]  # fmt: skip
     if len(pairs) < LEAST:
-        raise SystemExit(f"only {len(pairs)} pairs of turns had more than {LEAST} steps: give more --seconds")
+        raise SystemExit(f"only {len(pairs)} pairs of turns had more than {LEAST} steps: increase --seconds")
     ratio = estimate_ratio([on for on, _ in pairs], [off for _, off in pairs], 0.025)
     found = f"{ratio.value - 1:+.2%} [{ratio.low - 1:+.2%}, {ratio.high - 1:+.2%}] of a step, 95 %, {len(pairs)} pairs"
-    return f"{found}; it computes for {2 * used_s / took_s:.2%} of the time in which it is not stopped"
+    return f"{found}; CPU time is {2 * used_s / took_s:.2%} of the time while it runs"
 
 
 def measure_live(place: Path, seconds: float) -> None:
@@ -153,13 +153,13 @@ def measure_live(place: Path, seconds: float) -> None:
             address = re.findall(r"http://\S+", watcher.stderr.readline())[0]
             if CHROMIUM:
                 late = measure_lateness(file, address, min(40.0, seconds / 4))
-                print(f"a step is on the page {statistics.median(late):.2f} s after it was written, at most "
-                      f"{max(late):.2f} s, of {len(late)}; ranks write every 0.25 s")  # fmt: skip
+                print(f"a step appears {statistics.median(late):.2f} s after its row was written, at most "
+                      f"{max(late):.2f} s ({len(late)} steps); ranks write every 0.25 s")  # fmt: skip
             base, _, query = address.partition("?")
             place_s = file.stat().st_size
             stream = urllib.request.urlopen(f"{base}events?{query}&from={place_s}")
             threading.Thread(target=stream.read, daemon=True).start()
-            print(f"watching takes {measure_cost(file, watcher, seconds)}")
+            print(f"overhead of watching: {measure_cost(file, watcher, seconds)}")
 
 
 def main() -> None:
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["page", "live"], choices=["page", "live"])
     parser.add_argument("--seconds", type=float, default=240.0)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that child processes are terminated too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # run the cleanup that ends child processes
     with tempfile.TemporaryDirectory() as folder:
         if "page" in args.parts:
             measure_page(Path(folder))

@@ -1,4 +1,4 @@
-"""Why `all_gather_object` hangs, how to fix it, and how `world.share` avoids it.
+"""See why `all_gather_object` hangs, how to fix it, and how `world.share` avoids it.
 
 python examples/gather_objects.py          # two ranks on gloo, on any machine
 python examples/gather_objects.py nccl     # two ranks on NCCL, without torch.cuda.set_device; needs at least one GPU
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import paceline
 
-LIMIT = timedelta(seconds=2)  # so that a hang times out
+LIMIT = timedelta(seconds=2)  # a hang times out quickly
 
 
 def gather(group: dist.ProcessGroup | None = None) -> str:
@@ -31,7 +31,7 @@ def gather(group: dist.ProcessGroup | None = None) -> str:
 def hang_and_fix() -> list[str]:
     with paceline.init("gloo", "cpu", announce=None) as world:
         groups = [dist.new_group(timeout=LIMIT) for _ in range(2)]
-        apart = gather(groups[world.rank])  # deadlock: each rank waits in a group that the other rank does not use
+        apart = gather(groups[world.rank])  # deadlock: each rank waits in a different group
         together = gather()
         return [apart, together, str(world.share(f"rank {world.rank}"))]
 
@@ -40,7 +40,7 @@ def gather_on_nccl() -> list[str]:
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # raise on timeout instead of aborting the process
     dist.init_process_group("nccl", timeout=15 * LIMIT)
     rank, gpus = dist.get_rank(), torch.cuda.device_count()
-    if gpus > 1:  # creates a communicator on GPUs 0 and 1; only rank 0 will reuse it
+    if gpus > 1:  # creates a communicator on GPUs 0 and 1; only rank 0 reuses it below
         dist.all_reduce(torch.ones(1, device=f"cuda:{rank}"))
     wrong = gather()  # both ranks use GPU 0
     return [f"{gpus} GPUs, the current one is {torch.cuda.current_device()}", wrong]

@@ -1,10 +1,10 @@
-"""Data-parallel training in plain torch, short enough to read in one sitting; nothing here uses Paceline.
+"""Train data-parallel in plain torch, without Paceline, in a program short enough to read in one sitting.
 
     python examples/minimal_ddp.py                    # two ranks on this machine's CPU
     torchrun --nproc-per-node 2 examples/minimal_ddp.py   # one rank per GPU with NCCL, or CPU ranks with gloo
 
-It takes the same steps as the wrapper, in their simplest form. Read `examples/train_by_hand.py` next: the same loop
-with `paceline.DDP`, which overlaps its messages with backward.
+It works like the wrapper, in the simplest form. Read `examples/train_by_hand.py` next: the same loop with
+`paceline.DDP`, which combines gradients into buckets.
 """
 
 import os
@@ -20,7 +20,7 @@ BATCH, STEPS = 32, 60
 WARMUP, REPETITIONS = 3, 10
 
 
-# 1. A process group: every rank knows its number, and all of them can exchange tensors.
+# 1. Process group: every rank knows its number, and all ranks can exchange tensors.
 def open_group() -> torch.device:
     # torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
     use_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
@@ -31,13 +31,13 @@ def open_group() -> torch.device:
     return device
 
 
-# 2. Data parallelism: the same model on every rank, different samples, and gradients averaged over the ranks.
+# 2. Data parallelism: every rank has the same model and different samples, and ranks average their gradients.
 class AveragedGradients:
-    """Averages each gradient as soon as backward has finished it, with one all-reduce per parameter."""
+    """Averages each gradient as soon as it is ready in backward, with one all-reduce per parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, src=0)  # every rank starts with rank 0's model
+            dist.broadcast(tensor.data, src=0)  # start with rank 0's model on every rank
         self.works: list[tuple[dist.Work, torch.Tensor]] = []
         self.wait_s = 0.0
         for param in model.parameters():
@@ -48,7 +48,7 @@ class AveragedGradients:
         self.works.append((dist.all_reduce(param.grad, async_op=True), param.grad))
 
     def wait(self) -> None:
-        """Call after backward, before the optimizer."""
+        """Wait for all messages. Call between backward and the optimizer step."""
         begin_s = time.perf_counter()
         for work, grad in self.works:
             work.wait()
@@ -58,7 +58,7 @@ class AveragedGradients:
 
 
 def make_batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Synthetic data: y = x w. Every rank draws its own samples."""
+    """Generate synthetic data (y = x w), different on every rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(step * ranks + rank)
     x = torch.randn(BATCH, 10, generator=generator)
@@ -66,7 +66,7 @@ def make_batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def train(device: torch.device) -> float:
-    torch.manual_seed(dist.get_rank())  # deliberately different: the broadcast makes the models equal
+    torch.manual_seed(dist.get_rank())  # deliberately different: the broadcast synchronizes the models
     model = nn.Sequential(nn.Linear(10, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)).to(device)
     averaged = AveragedGradients(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -79,23 +79,23 @@ def train(device: torch.device) -> float:
         optimizer.step()
         optimizer.zero_grad()
     if device.type == "cuda":
-        torch.cuda.synchronize()  # a GPU works asynchronously: wait for it before reading the clock
+        torch.cuda.synchronize()  # wait for the asynchronous GPU before reading the clock
     times_s = torch.zeros(dist.get_world_size(), device=device)
     times_s[dist.get_rank()] = time.perf_counter() - begin_s
-    dist.all_reduce(times_s)  # every rank adds its own time to zeros
+    dist.all_reduce(times_s)  # gathers all times: the other entries are zero
     check_equal(model)
     if dist.get_rank() == 0:
         print(f"loss {loss.item():.4f} after {STEPS} steps of {dist.get_world_size()} x {BATCH} samples")
         for rank, time_s in enumerate(times_s.tolist()):
-            print(f"rank {rank}: {time_s:.2f} s in all, {time_s / STEPS:.4f} s per batch")
-        if device.type == "cpu":  # with NCCL the GPU waits, not this process; a profiler shows it
+            print(f"rank {rank}: {time_s:.2f} s in total, {time_s / STEPS:.4f} s per batch")
+        if device.type == "cpu":  # with NCCL the GPU waits instead of this process: use a profiler
             share = averaged.wait_s / times_s[0].item()
-            print(f"rank 0 spends {share:.0%} of it waiting for messages after backward")
+            print(f"rank 0 spends {share:.0%} of this time waiting for messages after backward")
     return loss.item()
 
 
 def check_equal(model: nn.Module) -> None:
-    """The replicas must still be equal: they started equal and took the same updates."""
+    """Check that the replicas are still equal: they started equal and applied the same updates."""
     mine = torch.cat([param.detach().flatten() for param in model.parameters()])
     least, most = mine.clone(), mine.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
@@ -103,7 +103,7 @@ def check_equal(model: nn.Module) -> None:
     assert torch.equal(least, most), "the replicas differ"
 
 
-# 3. The cost of a message: all-reduce time by size.
+# 3. Message cost: all-reduce time by size.
 def sweep(device: torch.device) -> None:
     ranks = dist.get_world_size()
     if dist.get_rank() == 0:
@@ -113,14 +113,14 @@ def sweep(device: torch.device) -> None:
         times_s = []
         for _ in range(WARMUP + REPETITIONS):
             vector.fill_(1.0)
-            dist.barrier()  # all ranks start together; otherwise one would include its wait for the others
+            dist.barrier()  # start all ranks together: otherwise times would include waiting for late ranks
             begin_s = time.perf_counter()
             dist.all_reduce(vector)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times_s.append(time.perf_counter() - begin_s)
-        assert torch.all(vector == ranks), "a wrong sum"
-        time_s = sorted(times_s[WARMUP:])[REPETITIONS // 2]  # the median, because outliers distort the mean
+        assert torch.all(vector == ranks), "wrong sum"
+        time_s = sorted(times_s[WARMUP:])[REPETITIONS // 2]  # the median: outliers would distort the mean
         if dist.get_rank() == 0:
             algbw = num_bytes / time_s / 1e9
             busbw = algbw * 2 * (ranks - 1) / ranks  # the bandwidth of each link in a ring

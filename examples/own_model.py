@@ -23,7 +23,7 @@ class Matcher(nn.Module):
 
 
 def build():
-    """Return a model and a function that runs one step: any inputs, any loss, several optimizers."""
+    """Return a model and a step function, here with two inputs, a custom loss and two optimizers."""
     model = Matcher()
     optimizers = [torch.optim.SGD(model.score.parameters(), lr=0.01), torch.optim.Adam(model.left.parameters())]
     left, right, target = torch.randn(16, 64), torch.randn(16, 32), torch.rand(16)
@@ -39,11 +39,11 @@ def build():
 
 
 def main():
-    if paceline.is_launched():  # every rank makes the calls and gets the same results
+    if paceline.is_launched():  # every rank calls this and gets the same results
         model, step = build()
         profile = paceline.profile(model, step, iters=5)
         tuned = paceline.tune(model, step, quick=True, iters=3)
-    else:  # the factory runs on local ranks
+    else:  # Paceline calls the factory on local ranks
         profile = paceline.profile(build, ranks=2, iters=5)
         tuned = paceline.tune(build, ranks=2, quick=True, iters=3)
         model, step = build()

@@ -1,4 +1,4 @@
-"""Use your own model with `paceline train`: detect paraphrases by matching parts of two sentences.
+"""Train your own model with `paceline train`: detect paraphrases by matching parts of two sentences.
 
 paceline train --model examples/paraphrase.py:build --data mrpc:FOLDER --ranks 1,2 --optimizer adamw --lr 0.002
 """
@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SEPARATOR = 257  # the token between the two sentences
+SEPARATOR = 257  # the token between two sentences
 
 
 class Matcher(nn.Module):
     """Encodes byte spans and matches each with the most similar span of the other sentence.
 
-    The classifier sees the quality of the matches, weighted by a learned importance of each span.
+    The classifier's input is the quality of the matches, weighted by a learned importance of each span.
     """
 
     def __init__(self, vocabulary: int, num_classes: int, width: int = 64) -> None:
@@ -24,7 +24,7 @@ class Matcher(nn.Module):
         self.classify = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, num_classes))
 
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        # Zero padding, like the convolution's own, so the other pairs in the batch do not affect the result.
+        # Zero out padding, like the convolution's own: other pairs in the batch then do not affect the result.
         mask = attention_mask[:, None]
         inputs = self.tokens(ids).transpose(1, 2) * mask
         runs = self.second(F.gelu(self.first(inputs)) * mask).transpose(1, 2)

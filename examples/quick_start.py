@@ -13,12 +13,12 @@ def train():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(10):
             x = torch.randn(32, 10, device=world.device)
-            model(x).square().mean().backward()  # gradients are averaged over all ranks
+            model(x).square().mean().backward()  # averages gradients over all ranks
             optimizer.step()
             optimizer.zero_grad()
         if world.rank == 0:
-            print(model.report())  # where the time in a step went
+            print(model.report())  # shows where step time goes
 
 
 if __name__ == "__main__":
-    paceline.run_ranks(train, 2)  # starts 2 local ranks; under torchrun, uses the existing ones
+    paceline.run_ranks(train, 2)  # starts 2 local ranks, or uses those of torchrun

@@ -1,8 +1,8 @@
-"""Ray Train starts the workers and opens their process group; Paceline averages the gradients in it.
+"""Train with Ray: it starts the workers and opens their process group, and Paceline averages the gradients in it.
 
 python examples/ray_train.py [FOLDER]  # two CPU workers on this host; the second run resumes the first, with its plan
 
-Needs `pip install 'paceline[ray]'`. Checkpoints go to FOLDER, by default a temporary one.
+Needs `pip install 'paceline[ray]'`. Saves checkpoints to FOLDER, by default a temporary folder.
 """
 
 import os
@@ -26,10 +26,10 @@ import paceline
 
 def train_worker(config: dict) -> None:
     device, rank = get_device(), train.get_context().get_world_rank()
-    # After a fault, Ray restarts the workers; prefer this run's checkpoint.
+    # After a fault, Ray restarts the workers: prefer this run's checkpoint.
     checkpoint = train.get_checkpoint() or config["checkpoint"]
     state = {"epoch": 0}
-    buckets = {"bucket_cap_mb": 0.002}  # small enough to get several buckets; paceline.tune finds the best size
+    buckets = {"bucket_cap_mb": 0.002}  # small enough for several buckets; paceline.tune finds the best size
     if checkpoint:
         with checkpoint.as_directory() as folder:
             state = torch.load(Path(folder, "state.pt"), weights_only=True)

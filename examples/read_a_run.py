@@ -17,4 +17,4 @@ for record in run.records:
         f"{record.num_bytes} bytes: {times.count} repetitions, median {times.median_s:.6f} s, noise {times.noise:.0%}"
     )
 for record, line in result.fits:
-    print(f"{record.backend}, {record.world_size} ranks: a message of 2 MiB takes about {line.estimate_s(2**21):.6f} s")
+    print(f"{record.backend}, {record.world_size} ranks: a 2 MiB message takes about {line.estimate_s(2**21):.6f} s")

@@ -1,10 +1,10 @@
-"""Write the tables for `paceline predict --csv` from a run of `paceline tune`, and predict from them.
+"""Write tables for `paceline predict --csv` from a run of `paceline tune`, and predict from them.
 
     python examples/tables_for_predict.py results/neoverse-n1-2-cores/tune-1Gb-link-torch examples/bucket-tables
     paceline predict --csv examples/bucket-tables --measured examples/bucket-tables/steps.csv
 
-`layer-sizes.csv` and `layer-times.csv` have a row for each tensor, in model order, `allreduce-times.csv` one for each
-message size, and `steps.csv` one for each measured bucket size. Any program can write such tables.
+`layer-sizes.csv` and `layer-times.csv` have one row per tensor, in model order, `allreduce-times.csv` one per message
+size, and `steps.csv` one per measured bucket size. Any program can write such tables.
 """
 
 import csv
@@ -30,7 +30,7 @@ def main(run: str, folder: Path) -> None:
     (profile,) = (record for record in tuned.records if record.kind == "layer_profile")
     sweep = [record for record in tuned.records if record.kind == "collective" and record.world_size > 1]
 
-    # A gradient's own time is the time since the previous gradient was ready.
+    # A gradient's own time starts when the previous gradient is ready.
     times, previous = {}, (0.0,) * len(profile.parameters[0].ready_s)
     for parameter in profile.parameters:
         latest = tuple(map(max, parameter.ready_s, previous))

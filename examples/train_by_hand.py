@@ -1,4 +1,4 @@
-"""Your own training loop on several ranks: wrap the model, and backward averages the gradients.
+"""Run your own training loop on several ranks: wrap the model, and backward averages the gradients.
 
 python examples/train_by_hand.py            # starts two ranks
 torchrun --nproc-per-node 2 examples/train_by_hand.py
@@ -12,7 +12,7 @@ import paceline
 
 def main() -> float:
     with paceline.init() as world:
-        paceline.set_seed(1, per_rank=True)  # different data on each rank; the wrapper synchronises the models
+        paceline.set_seed(1, per_rank=True)  # draws different data on each rank; the wrapper synchronizes the models
         net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
         model = paceline.DDP(net, average="samples")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

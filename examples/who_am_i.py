@@ -13,7 +13,7 @@ get = paceline.get
 def describe() -> str:
     with paceline.init("gloo", "cpu", announce=None):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "gpu"))
-        get.register_mesh(mesh["gpu"])  # from here on, `get` refers to this mesh
+        get.register_mesh(mesh["gpu"])  # from now on, `get` refers to this mesh
         inside, world = paceline.ranks(), get("ws", mesh)
         return f"global rank {get('grank')} of {world} is rank {inside.rank} of {inside.world_size} on its row"
 

@@ -1,7 +1,7 @@
-"""Read the answers of other tools about a program the way their documentation tells users to.
+"""Interpret the answers of other tools as their documentation recommends.
 
-TraceML gives a verdict. HTA and torch.profiler give tables that need interpretation: the rules below are the best we
-found, and are blind to what is planted. `peers.py hta FOLDER` runs in the environment where HTA is installed.
+TraceML prints a verdict. HTA and torch.profiler produce tables that need interpretation: the rules below are the best
+we found, and do not depend on the planted problem. Run `peers.py hta FOLDER` in an environment with HTA.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from score import Answer
 
-# Verdicts of TraceML, with all causes that its documentation lists for them.
+# TraceML's verdicts, with all causes listed for them in its documentation.
 TRACEML = {
     "INPUT_BOUND": ("data",), "INPUT_STRAGGLER": ("data",), "H2D_BOUND": ("copies",), "H2D_STRAGGLER": ("copies",),
     "COMPUTE_STRAGGLER": ("late rank", "uneven batches", "shared cores"),
@@ -24,7 +24,7 @@ TRACEML = {
     "NO_CLEAR_PERFORMANCE_BOTTLENECK": ("healthy",),
     "RESIDUAL_HEAVY": ("evaluation", "checkpoint", "collectives", "garbage collection"), "HIGH_PRESSURE": ("memory",),
 }  # fmt: skip
-_MUCH = 0.1  # share of a step that someone reading the profiler table would notice
+_MUCH = 0.1  # fraction of a step that a reader of the profiler table would notice
 _COMMUNICATION = ("gloo:", "nccl:", "c10d::", "record_param_comms", "DistributedDataParallel", "ProfilerStep")
 _MANY_MESSAGES = 20
 
@@ -40,8 +40,8 @@ def read_traceml(summary: Mapping[str, Any]) -> Answer:
 
 
 def read_profiler(tables: Sequence[Sequence[Mapping[str, Any]]]) -> Answer:
-    """Read the largest difference between two ranks, then the first group of operators that takes much of a step. Each
-    table lists the self times of one rank's operators."""
+    """Look for a slow loader, a large difference between two ranks, a slow optimizer and slow messages, in this order.
+    Each table lists the self times of one rank's operators."""
     ranks = [{row["name"]: row for row in table} for table in tables]
     steps = [next((row for name, row in rank.items() if name.startswith("ProfilerStep")), None) for rank in ranks]
     if not all(steps):
@@ -83,7 +83,7 @@ def _select(rank: Mapping[str, Any], prefix: str) -> list[Any]:
 
 
 def read_hta(found: Mapping[str, Any]) -> Answer:
-    """Read HTA's temporal breakdown of the GPUs; None without kernels."""
+    """Interpret HTA's temporal breakdown of the GPUs."""
     if found.get("error"):
         return Answer(text=f"no answer: {found['error']}")
     idle, overlap, communication = found["idle"], found["overlap"], found["communication"]

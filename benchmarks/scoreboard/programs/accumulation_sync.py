@@ -1,4 +1,4 @@
-"""Gradients are sent after each of four micro-batches, although once per step is enough."""
+"""Sends gradients after each of four micro-batches instead of once per step."""
 
 import contextlib
 

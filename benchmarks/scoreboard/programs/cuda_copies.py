@@ -1,4 +1,4 @@
-"""Batches are copied from pageable memory while nothing else runs."""
+"""Copies batches from pageable memory, without overlap."""
 
 from loop import Program, main
 

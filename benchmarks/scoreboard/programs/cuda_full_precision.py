@@ -1,4 +1,4 @@
-"""Matrices are multiplied in fp32 without tensor cores."""
+"""Multiplies matrices in fp32 without tensor cores."""
 
 import torch
 from loop import Program, main

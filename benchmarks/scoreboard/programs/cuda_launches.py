@@ -1,4 +1,4 @@
-"""120 small layers, each launched separately."""
+"""Launches 120 small layers separately."""
 
 import torch
 from loop import Program, main

@@ -1,4 +1,4 @@
-"""The allocator is so close to its limit that it frees and requests memory in every step."""
+"""Runs close to the memory limit, where the allocator frees and requests memory in every step."""
 
 import torch
 from loop import Program, main

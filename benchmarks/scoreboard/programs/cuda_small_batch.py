@@ -1,4 +1,4 @@
-"""64 samples leave most of a GPU idle."""
+"""Trains with 64 samples per step, which leave most of a GPU idle."""
 
 from loop import Program, main
 

@@ -1,4 +1,4 @@
-"""Gloo sends 8 MiB of gradients through sockets between processes of the same host."""
+"""Sends 8 MiB of gradients with gloo, through sockets, between processes on the same host."""
 
 from loop import Program, main
 

@@ -1,4 +1,4 @@
-"""Four micro-batches per step; only the last one sends gradients."""
+"""Accumulates four micro-batches per step, and sends gradients only with the last one."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Fused AdamW, clipped gradients, and a loss that is printed now and then."""
+"""Trains with fused AdamW and clipped gradients, and occasionally prints the loss."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A worker takes 8 ms to read each batch, hidden behind the computation."""
+"""Reads each batch in a worker, where its 8 ms are hidden behind computation."""
 
 import time
 from typing import ClassVar

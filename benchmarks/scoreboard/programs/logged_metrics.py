@@ -1,4 +1,4 @@
-"""Averages ten metrics over the ranks one by one and prints them, in every step."""
+"""Averages ten metrics over the ranks, one by one, and prints them in every step."""
 
 import os
 import sys

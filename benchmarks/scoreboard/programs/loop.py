@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/scoreboard/programs/slow_loader.py [--cured] [--steps N] [--times FILE]
 
 A program is a subclass of `Program` that declares the expected answer and overrides the method that causes its problem.
-`--cured` runs the same program without the problem, `--times` saves the duration of every step, and `--peer` adds the
-lines that another tool asks its users to write.
+`--cured` runs the same program without the problem, `--times` saves the duration of every step, and `--peer` adds
+another tool's instrumentation to the loop.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-WARMUP_STEPS = 20  # the first steps build buckets and fill caches
+WARMUP_STEPS = 20  # steps that build buckets and fill caches
 CLASSES = 10
 
 
 class Program:
-    """A healthy program, with the answer expected from a tool.
+    """A healthy program, and the answer expected from a tool.
 
-    A first finding of any kind in `causes` is correct, because all of them have the same fix. The rank is scored only
-    where one rank is the culprit.
+    Any kind of first finding in `causes` is correct, because all of them have the same fix. The rank counts only if one
+    rank is the culprit.
     """
 
     title: ClassVar[str] = ""
@@ -63,11 +63,11 @@ class Program:
 
     @property
     def samples(self) -> int:
-        """Samples per step across all ranks, in any unit: times are compared per sample."""
+        """Samples per step across all ranks, in any unit, to compare times per sample."""
         return self.batch
 
     def configure(self) -> None:
-        """Set options that depend on `cured` or on the rank, before anything is built."""
+        """Set options that depend on `cured` or on the rank, before building anything."""
 
     def build_model(self) -> nn.Module:
         layers = [layer for _ in range(self.depth) for layer in (nn.Linear(self.width, self.width), nn.ReLU())]
@@ -84,7 +84,7 @@ class Program:
         return inputs, torch.randint(0, CLASSES, (self.batch,), generator=generator)
 
     def load(self, number: int) -> None:
-        """Extra work to read a batch, beyond fetching it from memory."""
+        """Do extra work when reading a batch, besides fetching it from memory."""
 
     def build_loader(self, steps: int) -> Iterable[tuple[Tensor, Tensor]]:
         return DataLoader(Batches(self, steps), batch_size=None, **self.loader_options)
@@ -103,14 +103,14 @@ class Program:
         optimizer.step()
 
     def after_backward(self, model: nn.Module, loss: Tensor) -> None:
-        """Extra work between backward and the optimizer."""
+        """Do extra work between backward and the optimizer."""
 
     def after_step(self, number: int, model: nn.Module) -> None:
-        """Extra work after the optimizer."""
+        """Do extra work after the optimizer."""
 
 
 class Batches(Dataset):
-    """Complete batches of random numbers, generated in advance."""
+    """Batches of random numbers, generated in advance."""
 
     def __init__(self, program: Program, steps: int) -> None:
         generator = torch.Generator().manual_seed(program.rank)
@@ -128,7 +128,7 @@ class Batches(Dataset):
 
 
 def spin(seconds: float) -> None:
-    """Keep a core busy for this long."""
+    """Keep a core busy for this time."""
     until_s = time.perf_counter() + seconds
     while time.perf_counter() < until_s:
         pass
@@ -140,7 +140,7 @@ def main(kind: type[Program]) -> None:
     parser.add_argument("--steps", type=int, default=WARMUP_STEPS + 200)
     parser.add_argument("--times", type=Path)
     parser.add_argument("--peer", choices=("profiler", "traceml"))
-    parser.add_argument("--folder", type=Path, default=Path("."), help="where a peer writes")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="output folder of another tool")
     asked = parser.parse_args()
     rank = int(os.environ["RANK"])
     program = kind(asked.cured, rank)
@@ -148,7 +148,7 @@ def main(kind: type[Program]) -> None:
     torch.set_num_threads(program.threads)
     if program.needs_cuda:
         torch.cuda.set_device(program.device)
-        if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):  # NCCL ranks share a GPU as if on several hosts
+        if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):  # on separate hosts, NCCL ranks can share a GPU
             os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     if program.backend == "shm":
         import paceline  # noqa: F401 - registers the backend
@@ -162,7 +162,7 @@ def main(kind: type[Program]) -> None:
 
 
 def run_loop(program: Program, steps: int, peer: Any) -> list[float]:
-    """Train, and return the time at which each step ended."""
+    """Train, and return the end time of each step."""
     net = program.build_model().to(program.device)
     model = program.wrap(net)
     optimizer = program.build_optimizer(net)
@@ -171,7 +171,7 @@ def run_loop(program: Program, steps: int, peer: Any) -> list[float]:
         with peer(model):
             program.train_step(model, optimizer, program.move(inputs), program.move(targets))
             program.after_step(number, model)
-        if program.needs_cuda and number + 1 in (WARMUP_STEPS, steps):  # the sum over the steps in between is exact
+        if program.needs_cuda and number + 1 in (WARMUP_STEPS, steps):  # makes the total in between exact
             torch.cuda.synchronize()
         moments_s.append(time.perf_counter())
     return moments_s
@@ -179,7 +179,7 @@ def run_loop(program: Program, steps: int, peer: Any) -> list[float]:
 
 @contextlib.contextmanager
 def open_peer(name: str | None, folder: Path, rank: int) -> Iterator[Any]:
-    """Open the context managers that a user of the tool adds around the loop and around a step."""
+    """Open the tool's context managers around the loop and around each step."""
     if name == "traceml":
         import traceml_ai
 

@@ -1,6 +1,6 @@
-"""A large embedding with dense gradients and little compute, on the fastest transport within a host.
+"""Trains a large embedding with dense gradients and little compute, on the fastest transport within a host.
 
-The fix is a batch four times as large: on this transport, bf16 costs more than it saves.
+The fix is a batch four times larger: on this transport, bf16 costs more than it saves.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""All gradients wait for the last one. An emulated accelerator computes while the core is free."""
+"""Sends all gradients in one bucket, after the last one is ready. An emulated accelerator leaves the core free."""
 
 import time
 

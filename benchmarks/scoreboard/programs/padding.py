@@ -1,4 +1,4 @@
-"""Sequences of up to 32 tokens are padded to 128."""
+"""Pads sequences of up to 32 tokens to 128."""
 
 import torch
 from loop import Program, main

@@ -1,4 +1,4 @@
-"""Every epoch of 15 steps starts its workers again."""
+"""Restarts the loader's workers in every epoch of 15 steps."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""In every step, a random rank is 12 ms late."""
+"""Delays a random rank by 12 ms in every step."""
 
 import random
 

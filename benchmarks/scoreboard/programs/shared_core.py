@@ -1,4 +1,4 @@
-"""A wrong binding puts both ranks on the same core."""
+"""Binds both ranks to the same core."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""An operator's backward is slow on rank 1."""
+"""Slows down an operator's backward on rank 1."""
 
 import torch
 from loop import Program, main, spin

@@ -1,4 +1,4 @@
-"""Every batch takes 15 ms to read, in the training process."""
+"""Reads batches in the training process, which takes 15 ms for each."""
 
 import time
 

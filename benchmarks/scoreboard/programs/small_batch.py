@@ -1,4 +1,4 @@
-"""16 samples per step, so messages take longer than the computation."""
+"""Trains with 16 samples per step, where messages take longer than computation."""
 
 from loop import Program, main
 

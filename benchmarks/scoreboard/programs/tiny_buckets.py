@@ -1,4 +1,4 @@
-"""Every gradient is sent as a separate message."""
+"""Sends every gradient as a separate message."""
 
 from loop import Program, main
 

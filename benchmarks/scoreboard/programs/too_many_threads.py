@@ -1,4 +1,4 @@
-"""Each rank computes with eight threads on cores that the ranks share."""
+"""Runs eight threads per rank on the cores that the ranks share."""
 
 from loop import Program, main
 

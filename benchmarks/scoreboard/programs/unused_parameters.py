@@ -1,4 +1,4 @@
-"""The wrapper searches 200 layers for unused parameters in every step, but there are none."""
+"""Searches 200 layers for unused parameters in every step, although all are used."""
 
 from loop import Program, main
 

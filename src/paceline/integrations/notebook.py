@@ -48,7 +48,7 @@ class RankMagics(Magics):
     @argument("-d", "--device", default="auto", help="auto, cpu or cuda")
     @argument("-g", "--gpu-ids", default="", help="the GPU of each rank: 0,1")
     @argument("--threads", type=int, help="torch's threads per rank")
-    @argument("-t", "--timeout", type=float, default=CellSettings.timeout_s, help="seconds a collective may wait")
+    @argument("-t", "--timeout", type=float, default=CellSettings.timeout_s, help="timeout of a collective in seconds")
     @argument("--explicit", action="store_true", help="run only cells with %%%%distributed or %%%%rank on ranks")
     @line_magic
     def dist_init(self, line: str) -> None:
@@ -60,7 +60,7 @@ class RankMagics(Magics):
         settings = CellSettings(num_ranks, options.backend, device, gpu_ids, options.threads, options.timeout)
         self._is_automatic = not options.explicit
         if self.ranks is not None and self.ranks.is_alive and self.ranks.settings == settings:
-            self._say("these ranks are running already; %dist_reset starts new ones")
+            self._say("these ranks are running already; start new ones with %dist_reset")
             return
         self._start(settings)
 

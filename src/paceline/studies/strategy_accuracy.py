@@ -184,9 +184,8 @@ class StrategiesResult(grid.GridResult):
             fewer = "" if ratio is None else f" with {ratio:.3g} times fewer bytes than float32"
             return f"{best.first.recipe} is as good as {_BASELINE}{fewer}: {grid.describe_gap(best, _BASELINE)}."
         best = min(tried, key=lambda s: s.gap or 0.0)
-        return (
-            f"No strategy is as good as {_BASELINE}; the best is {best.first.recipe}: {grid.describe_gap(best, _BASELINE)}."
-        )
+        gap = grid.describe_gap(best, _BASELINE)
+        return f"No strategy is as good as {_BASELINE}; the best is {best.first.recipe}: {gap}."
 
     def _find_obstacle(self, tried: Sequence[SeedSummary]) -> str:
         """The reason why these runs are inconclusive, or an empty string."""
