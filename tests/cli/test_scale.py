@@ -243,7 +243,7 @@ def test_large_batches_of_a_model_that_predicts_numbers(tmp_path):
     assert (folder / "loss.png").is_file() and not (folder / "accuracy.png").exists()
 
 
-def test_a_person_reads_tables_findings_and_where_the_page_is(studies, tmp_path):
+def test_a_person_gets_tables_findings_and_the_location_of_the_page(studies, tmp_path):
     """Resuming a finished study shows it again: nothing is measured, and its files are redrawn."""
     folder = tmp_path / "copy"
     shutil.copytree(studies["ranks"]["run"], folder)

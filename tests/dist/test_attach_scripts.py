@@ -53,7 +53,7 @@ def flatten(values: dict) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_there_are_twelve_programs_and_none_mentions_us():
+def test_none_of_the_twelve_programs_mentions_paceline():
     assert {path.stem for path in SCRIPTS.glob("*.py")} == set(PROGRAMS) and len(PROGRAMS) == 12
     assert not [path.name for path in SCRIPTS.glob("*.py") if "paceline" in path.read_text().lower()]
 
@@ -81,7 +81,7 @@ def test_an_attached_program_has_bit_identical_weights_and_an_answer(name, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_with_our_wrapper_in_the_place_of_torchs_the_losses_and_weights_are_the_same(
+def test_our_wrapper_gives_the_losses_and_weights_of_torchs(
     name, tmp_path, monkeypatch, capfd
 ):
     found = []

@@ -100,7 +100,7 @@ def test_output_appears_while_the_cell_runs(notebook, tmp_path):
     thread.join()
 
 
-def test_a_cell_for_some_ranks_runs_there_alone(notebook):
+def test_a_cell_for_some_ranks_runs_only_there(notebook):
     assert notebook.run("print('only here')", [1]) == "[1] only here\n"
     for ranks in ([2], [], [-1]):
         with pytest.raises(ConfigError) as caught:

@@ -282,7 +282,7 @@ def probe_half(settings: TrainSettings, scale: float) -> Any:
         return measure_noise_scale(job, **PROBED, num_small=2), job.learner.scaler.get_scale()
 
 
-def test_a_loss_scale_that_overflows_is_lowered_for_the_probe_alone(on_ranks, build):
+def test_a_loss_scale_that_overflows_is_lowered_only_for_the_probe(on_ranks, build):
     settings = build("linear", precision="fp16")
     (wanted, _), (found, scale) = (on_ranks(1, probe_half, settings, scale)[0] for scale in (1.0, 2.0**40))
     assert scale == 2.0**40

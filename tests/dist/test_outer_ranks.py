@@ -94,7 +94,7 @@ def resume_in_mid_round() -> None:
             check_equal(world, whole.model.state_dict().values(), (text, at))
 
 
-def test_a_run_killed_in_mid_round_resumes_bit_identically(job):
+def test_a_run_killed_mid_round_resumes_bit_identically(job):
     job(2, resume_in_mid_round)
 
 

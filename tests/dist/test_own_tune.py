@@ -67,7 +67,7 @@ def test_a_factory_is_tuned_on_its_own_ranks(tuned):
     assert tuned.next_steps == ("paceline.DDP(model, plan=result.plan)",)
 
 
-def test_the_wrapper_had_the_buckets_that_were_simulated(tuned):
+def test_the_wrapper_uses_the_simulated_buckets(tuned):
     assert [point.cap_bytes for point in tuned.candidates] == [1 << 10, 16 << 10]
     for point in tuned.candidates:
         assert point.measured.bucket_bytes == point.bucket_bytes and point.same_layout
@@ -76,7 +76,7 @@ def test_the_wrapper_had_the_buckets_that_were_simulated(tuned):
     assert default.bucket_bytes == tuned.tuning.candidates[0].plan.bucket_bytes
 
 
-def test_its_folder_answers_again_and_predicts(tuned):
+def test_a_saved_tuning_gives_the_same_answer_and_predicts(tuned):
     again = paceline.load_result(tuned.folder)
     assert isinstance(again, TuneResult) and again.to_json() == tuned.to_json() and again.plan == tuned.plan
     for source in (tuned, tuned.folder):
@@ -138,7 +138,7 @@ def test_a_factory_must_return_a_module_that_learns_and_its_step(factory):
         OwnJob(factory)
 
 
-def test_a_wrong_factory_is_an_error_of_the_call_and_not_of_a_rank():
+def test_a_wrong_factory_is_an_error_in_the_caller():
     with pytest.raises(ConfigError, match="TwoTowers"):
         paceline.tune(build_only_a_model, network="10gbe", quick=True, iters=2, backend="gloo")
 

@@ -71,7 +71,7 @@ def test_nine_of_ten_runs_are_diagnosed_correctly_including_healthy_ones(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", AILMENTS)
-def test_an_ailment_is_found_with_its_rank(kind):
+def test_a_planted_problem_is_found_with_its_rank(kind):
     program = str(Path(__file__).with_name("ailing.py"))
     result = paceline.attach([*TORCHRUN, program, kind], progress=False)
     found = {one.kind: one for one in result.bottlenecks}

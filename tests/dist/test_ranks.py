@@ -39,7 +39,7 @@ def ask_everything() -> dict:
     return answers
 
 
-def test_get_on_a_mesh_of_two_dimensions(on_ranks):
+def test_get_on_a_two_dimensional_mesh(on_ranks):
     for rank, answers in enumerate(on_ranks(4, ask_everything)):
         outer, inner = divmod(rank, 2)
         assert answers["world"] == (rank, 4, rank, rank, None)

@@ -250,7 +250,7 @@ def sweep(settings: TrainSettings, epochs: int, breaks_at: int | None = None, te
     return record, steps
 
 
-def test_epochs_of_a_batch_size_are_whole_and_the_first_is_a_warm_up(on_ranks):
+def test_batch_sizes_are_timed_over_whole_epochs_after_a_warm_up(on_ranks):
     ((record, steps),) = on_ranks(1, sweep, replace(JOB, batch_size=5), 3)
     assert steps == [5, 5, 2] * 3
     assert (record.batch_size, record.num_samples, record.num_steps, record.failure) == (5, 12, 3, "")

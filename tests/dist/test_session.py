@@ -255,7 +255,7 @@ def test_ask_returns_the_value_of_rank_0_and_shows_its_cells(tmp_path, capfd):
     assert lines == [f"paceline: bench x: {number + 1} of 3 cells (cell {number})" for number in range(3)]
 
 
-def test_long_runs_say_their_time_before_they_start_and_short_ones_do_not(capfd):
+def test_only_long_runs_announce_their_time(capfd):
     for times_s, said in (((100.0, 50.0), "2 min 30 s"), ((10.0, 5.0), ""), ((None, 5.0), "2 cells"), ((None,), "")):
         tasks = [Task(f"cell {n}", answer, (n + 1,), expected_s=time_s) for n, time_s in enumerate(times_s)]
         with open_session("test", {}, progress=True, here=True) as session:
@@ -483,7 +483,7 @@ def test_a_run_records_the_stolen_time(monkeypatch):
         assert launched.save([RECORD]).environment.stolen is None  # each rank would measure a different share
 
 
-def test_untimed_runs_record_no_load_and_parts_that_of_the_whole_run(monkeypatch):
+def test_untimed_runs_record_no_load_and_parts_the_load_of_the_whole_run(monkeypatch):
     loads = iter((16.0, 0.0, 99.0))
     monkeypatch.setattr("paceline.machine.find_load", lambda: next(loads))
     monkeypatch.setattr(machine, "count_cores", lambda: 2)

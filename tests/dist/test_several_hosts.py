@@ -131,7 +131,7 @@ def test_doctor_finds_two_hosts_ready_and_measures_their_links(hosts):
     hosts.expect_nothing_left()
 
 
-def test_doctor_names_links_without_a_way_in_both_directions(hosts):
+def test_doctor_names_links_that_are_blocked_in_either_direction(hosts):
     out, _ = finish(launch(hosts, "doctor", "--hosts", "a,b", "--interface", "apart", "--json"), 1)
     found = {check["name"]: check["found"] for check in json.loads(out)["checks"] if check["status"] == "fail"}
     assert set(found) == {"a to b", "b to a"} and "b cannot reach a at 172.17.0.1 port" in found["b to a"]

@@ -334,7 +334,7 @@ def ask_alone(backend: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=needs_shm)])
-def test_asking_for_the_state_on_one_rank_is_an_error_unless_it_was_consolidated(on_ranks, backend):
+def test_requesting_the_state_on_one_rank_is_an_error_unless_consolidated(on_ranks, backend):
     first, second = on_ranks(2, ask_alone, backend)
     kind, text = first["alone"]
     assert kind == "ConfigError strategy" and "rank 1 did not call it in 0.3 s" in text

@@ -61,7 +61,7 @@ def take(rest: list[tuple[int, int]], size: int, rank: int, world_size: int) -> 
     ("ranks", "grow"),
     [(2, "accumulate"), *(pytest.param(n, "batch-size", marks=[pytest.mark.slow] * (n < 3)) for n in (1, 2, 3))],
 )
-def test_the_samples_are_in_the_order_of_a_batch_that_stays(train, tmp_path, ranks, grow):
+def test_the_sample_order_is_that_of_a_constant_batch(train, tmp_path, ranks, grow):
     shared = {"ranks": ranks, "batch_size": None, "global_batch_size": 12, "grow": grow}
     seen = train(tmp_path / "run", **shared)
     assert [item.step for item in seen] == [STEPS] * ranks
@@ -129,7 +129,7 @@ def test_micro_batches_become_more_or_larger(on_ranks, tmp_path, grow, wanted):
 @pytest.mark.parametrize(
     ("grow", "schedule"), [pytest.param("accumulate", "constant", marks=pytest.mark.slow), ("batch-size", "cosine")]
 )
-def test_a_resume_before_and_after_growths_is_exact_to_the_bit(train, tmp_path, grow, schedule):
+def test_a_resume_before_and_after_growths_is_bit_identical(train, tmp_path, grow, schedule):
     """Steps 9 and 10 are in the second epoch, after the first and second growth; step 6 is before both."""
     changes = {"grow": grow, "schedule": schedule}
     train(tmp_path / "whole", **changes)
@@ -154,7 +154,7 @@ def test_a_stopped_run_continues_on_other_ranks_through_a_growth(train, tmp_path
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=1e-3)
 
 
-def test_another_growth_is_refused_and_nothing_is_touched(train, tmp_path):
+def test_a_different_growth_is_refused_and_changes_nothing(train, tmp_path):
     train(tmp_path / "run", ranks=1, batch_size=12)
     folder = copy_until(9, tmp_path / "run", tmp_path / "again")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -170,7 +170,7 @@ def test_another_growth_is_refused_and_nothing_is_touched(train, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [5, 22])
-def test_a_run_of_steps_is_the_beginning_of_a_longer_one(train, tmp_path, steps):
+def test_a_short_run_equals_the_beginning_of_a_longer_one(train, tmp_path, steps):
     """Epochs of nine steps: inside the first, and inside the third."""
     constant = {"batch_growth": (), "epochs": 1}
     seen = train(tmp_path / "run", steps=steps, **constant)

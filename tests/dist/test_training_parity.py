@@ -254,7 +254,7 @@ def test_half_precision_trains_nearly_the_same(train_on, train_alone, precision)
 
 
 @pytest.mark.parametrize("wrapper", ["paceline", pytest.param("torch", marks=pytest.mark.slow)])
-def test_gradients_travel_once_in_a_step_however_many_micro_batches(train_on, wrapper):
+def test_gradients_are_sent_once_per_step_for_any_number_of_micro_batches(train_on, wrapper):
     settings = replace(CNN, samples=26, global_batch_size=12, wrapper=wrapper)
     seen = [train_on(2, replace(settings, accumulate=number))[0] for number in (1, 2, 6)]
     assert seen[0].messages[1] >= 1

@@ -72,7 +72,7 @@ def test_the_plain_pair_of_calls_and_idempotent_shutdown():
     assert not dist.is_initialized()
 
 
-def test_an_exception_in_the_block_destroys_the_group_and_goes_on():
+def test_an_exception_in_the_block_destroys_the_group_and_propagates():
     with pytest.raises(ZeroDivisionError), paceline.init("gloo", "cpu", announce=None):
         1 / 0  # noqa: B018
     assert not dist.is_initialized()
@@ -230,7 +230,7 @@ def arrive_late(path: str) -> int:
     return meet(f"file://{path}")[0]
 
 
-def test_rank_0_may_come_last(on_ranks, tmp_path):
+def test_rank_0_may_arrive_last(on_ranks, tmp_path):
     assert on_ranks(2, arrive_late, str(tmp_path / "meeting")) == [0, 1]
 
 
@@ -334,7 +334,7 @@ def test_different_backends_are_refused_on_every_rank(on_ranks):
     assert all(answer.startswith(words) for answer in answers)
 
 
-def test_a_taken_address_is_named(monkeypatch):
+def test_an_address_in_use_is_named(monkeypatch):
     monkeypatch.setattr(rendezvous, "_BIND_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

@@ -206,6 +206,6 @@ def send_rows(how: str) -> list[str]:
         return list(model.report().embeddings)
 
 
-def test_lookups_send_rows_where_they_are_asked_for(on_ranks):
+def test_lookups_send_rows_on_request(on_ranks):
     assert "in the buckets" in on_ranks(2, send_rows, "rows", timeout_s=120)[0][0]
     assert "is sent whole: on a GPU" in on_ranks(2, send_rows, "auto", timeout_s=120)[0][0]

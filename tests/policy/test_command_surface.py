@@ -201,7 +201,7 @@ def test_options_follow_from_the_arguments_of_the_verb_and_the_settings_of_its_j
     )
 
 
-def test_surface_shows_everything_that_is_promised() -> None:
+def test_surface_shows_every_property() -> None:
     assert render_surface(build_app()).splitlines() == [
         "paceline",
         "paceline bench",

@@ -99,7 +99,7 @@ def test_private_names_of_torch_are_in_one_file() -> None:
     expect_none(find_private_names(PACKAGE))
 
 
-def test_what_is_listed_is_used() -> None:
+def test_every_listed_name_is_used() -> None:
     trees = [(name, parse(path)) for name, path in modules(PACKAGE).items()]
     texts = {node.value for _, tree in trees for node in nodes(tree) if isinstance(node, ast.Constant)}
     used = {name for module, tree in trees if not module.endswith(HOME) for _, name, _ in find_uses(tree)}
@@ -130,7 +130,7 @@ def test_a_private_name_is_found(tmp_path: Path, source: str) -> None:
     assert found and all(line.startswith("paceline/runtime/a.py:") and HOME in line for line in found)
 
 
-def test_what_is_ours_listed_or_an_operator_passes(tmp_path: Path) -> None:
+def test_our_own_listed_and_operator_names_pass(tmp_path: Path) -> None:
     files = {
         "torch_internals.py": "import torch\nsleep = torch.cuda._sleep",
         "runtime/a.py": "import torch\ntorch._foreach_add_([], 1)\ntorch.ones(1)._version\ntorch.__version__",

@@ -102,7 +102,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         paceline.nonsense  # noqa: B018
 
 
-def test_torchs_wrapper_is_left_alone_until_ours_is_asked_for() -> None:
+def test_torchs_wrapper_is_unchanged_until_ours_is_used() -> None:
     done = run_python("-c", _COMPARE_TORCHS_CLASS)
     assert (done.stdout.split(), done.returncode) == (["__new__"], 0), done.stderr
 

@@ -87,7 +87,7 @@ def find_fields_of_others(source: str) -> list[str]:
     ]
 
 
-def test_the_step_logic_changes_no_field_of_the_reducer_and_the_reducer_does_not_know_it():
+def test_the_step_logic_and_the_reducer_do_not_change_each_other():
     changed = find_fields_of_others(inspect.getsource(backward))
     assert [name for name in changed if "reducer" in name] == []
     assert "GradientSync" not in inspect.getsource(backward.BucketedReducer)

@@ -263,7 +263,7 @@ def test_the_weights_are_the_same_bits(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_optimizers_that_take_turns_are_one_step(tmp_path):
+def test_alternating_optimizers_are_one_step(tmp_path):
     observe(tmp_path, steps=8, record=0)
     Program(2).train(12)
     assert [step[0] for step in read(tmp_path)["steps"]] == list(range(2, 9))
@@ -285,7 +285,7 @@ def test_an_optimizer_that_runs_a_closure_ends_a_step_as_any_other(tmp_path):
     assert [step[0] for step in read(tmp_path)["steps"]] == list(range(2, 7))
 
 
-def test_times_are_written_on_the_way(tmp_path):
+def test_times_are_written_during_the_run(tmp_path):
     observe(tmp_path, steps=0, record=0, every=4)
     Program().train(10)
     found = read(tmp_path)
@@ -300,7 +300,7 @@ def test_a_program_that_profiles_itself_is_not_recorded(tmp_path):
     assert "trace" not in found and found["not_recorded"] and len(found["steps"]) == 11
 
 
-def test_the_program_ends_after_the_step_that_was_asked_for(tmp_path, monkeypatch):
+def test_the_program_ends_after_the_requested_step(tmp_path, monkeypatch):
     observe(tmp_path, steps=8, record=0, stop=True)
     program, ended = Program(), []
     with pytest.raises(SystemExit) as exit_:
@@ -314,7 +314,7 @@ def test_the_program_ends_after_the_step_that_was_asked_for(tmp_path, monkeypatc
     assert ended == [0]
 
 
-def test_an_error_while_observing_leaves_the_program_alone(tmp_path, monkeypatch):
+def test_an_error_while_observing_does_not_affect_the_program(tmp_path, monkeypatch):
     observer = observe(tmp_path, steps=8, record=0, stop=True)
 
     def fail() -> None:
@@ -328,7 +328,7 @@ def test_an_error_while_observing_leaves_the_program_alone(tmp_path, monkeypatch
     assert read(tmp_path)["error"] == "RuntimeError: no more"
 
 
-def test_torch_is_told_of_the_entry_point():
+def test_torch_finds_the_entry_point():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     found = tomllib.loads(text)["project"]["entry-points"]["torch.backends"]["paceline_autoload"]
     assert found == f"{autoload.__name__}:{autoload.start.__name__}"

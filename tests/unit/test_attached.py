@@ -168,7 +168,7 @@ def test_two_observed_programs_are_compared_by_the_parts_of_a_step_and_by_plan(o
     assert rows["step"].first == pytest.approx(0.05) and rows["step"].ratio == 1
 
 
-def test_what_a_race_predicts_starts_from_the_own_buckets_in_its_run(one_bucket):
+def test_predictions_in_a_comparison_start_from_its_own_buckets(one_bucket):
     """The machine is 25 % slower in the second run."""
     given = {"note": RACED, "steps_per_turn": 3}
     turns = [made_steps((0.0625,) * 21, label=NOW, bucket_bytes=(sum(SIZES),), **given)]
@@ -181,7 +181,7 @@ def test_what_a_race_predicts_starts_from_the_own_buckets_in_its_run(one_bucket)
     assert other["low_s"] < other["predicted_s"] < other["high_s"]
 
 
-def test_a_race_of_few_rounds_decides_nothing_and_has_no_interval(one_bucket):
+def test_a_comparison_of_few_rounds_decides_nothing_and_has_no_interval(one_bucket):
     given = {"note": RACED, "steps_per_turn": 3, "bucket_bytes": SIZES}
     turns = [made_steps((0.05 * factor,) * 6, label=name, **given) for name, factor in ((NOW, 1.0), ("4 MiB", 0.8))]
     result = build((made_steps((0.05,) * 9), *one_bucket, *turns), plans={NOW: None, "4 MiB": 4.0})
@@ -565,7 +565,7 @@ def attached_with(slower: float, **extra_s: float) -> AttachedResult:
     return build((result.steps, *records))
 
 
-def test_a_somewhat_slower_core_is_not_a_problem_of_the_program_and_more_work_is():
+def test_a_somewhat_slower_core_is_not_a_problem_of_the_program_but_more_work_is():
     result, records = attached_to(late_ms=20.0), []
     for step in result.only(TracedStepRecord):  # 40 ms of its own on rank 0, and 60 on rank 1
         times = {name: (1.5 if step.rank else 1.0) * own_s for name, own_s in
@@ -607,7 +607,7 @@ def test_an_interruption_of_another_operator_in_each_step_is_not_more_work():
         (3, True, 0.9, ""),  # a batch that is there is only transferred
     ],
 )
-def test_a_loader_is_not_told_to_do_what_it_does(workers, is_persistent, delivered, line):
+def test_a_loader_is_not_advised_to_do_what_it_already_does(workers, is_persistent, delivered, line):
     given = {"num_workers": workers, "are_workers_persistent": is_persistent, "delivered_share": delivered}
     ranks = [replace(made_rank(rank), **given) for rank in (0, 1)]
     waits = Samples(tuple((0.02, 0.02) for _ in range(9)))

@@ -15,7 +15,7 @@ def test_the_faster_pass_is_the_bound(build_collective, build_pass, add_s, copy_
         passes.reverse()
 
 
-def test_one_pass_alone_is_a_bound_too(build_collective, build_pass):
+def test_a_single_pass_is_also_a_bound(build_collective, build_pass):
     assert MemoryBounds([build_pass("copy", 5e-4)]).fraction_of(build_collective()) == pytest.approx(0.5)
 
 

@@ -57,7 +57,7 @@ def test_pauses_between_steps_count_on_average(kind, name):
     assert [one.kind for one in find(made_evidence({name: pause(0.01, 10)}, {}))] == ["healthy"]
 
 
-def test_the_rank_that_alone_pauses_is_named_and_others_wait_for_it():
+def test_the_only_rank_that_pauses_is_named_and_others_wait_for_it():
     (found,) = find(made_evidence({}, {"saved_s": pause(0.4, 10)}))
     assert (found.kind, found.rank) == ("checkpoint", 1) and found.gain_s == pytest.approx(0.04)
     # Collections at different steps on two ranks cost twice as much.
@@ -147,7 +147,7 @@ def test_an_optimizer_is_fused_first_and_then_sharded():
     assert find(made_evidence(options, options))[0].kind == "healthy"
 
 
-def test_ranks_with_more_threads_than_cores_are_told_their_share():
+def test_ranks_with_more_threads_than_cores_are_advised_of_their_share():
     crowded = {"threads": 4, "cpu_share": 2.0}
     (found,) = find(made_evidence(crowded, crowded, cores=4))
     assert found.kind == "threads" and found.line == "torch.set_num_threads(2)" and 0 < found.gain_s < 0.09
@@ -182,7 +182,7 @@ def test_padding_costs_its_share_of_forward_and_backward():
     assert found.kind == "padding" and found.gain_s == pytest.approx(0.4 * 0.08)
 
 
-def test_ranks_that_are_late_in_turn_delay_even_the_one_that_waits_least():
+def test_alternately_late_ranks_delay_even_the_one_that_waits_least():
     late = Lateness(0, 0.5, 0.02)
     (found,) = blame_changing_rank([0.04, 0.0] * 4, late, 0.1)
     assert (found.kind, found.rank, found.gain_s) == ("changing late rank", None, pytest.approx(0.02))

@@ -70,7 +70,7 @@ def test_different_failures_are_all_named_and_the_first_has_its_traceback():
     assert error.rank == 2 and error.others == ("rank 0: KeyError: 1 (In[1], line 2: x)",)
 
 
-def test_an_interrupt_says_where_every_rank_was():
+def test_an_interrupt_reports_the_location_of_every_rank():
     error = describe_end({1: fail(1, 1.0, "KeyboardInterrupt")}, 2, True)
     assert isinstance(error, CellInterrupted) and "rank 1 was at In[1], line 2: x" in str(error)
     assert describe_end({}, 2, False) is None
@@ -94,7 +94,7 @@ def test_invalid_ranks_are_refused(text):
 
 
 @pytest.mark.parametrize("source", ["x = 1", "await f()", "def f(:", "x % 2", "s = '%d!' % 3", "ok = a != b"])
-def test_python_runs_on_ranks_also_where_it_has_a_mistake(source):
+def test_python_with_a_mistake_also_runs_on_ranks(source):
     assert runs_on_ranks(source)
 
 

@@ -62,7 +62,7 @@ def test_a_cell_is_never_made_twice(study):
     assert study.find(CELL) == [make_run()]
 
 
-def test_a_study_is_not_begun_where_one_is(study):
+def test_a_study_is_not_started_inside_another(study):
     with pytest.raises(RecordError) as caught:
         Study.begin(study.path, "scale ranks", CONFIG)
     assert caught.value.code == "exists"

@@ -79,13 +79,13 @@ def test_an_empty_folder_is_not_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [50]), (3, [50, 40, 30]), (9, [50, 40, 30, 20, 10])])
-def test_the_newest_stay(tmp_path, keep, kept):
+def test_only_the_newest_are_kept(tmp_path, keep, kept):
     with opened(tmp_path, keep) as store:
         save(store, 10, 20, 30, 40, 50)
         assert store.find() == kept and len(names(tmp_path)) == len(kept)
 
 
-def test_older_ones_go_only_when_the_new_one_is_complete(tmp_path, monkeypatch):
+def test_older_ones_are_removed_only_after_the_new_one_is_complete(tmp_path, monkeypatch):
     seen = []
 
     def watch(path, files):
@@ -99,7 +99,7 @@ def test_older_ones_go_only_when_the_new_one_is_complete(tmp_path, monkeypatch):
     assert seen == [[], [1], [2]]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, monkeypatch):
     go, priorities = threading.Event(), []
 
     def hold(path, files):
@@ -128,7 +128,7 @@ def flip(path, bit):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_flipped_bit_is_found_and_the_one_before_is_used(store, name):
+def test_any_flipped_bit_is_found_and_the_previous_checkpoint_is_used(store, name):
     path = store.path(20) / name
     bits = random.Random(name).sample(range(path.stat().st_size * 8), 30)
     for bit in bits:
@@ -162,7 +162,7 @@ def lengthen(path):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", [truncate, lengthen, Path.unlink, lambda path: path.write_bytes(b"")])
-def test_a_file_of_another_length_or_none_is_found(store, name, harm):
+def test_a_missing_file_or_a_wrong_length_is_found(store, name, harm):
     harm(store.path(20) / name)
     loaded = CheckpointStore(store.folder).load_latest()
     assert loaded.step == 10 and name in loaded.refused[0]
@@ -184,7 +184,7 @@ def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(store):
     assert caught.value.code == "damaged"
 
 
-def test_a_run_that_fell_back_replaces_what_was_damaged(store):
+def test_a_run_that_fell_back_replaces_damaged_checkpoints(store):
     save(store, 30)
     for step in (20, 30):
         flip(store.path(step) / "model.safetensors", 1000)
@@ -202,7 +202,7 @@ def test_a_run_that_did_not_resume_here_is_refused(store, step):
     assert_holds(store.load_latest(), 20)
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_not_passed_over(store):
+def test_a_checkpoint_of_another_model_is_refused_and_not_skipped(store):
     expected = fingerprint({**model_of(0, size=5), "new": torch.ones(1)})
     with pytest.raises(ConfigError, match=r"step-00000020 .*4 tensors.*embed"):
         check_fingerprint(fingerprint(store.load_latest().model), expected, f"checkpoint {store.path(20)}")
@@ -250,7 +250,7 @@ def no_room():
         (no_room, "the disk is too full; it needs 10.50 MiB and 10 B is free"),
     ],
 )
-def test_a_full_disk_is_explained_and_costs_nothing_that_was_there(store, trouble, complaint):
+def test_a_full_disk_is_explained_and_keeps_existing_files(store, trouble, complaint):
     with trouble(), pytest.raises(RecordError, match=rf"step-00000030.*{complaint}") as caught:
         save(store, 30, size=500_000)
     assert "\n" not in str(caught.value)
@@ -269,7 +269,7 @@ def test_a_full_disk_is_reported_by_the_save_that_needs_the_room(store):
     assert caught.value.code == "disk" and store._writer is None
 
 
-def test_a_folder_that_cannot_be_made_is_explained(tmp_path):
+def test_a_folder_that_cannot_be_created_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="step-00000001: Not a directory") as caught:
         CheckpointStore(tmp_path / "file" / "checkpoints").save(1, model_of(1), {}, {})
@@ -416,7 +416,7 @@ def test_a_forged_checkpoint_is_refused(store, change, complaint):
         load_checkpoint(forge(store, change))
 
 
-def test_a_checkpoint_of_another_version_is_not_passed_over(store, monkeypatch):
+def test_a_checkpoint_of_another_version_is_not_skipped(store, monkeypatch):
     monkeypatch.setattr(checkpoint_files, "_VERSION", 2)
     save(store, 30)
     monkeypatch.undo()
@@ -491,7 +491,7 @@ assert not any(name.startswith(".") for name in os.listdir(sys.argv[1]))
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(start, tmp_path):
+def test_a_kill_at_any_moment_leaves_an_intact_checkpoint(start, tmp_path):
     # Newer Python versions warn about forking with threads, such as numpy's; those are idle here.
     out, err = start("-W", "ignore", "-c", KILLED, str(tmp_path / "run"), "7").communicate(timeout=100)
     assert not err.strip(), err
@@ -540,7 +540,7 @@ def save_at(times, step, begin_s, stall_s, write_s):
     return interval_s
 
 
-def test_intervals_grow_until_the_best_one_and_follow_what_saves_take(tmp_path):
+def test_intervals_grow_to_the_best_one_and_follow_the_cost_of_saves(tmp_path):
     path = tmp_path / "saves.jsonl"
     with contextlib.closing(checkpoints.SaveTimes(path, 0)) as times:
         assert times.choose_interval(3600.0) == 5.0
@@ -588,7 +588,7 @@ def test_saves_at_a_given_time_are_recorded_and_choose_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("has_saved", [True, False])
-def test_a_save_is_due_by_the_newest_one_whichever_process_made_it(tmp_path, has_saved):
+def test_a_save_is_due_relative_to_the_newest_one_of_any_process(tmp_path, has_saved):
     world = SimpleNamespace(rank=0, share=lambda value: [value])
     for age_s, is_due in ((0.0, False), (50.0, False), (70.0, True)):
         files = checkpoints.RunFiles(tmp_path, TrainSettings(save_every="60s"), world)

@@ -102,7 +102,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
-def test_a_header_that_lies_is_refused(tmp_path, header):
+def test_a_false_header_is_refused(tmp_path, header):
     text = json.dumps(header).encode()
     (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(_INVALID):
@@ -115,7 +115,7 @@ def test_a_header_that_lies_is_refused(tmp_path, header):
      (2).to_bytes(8, "little") + b"\xff\xff", (100_000).to_bytes(8, "little") + b"[" * 100_000,
      (66).to_bytes(8, "little") + b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{},"b":0}'],
 )  # fmt: skip
-def test_a_file_without_a_sound_header_is_refused(tmp_path, content):
+def test_a_file_without_a_valid_header_is_refused(tmp_path, content):
     (tmp_path / "a").write_bytes(content)
     with pytest.raises(_INVALID):
         load_tensors(tmp_path / "a")
@@ -163,7 +163,7 @@ def test_another_model_is_described_by_its_first_differences():
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_a_large_file_is_whole_whether_or_not_it_passes_by_the_page_cache(tmp_path, start):
+def test_a_large_file_is_complete_with_and_without_the_page_cache(tmp_path, start):
     """Reading may start at a page boundary but not one byte after it; nor is the length a whole number of pages."""
     memory = mmap.mmap(-1, 10 * 2**20)
     memory.write(bytes(range(256)) * (10 * 2**12))

@@ -105,7 +105,7 @@ def test_a_state_that_is_itself_of_another_type_is_named():
         pack({1}, {})
 
 
-def test_a_state_that_holds_itself_is_refused():
+def test_a_recursive_state_is_refused():
     state = {}
     state["again"] = [state]
     with pytest.raises(ConfigError, match=r"^again\.0\.again.* is nested more than 100 levels deep"):

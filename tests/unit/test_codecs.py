@@ -256,7 +256,7 @@ def test_a_zero_gradient_stays_zero(text, either):
     assert not any(error.any() for error in ranks[0].errors.values())
 
 
-def test_the_random_start_is_equal_on_all_ranks_and_leaves_the_users_generator_alone(either):
+def test_the_random_start_is_equal_on_all_ranks_and_keeps_the_users_generator(either):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     ranks = build("powersgd:2", 2)

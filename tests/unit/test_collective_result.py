@@ -60,7 +60,7 @@ def test_a_json_row_has_every_key_in_plain_values(build, record):
     assert (row["skew_s"], row["source"]) == (0.001, "measured")
 
 
-def test_a_json_row_of_an_import_says_what_nobody_knows(build, imported):
+def test_a_json_row_of_an_import_marks_unknown_values(build, imported):
     (row,) = build(imported).to_json()["rows"]
     assert {name for name, value in row.items() if value is None} == {
         "p10_s", "p90_s", "nwrong", "iters", "skew_s", "memory_bound_s", "fraction_of_memory",
@@ -115,13 +115,13 @@ def test_wrong_data_is_in_the_answer_and_a_failure(build, record):
     assert "3 elements were WRONG" in result.answer and "WRONG DATA" in result.failure
 
 
-def test_noise_is_what_strict_fails_for(build, build_collective, build_samples):
+def test_strict_fails_on_noise(build, build_collective, build_samples):
     assert build(build_collective()).noise == [] and build(build_collective()).failure == ""
     (noise,) = build(build_collective(timing=build_samples(1.0))).noise
     assert "fewer than 5 repetitions" in noise
 
 
-def test_one_rank_is_a_finding_and_no_reason_to_doubt(build, build_collective):
+def test_one_rank_is_a_finding_but_not_a_doubt(build, build_collective):
     result = build(build_collective(world_size=1))
     assert not result.doubts
     assert result.findings[-1].startswith("1 rank: nothing is sent, so busbw is 0")

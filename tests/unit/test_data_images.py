@@ -344,7 +344,7 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     check_refused("cifar10", tmp_path, "no-hf", tmp_path / "train.parquet")
 
 
-def test_training_images_of_cifar_are_augmented_unless_told(mnist, tmp_path):
+def test_training_images_of_cifar_are_augmented_by_default(mnist, tmp_path):
     write_batches(tmp_path)
     usual, plain = load("cifar10", tmp_path), load("cifar10", tmp_path, augment=False)
     assert usual.augmentation == load("cifar10", tmp_path, augment=True).augmentation is not None

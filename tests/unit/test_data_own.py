@@ -234,7 +234,7 @@ def test_an_epoch_of_a_stream_ends_with_the_last_step_for_which_every_rank_has_a
     assert [[window.num_samples for window in rank] for rank in ranks] == [[4, 4], [4, 4]] and ranks[0][-1].is_last
 
 
-def test_ranks_take_the_batches_of_a_loader_in_turns_and_end_together():
+def test_ranks_share_the_batches_of_a_loader_and_end_together():
     loader = Loader(7)
     data = open_own(loader)
     ranks = list_windows(data, 2, size=3, epoch=4)
@@ -297,14 +297,14 @@ def test_batches_have_another_size_where_they_can():
     assert caught.value.code == "batch-size"
 
 
-def test_steps_of_an_epoch_are_counted_where_the_stream_says_its_length():
+def test_steps_of_an_epoch_are_counted_if_the_stream_has_a_length():
     assert open_own(Stream()).count_windows(1, 2) == len(open_own(Stream())) == 0
     whole, part = open_own(Sized(22), batch_size=4), open_own(Sized(22), batch_size=4, is_sharded=True)
     assert [data.count_windows(1, 2) for data in (whole, part)] == [3, 6] and whole.count_windows(2, 2) == 1
 
 
 @pytest.mark.parametrize("found", [Numbers(10), Stream(10), Loader(5, 2)])
-def test_a_test_set_is_cut_into_shares_that_hold_each_sample_once(found):
+def test_a_test_set_is_cut_into_shares_that_contain_each_sample_once(found):
     data = open_own(found, "test")
     seen = []
     for rank in range(3):
@@ -444,7 +444,7 @@ def test_the_form_of_a_set_is_found_in_its_first_sample():
     assert find_form(open_own([{"x": torch.zeros(2)}])) == find_form(open_own(Loader())) == OWN_FORM
 
 
-def test_checksums_tell_samples_apart_and_skip_what_has_no_value():
+def test_checksums_distinguish_samples_and_skip_unknown_types():
     big = torch.arange(100_000)
     assert digest([big, "a"]) == digest((big.clone(), "a", object())) != digest([big + 1, "a"])
     assert digest(numpy.arange(4)) == digest(torch.arange(4)) != digest(torch.arange(5))

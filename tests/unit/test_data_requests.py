@@ -74,7 +74,7 @@ def test_possible_requests_are_accepted(name):
     check_request(DataRequest(name=name, samples=5))
 
 
-def test_a_folder_without_the_files_names_what_it_holds(tmp_path):
+def test_a_folder_without_the_files_lists_its_content(tmp_path):
     (tmp_path / "notes.md").write_text("")
     with pytest.raises(ConfigError, match=r"notes.md.*cifar-10-python"):
         check_request(DataRequest(name="cifar10", path=str(tmp_path)))
@@ -172,7 +172,7 @@ def test_files_of_the_hub_go_through_the_same_readers(fake_hub, tmp_path, monkey
     assert asked == [{"repo_id": "nyu-mll/glue", "repo_type": "dataset", "allow_patterns": "mrpc/*.parquet"}]
 
 
-def test_half_a_copy_is_completed(fake_hub, tmp_path, monkeypatch):
+def test_a_partial_copy_is_completed(fake_hub, tmp_path, monkeypatch):
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist/train-00000-of-00001.parquet").write_bytes(b"")
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO())

@@ -58,7 +58,7 @@ def test_draws_reach_every_shift_and_flip_half():
     assert not Augmentation(pad=2, flip=False, seed=0).draw(2000, 0)[:, 2].any()
 
 
-def test_a_sample_is_augmented_the_same_wherever_it_falls():
+def test_a_samples_augmentation_does_not_depend_on_its_batch():
     whole = prepared(build_images(augmentation=Augmentation(4, True, 5)), range(COUNT), 2)
     resumed = build_images(augmentation=Augmentation(4, True, 5))
     order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))

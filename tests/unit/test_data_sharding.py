@@ -112,7 +112,7 @@ def test_more_ranks_than_samples():
 
 
 @given(counts, batches, st.integers(0, 5))
-def test_a_resume_gives_the_same_rest(count, batch, epoch):
+def test_a_resumed_epoch_continues_identically(count, batch, epoch):
     order = EpochOrder(count, batch, 9, epoch)
     middle = order.num_windows // 2
     again = EpochOrder(count, batch, 9, epoch)
@@ -120,7 +120,7 @@ def test_a_resume_gives_the_same_rest(count, batch, epoch):
     assert rest == windows(order)[middle:]
 
 
-def test_order_follows_from_seed_and_epoch_alone():
+def test_order_follows_only_from_seed_and_epoch():
     torch.manual_seed(0)
     first = windows(EpochOrder(50, 8, 1, 0))
     torch.manual_seed(1)
@@ -133,7 +133,7 @@ def test_order_follows_from_seed_and_epoch_alone():
     assert join(first) != list(range(50))
 
 
-def test_seeds_of_neighbours_do_not_meet():
+def test_neighbouring_seeds_do_not_collide():
     seeds = {derive_seed(purpose, seed, epoch) for purpose in "ab" for seed in range(20) for epoch in range(20)}
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 800
 

@@ -114,7 +114,7 @@ def test_tokens_predict_the_next():
 
 
 @pytest.mark.parametrize("vocabulary", [4, 5, 64, 5000])
-def test_pairs_are_padded_behind_and_masked(vocabulary):
+def test_pairs_are_padded_at_the_end_and_masked(vocabulary):
     form = DataForm(kind="pairs", shape=(11,), num_classes=2, vocabulary=vocabulary, pad=2)
     data = load("", form=form, samples=200)
     indices = torch.tensor([5, 0, 7])
@@ -128,7 +128,7 @@ def test_pairs_are_padded_behind_and_masked(vocabulary):
     assert data.lengths.min() < data.lengths.max() <= 11
 
 
-def test_another_kind_than_the_models_is_made_as_asked():
+def test_another_kind_than_the_models_is_generated_on_request():
     form = DataForm(kind="images", shape=(1, 28, 28), num_classes=4)
     assert load("tokens", form=form, samples=4).form.kind == "tokens"
 

@@ -53,11 +53,11 @@ def test_rounds_fit_the_time_unless_specified(count, seconds, asked, expected):
     assert count(*seconds, **asked) == expected
 
 
-def test_without_a_time_for_them_all_warm_ups_are_run(count):
+def test_without_a_time_limit_all_warm_ups_are_run(count):
     assert count(9.0, pace=Pace(budget_s=2.0, min_iters=5, max_iters=15, warmup=2)) == (2, 5)
 
 
-def test_progress_is_told_as_a_share_that_ends_at_1(count):
+def test_progress_is_reported_as_a_share_that_ends_at_1(count):
     received = []
     count(0.1, iters=4, report=received.append)
     assert received == [0.25, 0.5, 0.75, 1.0]

@@ -161,7 +161,7 @@ def test_allreduce_times_survive_export(write, build_collective):
     assert copies[1].key == measured.key
 
 
-def test_a_median_stands_in_for_a_mean_that_nobody_knows(write, build_collective):
+def test_a_median_replaces_an_unknown_mean(write, build_collective):
     text = export_allreduce_times([build_collective(timing=Summary(median_s=0.25))])
     assert load_table(write(text))[0].timing == Summary(mean_s=0.25, stdev_s=0.0)
 

@@ -79,7 +79,7 @@ def test_a_resumed_run_has_its_own_settings(interrupted):
         assert caught.value.code == "resume"
 
 
-def test_a_job_that_does_not_come_to_its_fault_is_a_wrong_trial(monkeypatch):
+def test_a_job_that_does_not_reach_its_fault_is_a_failed_trial(monkeypatch):
     def fail(_):
         raise MeasurementError("it said: nothing", code="no-fault")
 
@@ -90,7 +90,7 @@ def test_a_job_that_does_not_come_to_its_fault_is_a_wrong_trial(monkeypatch):
     assert "identified 0 of 1 fault" in result.answer and "false alarms in 1 of 1 pause" in result.answer
 
 
-def test_policies_take_turns_and_have_rows_of_their_own(monkeypatch):
+def test_policies_are_interleaved_and_have_separate_rows(monkeypatch):
     monkeypatch.setattr(verb, "measure_fault", lambda trial: make_outcome(trial, recovered_s=trial.number + 1.0))
     result = verb.faults("kill", systems="train,script", backend="gloo", on_fault="spare,shrink", trials=2)
     rows = [(row.system, row.policy, row.num_trials, row.recovered_s, row.recovered_p95_s) for row in result.rows]

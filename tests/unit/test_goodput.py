@@ -110,7 +110,7 @@ def test_the_best_interval_agrees_with_a_search(changes):
     assert all(policy.estimate_share(x) >= policy.estimate_share(best_s) - 0.00101 for x in (low_s, high_s))
 
 
-def test_the_best_interval_depends_on_the_stall_and_the_faults_alone():
+def test_the_best_interval_depends_only_on_the_stall_and_the_faults():
     best_s = RESTART.find_best_interval()
     for changes in ({"restart_s": 100.0}, {"detect_s": 5.0}, {"write_s": 3.0}, {"wait_s": 50.0}):
         assert replace(RESTART, **changes).find_best_interval() == pytest.approx(best_s, rel=1e-3)
@@ -140,7 +140,7 @@ def test_ranks_that_cannot_share_the_batch_wait_with_shrink():
     assert all_others.slower_s == pytest.approx(100.0 / 1024 + 1.0) and half.slower_s == pytest.approx(51.0)
 
 
-def test_a_save_does_not_wait_for_the_one_before():
+def test_a_save_does_not_wait_for_the_previous_one():
     assert estimate_save_interval([1e-6], 5.0, 10.0) == pytest.approx(5.0, rel=1e-3)
 
 

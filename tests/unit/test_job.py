@@ -38,7 +38,7 @@ def test_no_gradient_is_ready_after_the_end():
 
 
 @pytest.mark.parametrize(("gradients", "num_bytes", "dtype"), [("bf16", 34, "bfloat16"), ("fp32", 68, "float32")])
-def test_gradients_can_travel_in_another_type(gradients, num_bytes, dtype):
+def test_gradients_can_be_sent_in_another_type(gradients, num_bytes, dtype):
     job = build_job_from_profile(build_profile(), gradients)
     assert job.num_bytes == num_bytes and {gradient.dtype for gradient in job.gradients} == {dtype}
     assert any("conversion" in note for note in job.notes) == (gradients == "bf16")
@@ -149,7 +149,7 @@ def test_the_widest_range_is_chosen():
     assert narrow.plateau == (100, 150) and narrow.chosen is curve.points[0]
 
 
-def test_a_larger_latency_asks_for_larger_buckets():
+def test_a_larger_latency_needs_larger_buckets():
     job = gpt2_large(6)
     costs = MachineCosts(curve=CURVE)
     changes = estimate_sensitivity(job, costs, CURVE)

@@ -178,7 +178,7 @@ def layer_profiles(draw):
         (lambda: TracedMessage(-1, 0.0, 0.0, 0.0), "traced message: "),
     ],
 )
-def test_an_error_says_in_words_which_record_it_is(build_bad, place):
+def test_an_error_describes_its_record(build_bad, place):
     with pytest.raises(RecordError, match=f"^{place}"):
         build_bad()
 

@@ -174,7 +174,7 @@ def test_times_of_blocks_are_where_they_are_spent():
     assert record.ready_of("0") >= 0.020
 
 
-def test_time_between_blocks_is_in_none():
+def test_time_between_blocks_belongs_to_no_block():
     first, last = nn.Linear(4, 4), Slow(0.0, 0.002)
     record = profile(
         nn.Sequential(first, last),
@@ -203,7 +203,7 @@ def test_a_block_that_is_called_twice_has_the_time_of_both():
     assert min(block(record, "slow").backward_s) >= 0.006
 
 
-def test_a_block_that_hands_on_its_input_takes_nothing_from_the_one_before():
+def test_a_block_that_returns_its_input_takes_no_time_from_the_previous_one():
     module = nn.Sequential(Slow(0.0, 0.004), nn.Identity(), nn.Linear(4, 4))
     record = profile(module, blocks=list(module.named_children()))
     assert min(block(record, "0").backward_s) >= 0.004
@@ -211,7 +211,7 @@ def test_a_block_that_hands_on_its_input_takes_nothing_from_the_one_before():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_forward_that_is_run_again_belongs_to_the_backward_of_its_block(use_reentrant):
+def test_a_recomputed_forward_belongs_to_the_backward_of_its_block(use_reentrant):
     first, second, last = (nn.Sequential(Slow(0.005, 0.001), nn.Linear(4, 4)) for _ in range(3))
 
     def loss(x):
@@ -353,7 +353,7 @@ def test_an_activation_between_blocks_is_a_block():
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), "are on cpu, meta"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(module, reason):
+def test_modules_that_cannot_be_profiled_are_refused(module, reason):
     with pytest.raises(ConfigError, match=reason):
         measure_layers(WORLD, build_replica(module, lambda: F.relu(torch.ones(()))), LABELS, iters=1, warmup=1)
 
@@ -406,7 +406,7 @@ def profile_own(step, model=None):
         job.close()
 
 
-def test_a_step_of_ones_own_is_profiled_by_its_calls():
+def test_a_users_own_step_is_profiled_by_its_calls():
     model = TwoInputs()
     optimizers = [torch.optim.SGD(model.left.parameters(), 0.1), torch.optim.Adam(model.right.parameters(), 0.1)]
     before = [param.detach().clone() for param in model.parameters()]

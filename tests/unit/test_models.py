@@ -77,7 +77,7 @@ def test_ignored_targets_count_for_nothing():
     assert answer(LOGITS, targets, IMAGES).num_correct == answer(LOGITS[:2], CLASSES[:2], IMAGES).num_correct
 
 
-def test_logits_of_an_object_and_classes_to_spare_are_taken():
+def test_logits_of_an_object_and_extra_classes_are_accepted():
     class Output:
         logits = torch.cat([LOGITS, torch.full((6, 2), -1e9)], dim=1)
 
@@ -192,7 +192,7 @@ def shared():
         (nn.ReLU(), [""]),
     ],
 )
-def test_the_blocks_have_the_names_that_one_expects(module, names):
+def test_the_blocks_have_the_expected_names(module, names):
     blocks = find_blocks(module)
     assert [name for name, _ in blocks] == names
     assert all(module.get_submodule(name) is block for name, block in blocks)
@@ -207,7 +207,7 @@ def test_the_blocks_have_the_names_that_one_expects(module, names):
         ("linear", "0", "0", 1),
     ],
 )
-def test_the_blocks_of_the_models_here(name, first, last, count):
+def test_the_blocks_of_the_built_in_models(name, first, last, count):
     options = ModelOptions()
     names = [block for block, _ in find_blocks(build_model(name, default_form(name), options))]
     assert (names[0], names[-1], len(names)) == (first, last, count)
@@ -231,7 +231,7 @@ def build(**changes):
     return module
 
 
-def test_classes_are_read_at_the_last_token_whatever_stands_behind_it():
+def test_classes_are_read_at_the_last_token_before_the_padding():
     module = build(num_classes=3)
     ids = torch.randint(50, (2, 10))
     lengths = torch.tensor([6, 10])

@@ -217,7 +217,7 @@ def test_the_weights_are_not_fetched_for_the_limits(hub, monkeypatch):
     assert calls == ["cache"] and hub.patterns == ("config.json",)
 
 
-def test_a_name_that_is_nowhere_says_why_in_one_line(hub, monkeypatch):
+def test_an_unknown_name_is_explained_in_one_line(hub, monkeypatch):
     hub()
     with pytest.raises(ConfigError, match=r"hf:a/b .*\(nothing there second line\)"):
         external.describe_weights("a/b")
@@ -263,7 +263,7 @@ def test_a_configuration_alone_gives_a_model_with_random_weights(transformers, t
 
 
 @pytest.mark.parametrize("config", [LLAMA, BERT], ids=["llama", "bert"])
-def test_a_language_model_looks_back_only_also_where_it_is_an_encoder(transformers, tmp_path, config):
+def test_encoders_become_causal_language_models(transformers, tmp_path, config):
     module = build_model(f"hf:{write_config(tmp_path, **config)}", TOKENS, PLAIN)
     assert look_back(module) == [7, 8, 9, 10, 11]
 

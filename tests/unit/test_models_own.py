@@ -157,7 +157,7 @@ def test_a_missing_name_is_refused_before_anything_runs(file, function, words):
         ("SIZE", "defines SIZE of type int"),
     ],
 )
-def test_a_function_that_does_not_serve_is_named(file, function, words):
+def test_an_unusable_function_is_named(file, function, words):
     with pytest.raises(ConfigError, match=words):
         build_model(f"{file}:{function}", FORM, PLAIN)
 
@@ -171,13 +171,13 @@ def test_a_function_that_does_not_serve_is_named(file, function, words):
         ("from os import *\n", "defines no build"),
     ],
 )
-def test_a_file_that_does_not_serve_is_named(file, source, words):
+def test_an_unusable_file_is_named(file, source, words):
     file.write_text(source)
     with pytest.raises(ConfigError, match=words):
         build_model(f"{file}:build", FORM, PLAIN)
 
 
-def test_names_that_only_running_tells_are_left_to_building(file):
+def test_names_known_only_at_run_time_are_checked_when_building(file):
     file.write_text("from neighbour import *\n")
     check_model(f"{file}:CLASSES", PLAIN)
     with pytest.raises(ConfigError, match=r"CLASSES .*int"):

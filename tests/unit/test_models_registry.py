@@ -124,7 +124,7 @@ def test_the_sizes_of_cnn(channels, hidden, elements):
 
 
 @pytest.mark.parametrize(("form", "most"), [(GREY, 5), (COLOUR, 5)])
-def test_cnn_takes_as_many_channels_as_the_image_has_room_for(form, most):
+def test_the_size_of_images_limits_the_channels_of_cnn(form, most):
     options = ModelOptions(channels=(4,) * most, hidden=8)
     assert build_model("cnn", form, options)(make_inputs(form)).shape == (2, form.num_classes)
     with pytest.raises(ConfigError, match=f"9 convolutions .*{most} channels"):

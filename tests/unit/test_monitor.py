@@ -161,7 +161,7 @@ def test_a_pause_is_not_a_hang(pause):
     assert not scene.warnings
 
 
-def test_a_pause_that_is_marked_takes_as_long_as_it_takes():
+def test_a_marked_pause_has_no_time_limit():
     for pause in (dict(state="R", cpu=1.0), dict(state="S"), dict(state="S", beats=False), dict(state="D")):
         scene = Scene()
         assert scene.run(700.0 if "cpu" in pause else 200.0, WAITS, dict(phase=SLOW) | pause) is None
@@ -203,7 +203,7 @@ def test_a_stack_is_in_a_collective_or_not(files, expected):
     assert is_in_collective(f"Current thread 0x2 (most recent call first):\n{frames}") is expected
 
 
-def test_a_kill_for_memory_is_that_of_the_rank_only_at_that_time(monkeypatch):
+def test_an_out_of_memory_kill_is_blamed_on_a_rank_only_at_that_time(monkeypatch):
     kills, now_s = [7], [100.0]
     monkeypatch.setattr(monitor_module, "count_oom_kills", lambda: kills[0])
     monkeypatch.setattr(monitor_module.time, "monotonic", lambda: now_s[0])
@@ -241,7 +241,7 @@ def test_limits_follow_the_steps():
         assert [limit_s < one.since_s < limit_s + 0.5 for one in scene.warnings] == [True]
 
 
-def test_time_counts_only_while_the_monitor_looks():
+def test_time_counts_only_while_the_monitor_runs():
     scene = Scene()
     blocked = dict(state="S", phase=FORWARD)
     assert scene.run(1.0, WAITS, blocked) is None
@@ -282,7 +282,7 @@ def test_nothing_is_certain_while_a_rank_computes(slow, other):
     assert found is not None and (found.rank, found.ends) == (1, True) and found.kind in ("left", "collective")
 
 
-def test_a_rank_on_another_host_may_be_the_one_that_is_waited_for():
+def test_the_awaited_rank_may_be_on_another_host():
     scene = Scene(has_others=True)
     assert scene.run(1000.0, WAITS, WAITS) is None and not scene.warnings
 
@@ -311,7 +311,7 @@ def test_the_verdict_is_one_paragraph():
     assert "manually" in describe_end(-signal.SIGKILL)
 
 
-def test_a_crash_tells_where_it_was():
+def test_a_crash_reports_its_location():
     stack = 'Aborted\n\nThread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in beat\n\nThread 0x2 (most '
     stack += (
         'recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 9 in call\n\nExtension modules'
@@ -386,7 +386,7 @@ def test_a_launcher_with_many_open_files_sees_its_ranks():
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-def test_what_is_announced_is_in_the_log_of_every_rank_once(tmp_path, capfd):
+def test_announcements_are_in_every_ranks_log_once(tmp_path, capfd):
     """Two ranks with their own logs; one writes to another rank's log, and one writes where we do."""
     logs = [tmp_path / "0", tmp_path / "1", tmp_path / "0", None]
     with Monitor(range(4), 4) as monitor, contextlib.ExitStack() as stack:
@@ -459,7 +459,7 @@ def await_text(monitor, text):
     wait_until(lambda: text in monitor.describe(0))
 
 
-def test_an_import_in_a_step_is_no_hang_and_a_step_in_an_import_may_be():
+def test_an_import_in_a_step_is_not_a_hang_but_a_step_in_an_import_may_be():
     wait, module = 'File "/x/hang.py", line 3 in wait', 'File "/x/torch/nn/modules/module.py", line 9 in _call_impl'
     loading = 'File "<frozen importlib._bootstrap>", line 1176 in _find_and_load'
     for frames, wanted in (((wait, loading, module), True), ((wait, module, loading), False), ((wait, module), False)):
@@ -467,7 +467,7 @@ def test_an_import_in_a_step_is_no_hang_and_a_step_in_an_import_may_be():
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-def test_the_step_of_a_fault_is_that_of_its_rank_and_not_of_the_one_that_was_faster():
+def test_the_step_of_a_fault_is_that_of_the_failed_rank():
     with Monitor([0, 1], 2) as monitor:
         for rank, step in ((0, 14), (1, 15)):
             pulse.open_page(*monitor.find_pages(rank))

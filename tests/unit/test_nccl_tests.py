@@ -66,7 +66,7 @@ def test_a_pasted_output_has_its_ranks_and_nodes(load):
 
 
 @pytest.mark.parametrize("prefix", ["[1,0]<stdout>:", "[1,0]<stdout>: ", "[0] ", "0: ", "> "])
-def test_what_launchers_put_before_a_line_is_left_out(load, prefix):
+def test_prefixes_of_launchers_are_ignored(load, prefix):
     assert load("\n".join(prefix + line for line in TWO_NODES.splitlines())) == load(TWO_NODES)
 
 
@@ -89,7 +89,7 @@ def test_older_and_longer_tables_are_read_by_their_names(load):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16])
-def test_a_table_without_its_ranks_says_them_by_its_bandwidths(load, ranks):
+def test_ranks_missing_from_a_table_follow_from_its_bandwidths(load, ranks):
     rows = [write_row(size, ranks) for size in (1024, 2**20, 2**30)]
     records = load("\n".join([NAMES, *rows]))
     assert {(r.world_size, r.nodes) for r in records} == {(ranks, 0)}
@@ -121,7 +121,7 @@ def test_a_table_without_its_ranks_says_them_by_its_bandwidths(load, ranks):
         (NAMES, "no results below"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trusted_is_refused_in_one_line(load, text, words):
+def test_untrustworthy_output_is_refused_in_one_line(load, text, words):
     with pytest.raises(RecordError) as caught:
         load(text)
     assert words in str(caught.value) and "\n" not in str(caught.value) and "pasted.txt" in str(caught.value)

@@ -81,7 +81,7 @@ def test_a_value_outside_the_limits_is_refused_with_what_is_needed(option, value
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_would_take_years_is_refused():
+def test_requests_that_would_take_years_are_refused():
     with pytest.raises(ConfigError, match=r"--iters 10\^24 takes more than a year") as caught:
         check_counts(warmup=0, iters=10**24)
     assert caught.value.code == "endless"

@@ -51,7 +51,7 @@ def test_without_outer_momentum_all_three_are_the_same(optimizer):
         assert torch.equal(Replicas(text, optimizer).train(9).vector(), local.vector()), text
 
 
-def test_a_round_of_local_sgd_is_the_mean_of_replicas_that_trained_alone():
+def test_a_round_of_local_sgd_is_the_mean_of_separately_trained_replicas():
     alone = Replicas("localsgd:1000").train(4)
     assert not alone.are_equal
     mean = torch.stack([alone.vector(rank) for rank in range(N)]).mean(0)
@@ -111,7 +111,7 @@ def test_the_outer_step_moves_in_the_replicas_direction():
     torch.testing.assert_close(half, (start + full) / 2, rtol=0, atol=1e-15)
 
 
-def test_fragments_are_sent_in_turn_and_each_once_in_a_period():
+def test_each_fragment_is_sent_once_per_period_in_order():
     replicas = Replicas("diloco:4,fragments=2,lr=1,momentum=0")
     params = [list(model.parameters()) for model in replicas.models]
     for step in range(1, 13):

@@ -59,7 +59,7 @@ def list_points(data, figure: str, **wanted):
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_first_sentence_names_what_was_planted(name):
+def test_the_first_sentence_names_the_planted_cause(name):
     kind, job = PLANTED[name]
     result = make_result(make_rows(job))
     words = {"data": "Data", "late rank": "late rank", "buckets": "bucket size", "batch": "batch", "network": "Exposed"}

@@ -172,7 +172,7 @@ def test_with_two_levels_a_codec_works_on_a_part_between_messages_inside():
     assert shared == [2 * alone[0], alone[1]] and on_host == alone
 
 
-def test_second_messages_queue_behind_first_ones_that_came_before():
+def test_second_messages_queue_behind_earlier_first_ones():
     job = make_job([1024 * 4, 1024 * 4], [0.0, 0.0], 0.0)
     step = simulate(job, [1, 2], costs("int8"))
     part = 2 * 260  # bytes of two blocks of 256 with their scales: half of a bucket
@@ -297,7 +297,7 @@ def test_a_round_costs_what_its_schedule_computes_besides_the_codec():
     )
 
 
-def test_two_levels_have_the_codec_of_as_many_ranks_as_there_are_hosts():
+def test_two_levels_use_the_codec_of_one_rank_per_host():
     found, flat = (fit_sending(parse(f"topk:0.01{more}"), 8, CODECS, ranks_per_host=4) for more in ("+hosts", ""))
     assert found is not None and flat is not None and found.has_levels and not flat.has_levels
     two = fit_sending(parse("topk:0.01"), 2, CODECS)

@@ -152,7 +152,7 @@ def test_the_same_steps_decide_the_same_again():
     assert judge_race(taken, "default") == race
 
 
-def test_one_plan_alone_is_flat():
+def test_a_single_plan_is_flat():
     race = judge_race({"default": [1.0] * 20}, "default")
     assert race.verdict == "flat" and race.is_decided and race.gain == Interval(1.0, 1.0, 1.0)
 

@@ -45,7 +45,7 @@ def test_the_host_can_be_renamed_and_its_name_does_not_leak(monkeypatch, overrid
         ([""], "paceline"),
     ],
 )
-def test_the_command_line_does_not_tell_where_the_program_lies(monkeypatch, argv, line):
+def test_the_command_line_does_not_reveal_the_location_of_the_program(monkeypatch, argv, line):
     monkeypatch.setattr(module.sys, "argv", argv)
     assert capture_environment().command_line == line
 

@@ -49,13 +49,13 @@ def test_an_order_is_stable_if_every_repetition_has_it(ready_s, is_stable):
     assert build_profile(parameters=(record.parameters[0], moved, *record.parameters[2:])).is_order_stable == is_stable
 
 
-def test_what_is_in_no_block_is_the_rest():
+def test_time_outside_blocks_is_the_rest():
     outside = build_profile().outside
     assert outside.forward_s == pytest.approx((0.2, 0.2))
     assert outside.backward_s == pytest.approx((0.3, 0.2))
 
 
-def test_the_cost_of_profiling_is_told_with_its_noise():
+def test_the_cost_of_profiling_is_reported_with_its_noise():
     record = build_profile()
     cost = record.step_cost
     assert (cost.value, cost.noise, cost.is_clear) == (pytest.approx(1.2), pytest.approx(0.1), True)

@@ -61,7 +61,7 @@ def test_exposed_is_never_negative(build_phases, build_samples):
     assert (record.exposed_s, record.overhead, record.overlap) == (0.0, 0.0, 1.0)
 
 
-def test_the_slowest_rank_is_what_a_step_takes(build_phases):
+def test_the_slowest_rank_determines_the_step(build_phases):
     uneven = Samples(seconds=((0.010, 0.014),) * 10)
     assert build_phases(timing=uneven).exposed_s == pytest.approx(0.006)
 
@@ -73,7 +73,7 @@ def test_one_rank_has_no_communication(build_phases):
     assert record.compute_s == pytest.approx(0.010)
 
 
-def test_what_is_outside_the_phases_is_the_hosts(build_phases):
+def test_time_outside_the_phases_is_host_time(build_phases):
     """10.1 ms minus 1 + 2 + 6 + 1, for each rank separately, because ranks wait for each other within a phase."""
     assert build_phases().gap_s == pytest.approx(0.0001)
     early_late = Samples(seconds=((0.0010, 0.0030),) * 10), Samples(seconds=((0.0060, 0.0040),) * 10)
@@ -135,7 +135,7 @@ def test_compute_exposed_busy_overlap_and_bandwidth_follow_from_the_steps(rng, r
     assert record.exposed_noise_s == pytest.approx(interval(plain / silent)[1] * float(np.median(silent)))
 
 
-def test_one_rank_by_itself_has_nothing_exposed_and_no_bandwidth():
+def test_a_single_rank_has_no_exposed_time_or_bandwidth():
     record = make_scale(make_rng(), 1, 1e-2)
     assert (record.exposed_s, record.compute_s) == (0.0, record.timing.median_s)
     assert (record.busy_s, record.overlap, record.busbw_bytes_per_s, record.exposed_noise_s) == (None,) * 4
@@ -233,7 +233,7 @@ def test_a_ratio_is_of_steps_in_the_same_repetition(build_wrapper):
     assert ours.timing.median_s / torch.timing.median_s != pytest.approx(0.9)
 
 
-def test_the_slowest_rank_is_what_counts(build_wrapper, build_samples):
+def test_the_slowest_rank_counts(build_wrapper, build_samples):
     both = build_samples(1.0, 1.0)
     ours = build_wrapper("paceline", (1.0, 1.0), timing=type(both)(seconds=((1.0, 2.0), (2.0, 1.0))))
     assert compare_steps(ours, build_wrapper("torch", (1.0, 1.0))).value == pytest.approx(2.0)
@@ -250,7 +250,7 @@ def test_noise_reaches_to_the_order_statistics_of_the_median(build_wrapper, coun
     assert ratio.noise == pytest.approx(max(ratios[high] - middle, middle - ratios[low]))
 
 
-def test_the_noise_covers_the_truth_about_as_often_as_it_says(build_wrapper):
+def test_the_noise_covers_the_truth_at_its_nominal_rate(build_wrapper):
     """1,000 synthetic benchmarks of two equal wrappers: a difference is claimed in about 5 % of them, not in 20 %."""
     generator = random.Random(3)
     torch, claimed = build_wrapper("torch", (1.0,) * 20), 0
@@ -268,7 +268,7 @@ def test_a_difference_is_clear_beyond_the_noise(ratio, is_clear):
     assert ratio.is_clear is is_clear
 
 
-def test_one_repetition_has_no_noise_to_tell(build_wrapper):
+def test_one_repetition_has_no_noise_estimate(build_wrapper):
     ratio = compare_steps(build_wrapper("paceline", (1.0,)), build_wrapper("torch", (2.0,)))
     assert (ratio.value, ratio.noise, ratio.is_clear) == (0.5, None, False)
 
@@ -291,7 +291,7 @@ def test_each_wrapper_is_compared_with_those_of_its_own_cell(build_wrapper):
     assert (mlp_torch.to_tuned.value, mlp_tuned.to_torch.value, mlp_torch.to_bare) == (2.0, 0.5, None)
 
 
-def test_host_time_per_parameter_is_told_for_one_rank_on_cpu_alone(build_wrapper):
+def test_host_time_per_parameter_is_reported_only_for_one_rank_on_a_cpu(build_wrapper):
     def per_parameter(times_s=(1.1, 2.1, 3.2), **changes):
         records = [build_wrapper("bare", (1.0, 2.0, 3.0), **changes), build_wrapper("paceline", times_s, **changes)]
         return compare_wrappers(records)[1].host_s_per_parameter
@@ -312,7 +312,7 @@ def test_added_memory_is_the_peak_above_the_bare_modules_peak(build_wrapper):
     assert [s.added_bytes for s in compare_wrappers([build_wrapper("bare"), build_wrapper("torch")])] == [None, None]
 
 
-def test_across_backends_torch_on_gloo_is_the_measure(build_wrapper):
+def test_across_backends_torch_on_gloo_is_the_baseline(build_wrapper):
     records = [
         build_wrapper("torch", (2.0, 4.0)), build_wrapper("paceline", (1.0, 2.0)),
         build_wrapper("torch", (1.0, 2.0), backend="paceline"),
@@ -381,7 +381,7 @@ def test_a_point_of_other_repetitions_is_refused():
         list_points([alone, make_scale(make_rng(), 2, 1e-2)])
 
 
-def test_one_rank_by_itself_is_told_from_a_wrapper_on_one_rank():
+def test_a_bare_rank_is_distinguished_from_a_wrapper_on_one_rank():
     rng = make_rng()
     bare, record = make_scale(rng, 1, 1e-2), make_scale(rng, 2, 1e-2)
     wrapped = make_scale(rng, 1, 5e-2, wrapper="paceline", backend="gloo")

@@ -107,7 +107,7 @@ def test_mean_and_deviation_over_seeds_are_those_of_a_sample(values):
 
 
 @given(SHARES, SHARES)
-def test_the_gap_is_the_baselines_mean_minus_mine(base, mine):
+def test_the_gap_is_the_baselines_mean_minus_the_recipes(base, mine):
     runs = [make_run(128, "none", seed, value) for seed, value in enumerate(base)]
     runs += [make_run(512, "lars", seed, value) for seed, value in enumerate(mine)]
     baseline, summary = summarize_seeds(runs)
@@ -212,7 +212,7 @@ def test_estimates_are_unbiased(b, num_small):
     ("num_probes", "strength"),
     [(4, 1.0), (8, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((8, 1.0), (30, 1.0), (20, 0.02)))],
 )
-def test_nine_of_ten_intervals_hold_the_truth(num_probes, strength):
+def test_nine_of_ten_intervals_contain_the_truth(num_probes, strength):
     """True for few probes, too; where noise dominates the gradient, intervals have no upper end."""
     rng = np.random.default_rng(2)
     gradient, deviations = strength * rng.standard_normal(30), rng.uniform(1, 3, 30)
@@ -302,7 +302,7 @@ def test_a_record_without_probes_is_refused():
 # -- epochs ------------------------------------------------------------------------------------------------------------
 
 
-def test_averages_weigh_every_sample_alike():
+def test_averages_weigh_every_sample_equally():
     """A tail of a single sample with a large loss counts as one sample, not as a third."""
     first, second = summarize_epochs(EPOCH_ROWS)
     assert (first.epoch, first.num_steps, first.num_samples) == (0, 3, 25)
@@ -312,7 +312,7 @@ def test_averages_weigh_every_sample_alike():
     assert (second.epoch, second.num_steps, second.loss) == (1, 1, 0.5)
 
 
-def test_times_add_up_and_steps_that_were_not_timed_are_taken_as_the_others():
+def test_times_add_up_and_untimed_steps_count_as_average():
     first, _ = summarize_epochs(EPOCH_ROWS)
     assert first.seconds == pytest.approx(1.5)
     assert first.samples_per_s == pytest.approx(25 / 1.5)

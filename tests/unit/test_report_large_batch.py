@@ -20,7 +20,7 @@ LOST = build_noise(tuple(NoiseProbe((s, s), s * d) for s, d in ((8.0, 0.45), (9.
 UNSURE = build_noise(tuple(NoiseProbe((8.0, 8.0), big) for big in (3.0, 4.5, 6.0)))
 
 
-def test_the_table_has_what_was_found_and_how_sure_it_is():
+def test_the_table_has_estimates_and_intervals():
     text = Table("noise", "", NOISE, [build_known(840.0), LOST]).markdown()
     assert len({line.count("|") for line in text.splitlines()}) == 1
     known, lost = text.splitlines()[2:]
@@ -38,7 +38,7 @@ def test_a_row_has_no_infinite_number():
     assert table.csv().count("\n") == 3
 
 
-def test_a_sentence_says_what_a_big_batch_costs():
+def test_a_sentence_states_the_cost_of_a_large_batch():
     first, last = build_known(45.0, step=1, epoch=1.0), build_known(840.0)
     (text,) = describe_noise([last, first], 8192)
     (low, high), (least, most) = last.estimate.interval, first.estimate.interval
@@ -82,7 +82,7 @@ def _predict_numbers(size, recipe, seed, loss):
     return replace(run, curve=curve)
 
 
-def test_recipes_of_numbers_are_compared_by_their_test_loss(build_environment):
+def test_regression_recipes_are_compared_by_test_loss(build_environment):
     losses = {(128, "none"): 0.2, (1024, "none"): 0.9, (1024, "lars"): 0.4, (1024, "linear"): 0.1}
     runs = [_predict_numbers(*cell, seed, loss + 0.01 * seed) for cell, loss in losses.items() for seed in (0, 2)]
     result = build_result(Run("scale large-batch", {}, build_environment(), tuple(runs)))

@@ -51,7 +51,7 @@ def test_the_tables_show_blocks_and_parameters_in_their_orders():
     assert Table("", "", PARAMETERS, list_parameters(record)).rows_json()[3]["ready_s"] is None
 
 
-def test_the_words_say_what_it_costs_and_what_is_odd():
+def test_the_text_has_costs_and_warnings():
     text = "\n".join(describe_layers(build_profile(note="2 parameters are not trained")))
     assert "profiling overhead: +20.0% ± 10.0% of a step; +50.0%" in text
     assert "same order in every step" in text
@@ -336,7 +336,7 @@ def test_steps_of_different_sizes_are_said_to_differ_and_compared_by_samples(tra
     assert result.config["settings_that_differ"] == {"batch_size": [8, 32], "accumulate": [1, 2]}
 
 
-def test_two_traces_that_differ_in_accumulation_alone_show_what_it_should_have_done(traced, build_environment):
+def test_two_traces_that_differ_only_in_accumulation_show_its_expected_effect(traced, build_environment):
     """Messages take 42.2 % of the first kernel time: 42.2 / (42.2 + 2 x 57.8) is 26.7 %."""
 
     def compare(second):

@@ -100,7 +100,7 @@ def test_rows_of_a_batch_sweep_follow_from_its_epochs(rng):
     assert [int(row["batch_size"]) for row in rows if row["is_knee"] == "True"] == [min(knees)]
 
 
-def test_the_printed_sweep_marks_the_knee_and_tells_what_does_not_fit():
+def test_the_printed_sweep_marks_the_knee_and_the_sizes_that_do_not_fit():
     records = make_batches(make_rng())
     rows = cells(batch_sizes.build_batch_table(records), None)
     assert [row["mark"] for row in rows] == ["", "", "knee", "", "", "out of memory"]
@@ -209,7 +209,7 @@ def test_a_bandwidth_without_a_peak_is_shown_alone():
     assert shown["peak (GB/s)"] == shown["of peak"] == "" and shown["busbw (GB/s)"]
 
 
-def test_what_was_not_timed_without_communication_is_not_called_0():
+def test_steps_not_timed_without_communication_have_no_value():
     line = make_line(wrapper="dp", no_comm=None, num_bytes=0, num_messages=0)()
     row = row_of(rank_scaling.COMMUNICATION, line)
     assert (row["compute_s"], row["exposed_s"], row["exposed_share"], row["overlap"]) == (None,) * 4
@@ -314,7 +314,7 @@ def test_predictions_from_steps_of_a_busy_machine_are_doubtful():
         assert (steps in str(result.findings)) is (load > 0)
 
 
-def test_the_bands_of_a_prediction_hold_its_value():
+def test_prediction_intervals_contain_the_value():
     point = Prediction(step_s=2.0, low_s=1.0, high_s=4.0, local_s=4.0, mode="strong", cell_size=64, world_size=4)
     assert (point.find_bounds(point.speedup), point.efficiency_bounds) == ((1.0, 4.0), (0.25, 1.0))
 
@@ -338,7 +338,7 @@ def describe(records):
     return rank_scaling.describe_lines([line for line in lines if line.record.world_size > 1], lines)
 
 
-def test_a_sweep_tells_its_knee_and_what_does_not_fit():
+def test_a_sweep_reports_its_knee_and_the_sizes_that_do_not_fit():
     records = make_batches(make_rng())
     rates = {r.batch_size: 4096 / np.median(slowest(r.timing)) for r in records if r.timing}
     assert batch_sizes.describe_batches(records) == [
@@ -379,7 +379,7 @@ def test_throughput_that_still_grows_at_the_largest_size_has_no_knee_anywhere(bu
     ]
 
 
-def test_a_sweep_in_which_nothing_fits_has_only_that_to_say():
+def test_a_sweep_in_which_nothing_fits_reports_only_that():
     record = make_batch(make_rng(), 64, failure="out of memory")
     assert batch_sizes.describe_batches([record]) == ["Batch size 64 does not fit: out of memory."]
 
@@ -407,7 +407,7 @@ def test_a_point_names_the_larger_cause(mode, compute_s, exposed_s, text):
     assert line in expected
 
 
-def test_without_steps_without_communication_no_cause_is_named():
+def test_no_cause_is_named_without_steps_without_communication():
     records = [make_steady(1, 0.01), make_steady(2, 0.02, wrapper="dp", no_comm=None, num_bytes=0)]
     (line,) = describe(records)
     assert line == "2 ranks with 32 samples per rank in dp: efficiency 0.50 ± 0.00."
@@ -435,7 +435,7 @@ def _disturb(record, rank, factor):
     return replace(record, no_comm=replace(record.no_comm, seconds=rows))
 
 
-def test_a_rank_that_something_else_held_up_is_named():
+def test_a_rank_delayed_by_another_process_is_named():
     record = make_scale(make_rng(), 4, 0.01)
     assert rank_scaling.describe_stragglers([record]) == []
     assert rank_scaling.describe_stragglers([_disturb(record, 2, 1.02)]) == []  # close to the others
@@ -487,7 +487,7 @@ def _build_disturbed(build_environment, mode="weak", sizes=(32, 64)):
     return build_result(Run("scale ranks", {}, build_environment(), tuple(records)))
 
 
-def test_a_disturbed_cell_is_marked_and_nothing_is_said_about_its_efficiency(build_environment):
+def test_a_disturbed_cell_is_marked_and_its_efficiency_is_not_reported(build_environment):
     result = _build_disturbed(build_environment)
     (warning,) = [line for line in result.sentences if "do not use this cell" in line]
     assert warning.startswith("4 ranks with 64 samples per rank: ")
@@ -503,7 +503,7 @@ def test_a_disturbed_cell_is_marked_and_nothing_is_said_about_its_efficiency(bui
         assert [row["mark"] for row in cells(table, None)] == ["disturbed" * late for late in expected]
 
 
-def test_a_study_of_disturbed_cells_alone_says_only_that(build_environment):
+def test_a_study_with_only_disturbed_cells_reports_only_that(build_environment):
     one, two = make_steady(1, 0.01), _disturb(make_steady(2, 0.015), 1, 1.5)
     result = build_result(Run("scale ranks", {}, build_environment(), (one, two)))
     assert result.answer.startswith("2 ranks with 32 samples per rank: do not use this cell.") and not result.findings
@@ -541,7 +541,7 @@ def _runs(cells, **changes):
     ]
 
 
-def test_large_batches_tell_the_gap_the_updates_and_what_repairs_it():
+def test_large_batches_report_the_gap_the_updates_and_the_best_recipe():
     cells = {(128, "none"): 0.904, (1024, "none"): 0.713, (1024, "linear"): 0.85, (1024, "lars"): 0.896}
     assert large_batches.describe_recipes(summarize_seeds(_runs(cells))) == [
         "Baseline (the same epochs): 128 without a recipe: 90.4 % (± 0.1, 3 seeds), after 320 updates in 40 epochs.",
@@ -564,7 +564,7 @@ def test_the_best_recipe_is_compared_with_the_baseline(accuracy, text):
     assert re.sub(r" 0\.[01] points", " 0.0 points", line).endswith(text)
 
 
-def test_a_recipe_says_its_updates_where_they_differ_and_nothing_where_nothing_was_lost():
+def test_a_recipe_is_reported_only_if_accuracy_was_lost_and_its_updates_only_if_they_differ():
     runs = [make_run(128), make_run(1024, accuracy=0.7), make_run(1024, "grow", accuracy=0.8, num_updates=9)]
     assert large_batches.describe_recipes(summarize_seeds(runs))[1].endswith(
         "; the best recipe, grow: 10.0 points below the baseline, after 9 updates."
@@ -579,7 +579,7 @@ def test_the_answer_is_about_the_largest_batch_in_whatever_order(build_environme
     assert result.answer.startswith("1024 without a recipe")
 
 
-def test_the_answer_of_ranks_says_whether_more_of_them_help(results):
+def test_the_answer_says_whether_more_ranks_help(results):
     result = results["scale ranks"]
     most = [point for point in result.points if point.record.world_size == 4]
     weak = max(point.efficiency for point in most if point.record.mode == "weak")
@@ -603,13 +603,13 @@ def test_failures_are_reported():
     assert lines[1] == "1024 without a recipe: no seed finished (loss is nan)."
 
 
-def test_recipes_without_a_baseline_stand_alone():
+def test_recipes_without_a_baseline_are_not_compared():
     assert large_batches.describe_recipes(summarize_seeds([make_run(512, "lars")])) == [
         "512 with lars: 90.0 % (one seed), after 8 updates in 4 epochs."
     ]
 
 
-def test_predictions_tell_their_error_and_what_lies_beyond():
+def test_predictions_report_their_error_and_the_values_for_more_ranks():
     records = [make_steady(1, 0.010), make_steady(2, 0.010), make_steady(4, 0.0125)]
     predicted = [
         replace(p, step_s=s, low_s=s / 2, high_s=2 * s, local_s=0.01, network="10 Gb/s")
@@ -634,7 +634,7 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
     ]
 
 
-def test_strong_predictions_tell_the_speedups_at_both_ends_of_the_curve():
+def test_strong_predictions_report_the_speedups_at_both_ends_of_the_curve():
     counts = tuple(2**i for i in range(1, 11))
     lines = match_predictions(make_predictions(mode="strong", cell_size=1024, counts=counts), [])
     (text,) = rank_scaling.describe_predictions(lines)
@@ -747,7 +747,7 @@ def test_several_studies_make_one_report(results, build_environment, tmp_path):
     ]  # fmt: skip
 
 
-def test_one_rank_alone_makes_a_page(build_environment):
+def test_a_single_rank_makes_a_page(build_environment):
     record = make_scale(make_rng(), 1, 0.01)
     result = build_result(Run("scale ranks", {}, build_environment(), (record,)))
     assert result.findings == [] and [table.name for table in result.tables()] == ["scaling"]

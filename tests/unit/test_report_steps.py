@@ -88,7 +88,7 @@ def test_a_difference_inside_the_noise_is_marked(standings):
     assert "/ tuned" not in cells["torch"]
 
 
-def test_one_repetition_is_no_verdict(build_wrapper):
+def test_one_repetition_gives_no_verdict(build_wrapper):
     cells = _cells(compare_wrappers([build_wrapper("torch", (1.0,)), build_wrapper("paceline", (2.0,))]))
     assert cells["paceline"]["/ torch"] == "2.000 ?"
 
@@ -158,7 +158,7 @@ def test_the_row_and_the_table_say_the_same(build_phases):
     assert cells["source"] == "measured"
 
 
-def test_what_is_unknown_is_an_empty_cell(build_phases):
+def test_unknown_values_are_empty_cells(build_phases):
     cells = {column.header: column.cell(build_phases(busy=None)) for column in PHASES}
     assert (cells["busy (ms)"], cells["overlap"], cells["busbw (GB/s)"]) == ("", "", "")
 

@@ -20,7 +20,7 @@ def answer(build_environment, *groups, **changes):
     return build_result(Run("scale strategies", {}, build_environment(), tuple(runs))).answer
 
 
-def test_the_one_that_sends_least_within_the_spread_is_the_answer(build_environment):
+def test_the_answer_is_the_strategy_that_sends_least_within_the_spread(build_environment):
     said = answer(
         build_environment, ("dense", 400, (0.85, 0.86)), ("bf16", 200, (0.84, 0.86)), ("int8", 100, (0.845, 0.85)),
         ("topk:0.01", 10, (0.7, 0.72)),
@@ -39,12 +39,12 @@ def test_the_one_that_sends_least_within_the_spread_is_the_answer(build_environm
         ((0.997, 0.999), (0.996, 0.99), "No strategy is as good as bf16"),
     ],
 )
-def test_what_does_not_tell_is_said(build_environment, bf16, int8, wanted):
+def test_inconclusive_runs_are_reported(build_environment, bf16, int8, wanted):
     said = answer(build_environment, ("dense", 400, bf16), ("bf16", 200, bf16), ("int8", 100, int8))
     assert said.startswith(wanted)
 
 
-def test_a_loss_far_beyond_a_guess_is_no_baseline(build_environment):
+def test_a_loss_far_worse_than_guessing_is_not_a_baseline(build_environment):
     groups = ("dense", 400, (0.3, 0.3)), ("bf16", 200, (0.3, 0.31)), ("int8", 100, (0.3, 0.31))
     assert "as good as" in answer(build_environment, *groups)
     curve = tuple(replace(point, test_loss=5.0) for point in make_run(accuracy=0.3).curve)

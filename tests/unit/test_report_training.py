@@ -55,7 +55,7 @@ def test_the_times_of_a_busy_machine_are_doubted_also_from_disk(tmp_path):
     assert load_result(result.save(tmp_path / "run")).warnings == (warning,)
 
 
-def test_faults_are_named_and_one_that_ended_the_run_is_none_of_them():
+def test_faults_are_named_except_one_that_ended_the_run():
     ones = [("restart", n, 10 * n) for n in range(1, 6)] + [("restart", None, None), ("stop", 1, 60)]
     faults = [
         {"policy": policy, "rank": rank, "step": step, "recovered_s": None if rank == 2 else 0.25, "steps_lost": rank}
@@ -95,7 +95,7 @@ def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
     ],
     ids=["all", "untested", "numbers", "nan"],
 )
-def test_the_picture_shows_what_there_is(rows, labels):
+def test_the_picture_shows_the_available_data(rows, labels):
     figure = plot_training(rows, "a run", "a machine")
     main, *right = figure.axes
     assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
@@ -108,7 +108,7 @@ def test_the_picture_shows_what_there_is(rows, labels):
 
 
 @pytest.mark.parametrize("loss", [None, math.nan])
-def test_a_loss_that_is_no_number_is_valid_json(loss):
+def test_a_nan_loss_is_valid_json(loss):
     result = build_run([build_epoch_row(1, loss=loss), build_epoch_row(2)])
     assert math.isnan(result.epochs[0].loss)
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))["epochs"][0]["loss"] is None
@@ -150,7 +150,7 @@ def test_runs_are_compared_with_the_first():
     assert len(max(result.text(80).splitlines(), key=len)) <= 80
 
 
-def test_more_speed_than_the_ranks_explain_is_doubted():
+def test_a_superlinear_speed_up_is_doubted():
     assert compare(build_curve(1, 0.6), build_curve(2, 0.3)).warnings == ()
     (warning,) = compare(build_curve(1, 0.6), build_curve(2, 0.2)).warnings
     assert warning.startswith("2 ranks: 3.00 times as fast")
@@ -158,7 +158,7 @@ def test_more_speed_than_the_ranks_explain_is_doubted():
     assert compare(build_curve(2, 0.6), build_curve(1, 0.2)).warnings == ()
 
 
-def test_runs_that_learn_something_else_are_told_from_when_on():
+def test_runs_that_diverge_report_where_they_diverge():
     result = compare(build_curve(1, 0.5), build_curve(2, 0.5, 0.02))
     text = "1 rank and 2 ranks learn the same for 2 of 4 steps; then the loss of a step differs by up to 2.0%."
     assert not result.learned_the_same and result.answer.startswith(text)
@@ -232,7 +232,7 @@ def test_the_losses_of_all_runs_are_on_one_axis():
 
 
 @pytest.mark.parametrize("other", [build_run([]), Result(Run("bench allreduce", {}, capture_environment(), ()))])
-def test_what_took_no_step_is_not_compared(other):
+def test_runs_without_steps_are_not_compared(other):
     with pytest.raises(ConfigError) as caught:
         compare(build_curve(1, 0.5), other)
     assert caught.value.code == "mismatch"

@@ -122,7 +122,7 @@ def test_the_comparison_decides(times_s, spread, verdict, words):
     assert {"to use" if place else "to keep", "predicted", "within 1 % of the default"} <= labels
 
 
-def test_what_races_is_the_default_the_predicted_best_the_best_of_the_sweep_and_what_may_be_as_good():
+def test_candidates_are_the_default_the_predicted_and_measured_best_and_those_that_may_be_as_good():
     tuning = tune(SLOW, (0.150, 0.110, 0.090))
     labels = [candidate.label for candidate in tuning.candidates]
     assert labels[0] == "default" and "recommended" in labels and len(labels) == len(set(labels)) <= 6
@@ -133,7 +133,7 @@ def test_what_races_is_the_default_the_predicted_best_the_best_of_the_sweep_and_
         assert one["low_s"] < one["step_s"] < one["high_s"] and one["bucket_bytes"] == list(candidate.plan.bucket_bytes)
 
 
-def test_a_plan_that_raced_is_the_one_that_is_saved_where_dtypes_are_mixed():
+def test_the_compared_plan_is_the_saved_one_for_mixed_dtypes():
     """One bucket per dtype: their bytes do not reveal where the ready order was cut."""
     dtypes = ("float32", "float64") * 4
     tuning = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "recommended": 0.120})
@@ -185,7 +185,7 @@ def test_an_unconfirmed_prediction(takes_lists):
     assert {point["source"] for point in row["grid"]} == {"simulated"}
 
 
-def test_a_row_has_what_is_promised_and_the_numbers_of_the_tuning():
+def test_a_row_has_every_key_and_the_tunings_numbers():
     confirmed = {"default": 0.150, "recommended": 0.120, "cap 8 MiB": 0.130}
     tuning = tune(SLOW, (0.150, 0.110, 0.100), confirmed)
     result = make_result(tuning)
@@ -243,7 +243,7 @@ def test_a_tuning_on_a_busy_machine_says_that_nothing_can_be_concluded():
     assert "nothing can be concluded" in doubts[0].text and len(busy.noise) > 0
 
 
-def test_the_race_allows_for_a_busy_machine():
+def test_the_comparison_allows_for_a_busy_machine():
     spread, times_s = (0.3, 1.0, 1.9, 0.4, 1.7), (0.150, 0.110, 0.100)
     decided = make_result(tune(SLOW, times_s, {"default": 9.0, "recommended": 0.120}, spread=spread))
     doubts = find_doubts(decided.records, replace(decided.run.environment, cores=2))
@@ -320,7 +320,7 @@ def test_the_curve_reaches_the_best_size_even_beyond_the_model(caps):
     assert min(curve) <= caps[0] and max(curve) >= caps[-1] and best[0] in caps
 
 
-def test_what_is_confirmed_does_not_change_the_plan():
+def test_confirmation_does_not_change_the_plan():
     job = SLOW
     default = plan_by_cap(job.gradients, ORDER, MIB)
     records = job.build_calibration()
@@ -338,7 +338,7 @@ def test_the_predicted_gain_is_that_of_the_best_plan_whether_it_ran_or_not():
     assert make_result(after).to_json()["predicted_gain"] == after.predicted_gain == before.predicted_gain
 
 
-def test_the_emulated_network_is_what_messages_cost():
+def test_the_emulated_network_determines_the_cost_of_messages():
     settings = replace(SETTINGS, network="1gbe", network_ranks=4)
     settings.check(ranks=1)
     for ranks, others in ((2, settings), (1, replace(settings, network_ranks=1)), (1, SETTINGS)):

@@ -36,7 +36,7 @@ def test_quantile_stays_inside_the_values_and_agrees_with_the_median(values, q):
 
 
 @pytest.mark.parametrize(("reducer", "reduced"), [("max", (3.0, 5.0)), ("min", (1.0, 4.0)), ("mean", (2.0, 4.5))])
-def test_a_reducer_makes_one_time_of_all_ranks(reducer, reduced):
+def test_a_reducer_combines_the_times_of_all_ranks(reducer, reduced):
     samples = Samples(seconds=((1.0, 3.0), (5.0, 4.0)), warmup_seconds=((99.0, 99.0),), reducer=reducer)
     assert samples.reduced_s == reduced
     assert (samples.count, samples.num_ranks) == (2, 2)

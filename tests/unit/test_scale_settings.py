@@ -125,7 +125,7 @@ def test_the_sweep_uses_shared_memory_where_all_ranks_are_on_one_host():
         ("drop", 96, 32, 3 * 3), ("keep", 20, 32, 3), ("drop", 20, 32, 0),
     ],
 )  # fmt: skip
-def test_updates_count_the_last_smaller_batch_as_the_tail_says(tail, num_samples, size, wanted):
+def test_updates_count_a_smaller_last_batch_according_to_the_tail(tail, num_samples, size, wanted):
     settings = dataclasses.replace(LARGE, job=dataclasses.replace(LARGE.job, tail=tail))
     assert settings.count_updates(size, num_samples) == wanted
 
@@ -135,7 +135,7 @@ def cells():
     return LARGE.list_cells(200)
 
 
-def test_the_baseline_is_first_and_every_run_is_there_once(cells):
+def test_the_baseline_is_first_and_every_run_is_listed_once(cells):
     named = [(cell.budget, cell.global_batch_size, cell.recipe, cell.settings.seed) for cell in cells]
     plan = [("epochs", 8, "none"), *(("epochs", *pair) for pair in itertools.product((32, 64), LARGE.recipes))]
     plan += [("updates", size, "none") for size in (8, 32, 64)]
@@ -148,7 +148,7 @@ def test_noise_is_probed_once_in_the_baselines_first_seed(cells):
     assert [cell.name for cell in cells if cell.probes] == ["epochs 8 none seed 5"]
 
 
-def test_recipes_are_held_against_the_base_batch(cells):
+def test_recipes_are_checked_against_the_base_batch(cells):
     of = {cell.name: cell.settings for cell in cells}
     plain, warmed = of["epochs 64 none seed 5"], of["epochs 64 linear+warmup seed 5"]
     assert (plain.lr, plain.lr_warmup, plain.schedule) == (LARGE.job.lr, 0, "piecewise")
@@ -167,7 +167,7 @@ def test_runs_of_equal_updates_have_twice_those_of_the_largest_batch_or_so_many_
     assert all(cell.settings.steps is None for cell in found if cell.budget == "epochs")
 
 
-def test_what_a_rank_computes_at_once_is_bounded():
+def test_micro_batches_are_bounded():
     bounded = dataclasses.replace(LARGE, most_at_once=12, job=dataclasses.replace(LARGE.job, ranks=2))
     for cell in bounded.list_cells(200):
         assert cell.settings.batches.batch_size <= 12
@@ -175,7 +175,7 @@ def test_what_a_rank_computes_at_once_is_bounded():
         assert cell.settings.batches.global_batch_size == first
 
 
-def test_a_table_can_say_what_a_recipe_set(cells):
+def test_a_table_can_show_the_settings_of_a_recipe(cells):
     received = {cell.name: cell.configuration for cell in cells}
     assert received["epochs 8 none seed 5"] == "sgd, lr 0.05, piecewise"
     assert received["epochs 64 linear+warmup seed 6"] == "sgd, lr 0.4, piecewise, warm-up 2"
@@ -205,7 +205,7 @@ def test_a_table_can_say_what_a_recipe_set(cells):
         ),
     ],
 )
-def test_runs_that_cannot_be_are_refused_before_any_is_trained(changes, num_samples, words):
+def test_impossible_runs_are_refused_before_any_training(changes, num_samples, words):
     settings = dataclasses.replace(LARGE, **changes)
     settings.check()
     with pytest.raises(ConfigError) as caught:

@@ -66,7 +66,7 @@ def svgs():
         ("curves", ["no recipe at 1,024, same epochs (measured, 3 seeds)", ">epochs<", ">updates<"]),
     ],
 )  # fmt: skip
-def test_a_picture_tells_its_machine_its_lines_and_their_source(svgs, name, texts):
+def test_a_picture_names_its_machine_its_lines_and_their_source(svgs, name, texts):
     assert [text for text in [*texts, "box"] if text not in svgs[name]] == []
 
 
@@ -96,7 +96,7 @@ def test_the_sweep_is_drawn_in_samples_per_s_and_mib():
     )
 
 
-def test_memory_that_nobody_counted_is_not_drawn():
+def test_uncounted_memory_is_not_drawn():
     records = [make_batch(make_rng(), size, 1.0, peak_bytes=0) for size in (32, 64)]
     assert len(batch_sizes.plot_batches(records, "box").axes) == 1
 
@@ -110,7 +110,7 @@ def test_lines_of_ranks_start_at_one_rank_and_follow_the_seconds(mode, size, num
     assert _lines(panel)["ideal"] == ([1, 2, 4], [1, 1, 1] if mode == "weak" else [1, 2, 4])
 
 
-def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
+def test_predictions_continue_the_measured_line_of_the_best_variant():
     best = make_predictions(counts=(4, 64, 1024))
     slow = [replace(p, label="torch on gloo", step_s=2 * p.step_s) for p in best]
     panel = plot_predicted("weak", [*best, *slow]).axes[0]

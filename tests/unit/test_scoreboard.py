@@ -49,7 +49,7 @@ def test_a_program_is_well_formed(board, name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_step_trains_with_and_without_the_ailment(board, name, monkeypatch):
+def test_a_step_trains_with_and_without_the_planted_problem(board, name, monkeypatch):
     """One step of each variant, without ranks: gradients reach every parameter that is optimized."""
     kind = board["run"].load_program(name)
     if kind.needs_cuda and not torch.cuda.is_available():
@@ -98,14 +98,14 @@ def count_sleeps(board, monkeypatch, name, cured, rank):
 
 
 @pytest.mark.parametrize("name", ["slow_loader_rank", "slow_backward_rank", "slow_forward_rank"])
-def test_a_slow_rank_waits_only_where_it_is_ailing(board, monkeypatch, name):
+def test_a_slow_rank_waits_only_where_its_problem_is_planted(board, monkeypatch, name):
     culprit = board["run"].describe(name)["culprit"]
     assert count_sleeps(board, monkeypatch, name, False, culprit) > 0
     assert count_sleeps(board, monkeypatch, name, False, 1 - culprit) == 0
     assert count_sleeps(board, monkeypatch, name, True, culprit) == 0
 
 
-def test_cures_change_the_option_that_is_ailing(board):
+def test_cures_change_the_option_that_causes_the_problem(board):
     def options(name, cured):
         program = board["run"].load_program(name)(cured, 0)
         return program.wrapper_options | program.loader_options | {"backend": program.backend, "n": program.threads}
@@ -185,7 +185,7 @@ def test_a_tool_that_did_not_run_is_not_scored(board):
     assert score.is_gain and score.overhead is None
 
 
-def test_an_ailment_that_costs_nothing_here_is_left_out_with_its_reason(board):
+def test_a_problem_that_costs_nothing_here_is_skipped_with_a_reason(board):
     document = build_document()
     assert board["score"].find_reason(document) == ""
     document["runs"]["cured"] = [{"samples": 8, "steps_s": [0.0099, 0.0099]}]
@@ -205,7 +205,7 @@ def test_the_first_finding_is_the_answer(board):
     assert answer.causes == ("healthy",) and answer.gain is None and not answer.is_conclusive
 
 
-def test_an_inconclusive_answer_is_no_false_finding_and_needs_the_right_cause(board):
+def test_an_inconclusive_answer_is_not_a_false_finding_and_needs_the_right_cause(board):
     def score(**changed):
         document = build_document(**changed)
         document["answers"]["Paceline"]["is_conclusive"] = False
@@ -291,7 +291,7 @@ def build_table(**self_us):
         ({"gloo:all_reduce": 45}, {"gloo:all_reduce": 44}, "network", None),
     ],
 )
-def test_a_reader_of_the_profiler_finds_what_stands_out(board, first, second, cause, rank):
+def test_reading_the_profiler_finds_the_bottleneck(board, first, second, cause, rank):
     answer = board["peers"].read_profiler([build_table(**first), build_table(**second)])
     assert cause in answer.causes and answer.rank == rank
 

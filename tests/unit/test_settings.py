@@ -43,7 +43,7 @@ def build_chunked(**changes):
         (1, {"backends": ("nccl",)}, "one GPU per rank: 2 ranks on this host, 1 GPU here; use --ranks 1"),
     ],
 )
-def test_a_host_without_enough_gpus_refuses(host, make, gpus, changes, reason):
+def test_a_host_without_enough_gpus_is_refused(host, make, gpus, changes, reason):
     host(gpus=gpus)
     make(**changes).check()
     with pytest.raises(ConfigError, match=re.escape(reason)):
@@ -83,7 +83,7 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
         ({"limit": True, "collective": "all_gather"}, "--limit applies only to all_reduce"),
     ],
 )
-def test_a_benchmark_of_collectives_refuses(host, changes, reason):
+def test_invalid_benchmarks_of_collectives_are_refused(host, changes, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)):
         build(**changes).check()
 
@@ -98,7 +98,7 @@ def test_a_benchmark_of_collectives_refuses(host, changes, reason):
         ({"chunks": (1024, 8192)}, "a chunk of 8 KiB is larger than the total of 4 KiB"),
     ],
 )
-def test_a_benchmark_of_chunks_refuses(host, changes, reason):
+def test_invalid_benchmarks_of_chunks_are_refused(host, changes, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)):
         build_chunked(**changes).check()
 
@@ -118,7 +118,7 @@ def test_a_benchmark_of_chunks_refuses(host, changes, reason):
         (1, build(device="cuda", ranks=(4,))),  # ranks on gloo can share a GPU
     ],
 )
-def test_a_sane_request_is_accepted(host, gpus, settings):
+def test_a_valid_request_is_accepted(host, gpus, settings):
     host(gpus=gpus)
     settings.check()
     settings.check_host(max(settings.ranks))
@@ -202,7 +202,7 @@ def test_only_our_backend_has_shared_memory():
     assert (settings.memories_of("gloo"), settings.memories_of("shm")) == (("ordinary",), BOTH)
 
 
-def test_what_is_reduced_in_shared_memory_is_what_the_transport_says():
+def test_reductions_in_shared_memory_match_the_transport():
     from torch.distributed import ReduceOp
 
     from paceline.transport import group, works

@@ -77,7 +77,7 @@ def test_slower_messages_never_make_a_step_shorter(case, factor):
 
 
 @given(steps())
-def test_with_a_network_that_takes_no_time_the_backward_is_the_local_one(case):
+def test_a_free_network_leaves_the_local_backward(case):
     job, _ = case
     step = simulate(job, each(job), MachineCosts(curve=line(0.0, 1e30)))
     assert step.over_s == pytest.approx(job.backward_s, abs=1e-9)

@@ -83,7 +83,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, step):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_system_without_hard_links_is_written_to_all_the_same(tmp_path, monkeypatch):
+def test_files_are_written_even_without_hard_links(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -195,7 +195,7 @@ def test_a_run_folder_is_named_by_time_and_verb_and_keeps_what_is_put_in(noon, r
     assert sorted(os.listdir(folder)) == ["a.bin", "a.txt", "run.json"]
 
 
-def test_runs_of_one_second_get_folders_of_their_own(noon, tmp_path):
+def test_runs_in_the_same_second_get_separate_folders(noon, tmp_path):
     names = []
     for content in "abc":
         with create_folder(tmp_path, "bench") as folder:
@@ -217,7 +217,7 @@ def test_an_empty_run_folder_is_removed(tmp_path, is_failing):
     assert os.listdir(tmp_path) == []
 
 
-def test_what_a_failed_run_saved_is_kept(tmp_path):
+def test_files_saved_by_a_failed_run_are_kept(tmp_path):
     with pytest.raises(RuntimeError), create_folder(tmp_path, "bench") as folder:
         (folder / "partial").write_text("x")
         raise RuntimeError
@@ -225,7 +225,7 @@ def test_what_a_failed_run_saved_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("below", ["", "runs"])
-def test_a_place_that_cannot_hold_a_folder_is_refused_before_the_work(tmp_path, below):
+def test_an_unusable_output_location_is_refused_before_the_work(tmp_path, below):
     (tmp_path / "file").write_text("I am not a folder")
     with (
         pytest.raises(ConfigError, match=r"file.*--out"),

@@ -64,13 +64,13 @@ def test_json_and_csv_hold_the_raw_values_under_their_keys():
     assert (float(lines[0]["time_s"]), lines[1]["time_s"]) == (0.0123456, "")
 
 
-def test_what_is_not_finite_is_null_for_programs_and_empty_for_people():
+def test_non_finite_values_are_null_for_programs_and_empty_for_people():
     table = build(Row(time_s=float("inf")), Row(time_s=float("nan")), Row())
     assert [row["time_s"] for row in table.rows_json()] == [None, None, 0.0123456]
     assert "inf" not in table.markdown() and "nan" not in table.terminal()
 
 
-def test_markdown_has_every_column_for_people_that_holds_anything():
+def test_markdown_has_every_non_empty_column_for_people():
     header, rule, row = build(Row(name="a|b")).markdown().splitlines()
     assert header == "| name | kind | size | count | time (ms) | rate (GB/s) | share |"
     assert rule == "|---|---|--:|--:|--:|--:|--:|"
@@ -86,7 +86,7 @@ def find_header(text):
     return re.split(r"\s{2,}", text.splitlines()[1].strip())
 
 
-def test_a_word_that_is_the_same_in_every_row_is_said_in_the_title():
+def test_a_value_common_to_all_rows_is_in_the_title():
     text = build(Row("one"), Row("two")).terminal(None)
     assert text.splitlines()[0] == "title (cpu)" and "kind" not in text
     text = build(Row("one"), Row("two", kind="cuda")).terminal(None)
@@ -160,13 +160,13 @@ def test_a_pivot_has_the_same_numbers_as_a_matrix():
     assert by_words.markdown().splitlines()[0] == "| name | x: time (ms) | y: time (ms) |"
 
 
-def test_rows_that_are_not_shown_are_in_the_files_alone():
+def test_hidden_rows_are_only_in_the_files():
     table = build(Row("one"), Row("two"), shown=[])
     assert table.terminal() == "" and len(table.rows_json()) == 2 and "two" in table.markdown()
     assert "two" not in build(Row("one"), Row("two"), shown=[Row("one")]).terminal()
 
 
-def test_a_table_with_ratios_says_below_what_their_marks_mean():
+def test_a_table_with_ratios_explains_their_marks_below():
     columns = (*COLUMNS, *ratio_columns("/ torch", "ratio", "ratio"))
     row = SimpleNamespace(**vars(Row()), ratio=Ratio(1.5, None))
     text = Table("table", "title", columns, [row]).terminal(None)
@@ -185,6 +185,6 @@ def test_a_table_is_one_in_a_notebook_and_names_stay_text():
     assert shown.startswith("<table>") and "&lt;b&gt;alpha" in shown and "12.3" in shown and "<b>" not in shown
 
 
-def test_rows_that_are_not_shown_are_counted():
+def test_hidden_rows_are_counted():
     table = Table("t", "", [Column("n", lambda n: n, "number", "n", is_key=True)], range(30), shown=range(20, 30))
     assert "20 of 30 rows" in table.terminal(80) and "20 of 30" not in table.html() and len(table.rows_json()) == 30

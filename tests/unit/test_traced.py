@@ -304,7 +304,7 @@ def test_an_all_reduce_of_another_autograd_node_is_not_a_bucket():
     assert not any("other traffic" in note for note in TracedJob(plain).notes)
 
 
-def test_ranks_are_compared_in_the_steps_that_both_have_whole():
+def test_ranks_are_compared_in_the_complete_steps_of_both():
     first, other = (read(made_on_cpu(JOB, FREE, CUTS), rank=rank) for rank in (0, 1))
     cut = replace(other[-1], messages=other[-1].messages[:-1])  # its trace ended before the last message did
     both = TracedJob([*first, *other[:-1], cut])
@@ -315,7 +315,7 @@ def test_ranks_are_compared_in_the_steps_that_both_have_whole():
     assert TracedJob([*first, *(replace(step, number=step.number + 9) for step in other)]).compared == [0]
 
 
-def test_the_nodes_are_the_traced_hosts_where_all_ranks_are_there():
+def test_the_nodes_are_the_traced_hosts_if_all_ranks_are_present():
     one, other = (read(made_on_cpu(JOB, FREE, CUTS), rank=rank) for rank in (0, 1))
     away = [replace(step, host="other") for step in other]
     jobs = [TracedJob(steps) for steps in (one, [*one, *other], [*one, *away])]
@@ -334,7 +334,7 @@ def test_an_insufficient_factor_is_at_its_bound_and_has_a_warning():
     assert (longer.factor, shorter.factor) == (2.0, 0.5)
 
 
-def test_steps_with_other_buckets_are_left_out():
+def test_steps_with_other_buckets_are_excluded():
     odd = read(made_on_cpu(JOB, FREE, (8,), num_steps=1))
     traced = TracedJob([*odd, *read(made_on_cpu(JOB, FREE, CUTS))])
     assert (len(traced.steps), traced.num_left_out) == (3, 1)
@@ -379,7 +379,7 @@ def test_a_message_recorded_late_ends_when_the_optimizer_begins():
     ("without", "text"),
     [("all_reduce", "no all-reduce"), (NODE, "no backward"), ("Optimizer", "")],
 )
-def test_a_trace_that_lacks_something_is_refused_with_what(without, text):
+def test_an_incomplete_trace_is_refused_with_the_missing_part(without, text):
     made = made_on_cpu(JOB, FREE, CUTS)
     made.events = [event for event in made.events if without not in event["name"]]
     if text:

@@ -219,5 +219,5 @@ def test_ranks_that_take_turns_share_the_lateness():
 
 @pytest.mark.parametrize("traces", [[late(0, messages=(1,))], [late(0, messages=()), late(1, messages=())],
                                     [late(0, messages=(1, 2)), late(1, messages=(1,))]])  # fmt: skip
-def test_without_common_messages_nobody_is_late(traces):
+def test_no_rank_is_late_without_common_messages(traces):
     assert find_lateness(traces) is None

@@ -58,14 +58,14 @@ def test_on_other_ranks_the_micro_batch_stays_where_it_can(saved, ranks, batches
         ),
     ],
 )
-def test_length_and_growth_of_a_run_that_goes_on(saved, typed, words):
+def test_length_and_growth_of_a_continued_run(saved, typed, words):
     run = TrainSettings(**saved)
     with pytest.raises(ConfigError) as caught:
         change_settings(run, typed)
     assert words in str(caught.value)
 
 
-def test_what_leaves_a_run_the_same_may_be_typed_again():
+def test_options_that_do_not_change_a_run_may_be_repeated():
     run = TrainSettings(epochs=2, batch_growth=((0.5, 4),))
     typed = dataclasses.replace(run, grow="batch-size")
     assert change_settings(run, {"epochs": 2, "batch_growth": ((0.5, 4),), "grow": "batch-size"}) == typed

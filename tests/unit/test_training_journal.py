@@ -103,12 +103,12 @@ def test_times_are_of_the_slowest_rank_and_exposed_is_an_average():
     assert row["forward_s"] == pytest.approx(0.5)
 
 
-def test_what_nobody_knows_is_none():
+def test_unknown_values_are_none():
     (row,) = exchange([build_entry(correct=None)], [build_entry(correct=None)])[0].rows
     assert (row["accuracy"], row["exposed_comm_s"]) == (None, None)
 
 
-def test_rows_are_in_the_order_of_steps_and_told_once():
+def test_rows_are_in_the_order_of_steps_and_reported_once():
     journals = [Journal(None, StopRequest()) for _ in range(2)]
     entries = [[build_entry(step, loss_sum=step * 8.0 / 2) for step in (1, 2, 3)] for _ in range(2)]
     found = exchange(*entries, journals=journals)
@@ -138,12 +138,12 @@ def test_a_signal_to_one_rank_is_known_to_all(signals, wanted):
 
 
 @pytest.mark.parametrize(("saves", "wanted"), [([True, False], True), ([False, True], False)])
-def test_rank_0_alone_says_when_to_save(saves, wanted):
+def test_only_rank_0_decides_when_to_save(saves, wanted):
     assert [found.is_save_due for found in exchange([build_entry()], [build_entry()], saves=saves)] == [wanted] * 2
 
 
 @pytest.mark.parametrize(("step_s", "every"), [(10.0, 1), (0.1, 2), (0.01, 25), (1e-5, 100), (0.0, 100)])
-def test_ranks_meet_about_four_times_a_second_and_agree_on_when(step_s, every):
+def test_ranks_exchange_about_four_times_a_second_at_an_agreed_step(step_s, every):
     """The slowest rank counts, and all ranks agree which one it is."""
     journals = [Journal(None, StopRequest()) for _ in range(2)]
     assert [journal.is_due for journal in journals] == [False, False]
@@ -165,7 +165,7 @@ def steps(path):
     return [row["step"] for row in load_metrics(path)]
 
 
-def test_rows_come_back_and_are_there_at_once(tmp_path):
+def test_rows_are_written_immediately_and_can_be_read(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     rows = [{"step": 1, "epoch": 0, "loss": 0.1, "note": "ß", "accuracy": None}, {"step": 2, "loss": -math.inf}]
     with closing(MetricsLog(path)) as log:
@@ -175,7 +175,7 @@ def test_rows_come_back_and_are_there_at_once(tmp_path):
         assert math.isnan(load_metrics(path)[2]["loss"])
 
 
-def test_every_line_is_valid_json_that_says_what_is_not_finite(tmp_path):
+def test_every_line_is_valid_json_even_with_non_finite_values(tmp_path):
     with closing(MetricsLog(tmp_path / "m")) as log:
         log.append({"step": 1, "loss": math.nan, "norm": math.inf, "rate": 0.1})
 
@@ -188,7 +188,7 @@ def test_every_line_is_valid_json_that_says_what_is_not_finite(tmp_path):
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 2, 10, 20])
-def test_a_torn_last_line_is_passed_over_and_cut_off(tmp_path, cut_bytes):
+def test_an_incomplete_last_line_is_skipped_and_truncated(tmp_path, cut_bytes):
     write(tmp_path / "m", 0, 1, 2)
     (tmp_path / "m").write_bytes((tmp_path / "m").read_bytes()[:-cut_bytes])
     assert steps(tmp_path / "m") == [0, 1]

@@ -172,7 +172,7 @@ def test_precisions_may_be_mixed_in_one_group():
     torch.testing.assert_close(exact.detach(), wanted, rtol=1e-8, atol=0)
 
 
-def test_schedulers_of_torch_drive_it():
+def test_torchs_schedulers_work():
     params = make()
     optimizer = LARS([*split_parameters(nn.Linear(3, 2), 0.1), {"params": params}], lr=0.4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -185,7 +185,7 @@ def test_schedulers_of_torch_drive_it():
     assert found == [[0.4] * 3, [0.2] * 3, [0.1] * 3]
 
 
-def test_parameters_are_split_by_what_they_are():
+def test_parameters_are_split_by_kind():
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
     module[2].bias.requires_grad_(False)
     matrices, others = split_parameters(module, 0.3)
@@ -372,7 +372,7 @@ def test_closures_schedulers_of_torch_and_parameters_without_a_gradient(kind, lr
 
 
 @pytest.mark.parametrize(("strategy", "momentum", "weight_decay"), [("bf16", 0.9, 0.001), ("topk:0.1,dgc", 0.0, 0.01)])
-def test_where_the_strategy_has_the_momentum_weight_decay_is_that_much_larger(strategy, momentum, weight_decay):
+def test_weight_decay_is_scaled_if_the_strategy_has_the_momentum(strategy, momentum, weight_decay):
     settings = TrainSettings(strategy=strategy, weight_decay=0.001, optimizer="sgd")
     matrices, others = _build_optimizer(nn.Linear(3, 2), settings, torch.device("cpu")).param_groups
     assert matrices["momentum"] == others["momentum"] == momentum

@@ -52,7 +52,7 @@ def changes(settings):
         (" linear + ghost:4 ", {"lr": 0.8, "ghost_batchnorm": 4}),
     ],
 )  # fmt: skip
-def test_a_recipe_changes_what_it_says_and_nothing_else(text, wanted):
+def test_a_recipe_changes_only_its_own_settings(text, wanted):
     settings = apply(text)
     found = changes(settings)
     assert found.pop("lr", BASE.lr) == pytest.approx(wanted.get("lr", BASE.lr))
@@ -60,7 +60,7 @@ def test_a_recipe_changes_what_it_says_and_nothing_else(text, wanted):
     settings.check()
 
 
-def test_every_switch_is_tested_and_can_stand_alone():
+def test_every_switch_is_tested_and_can_be_used_alone():
     for name in SWITCHES:
         assert changes(apply(name)), name
         assert Recipe.parse(name).names == (name,)
@@ -75,7 +75,7 @@ def test_every_switch_is_tested_and_can_stand_alone():
         (64, (4, 16, 64), (0.4, 0.55, 0.7)),
     ],
 )
-def test_a_batch_grows_by_four_and_ends_at_the_asked_one(growth, factors, shares):
+def test_a_batch_grows_by_four_and_ends_at_the_requested_one(growth, factors, shares):
     settings = apply("grow", SMALL * growth)
     assert tuple(factor for _, factor in settings.batch_growth) == factors
     assert [share for share, _ in settings.batch_growth] == pytest.approx(shares)
@@ -95,7 +95,7 @@ def test_growth_rises_to_the_batch_within_the_run(growth, share):
     settings.check()
 
 
-def test_growth_takes_the_place_of_drops():
+def test_growth_replaces_drops():
     base = dataclasses.replace(BASE, schedule="piecewise", lr_drops=(0.5, 0.75))
     settings = apply("grow", base=base)
     assert (settings.schedule, settings.lr_drops) == ("constant", ())
@@ -155,14 +155,14 @@ def test_impossible_values_are_refused_in_one_line(text, words):
     assert "\n" not in str(caught.value)
 
 
-def test_only_recipes_of_norms_need_one():
+def test_only_recipes_for_norms_need_a_norm():
     found = {name for name in SWITCHES if Recipe.parse(name).is_for_norms}
     assert found == {"ghost", "sync"}
     assert not Recipe.parse(NO_RECIPE).is_for_norms and Recipe.parse("linear+ghost").is_for_norms
 
 
 @given(share=st.integers(1, 5000), ranks=st.integers(1, 16), most=st.integers(1, 600))
-def test_a_shared_batch_is_whole_in_equal_parts_and_as_few_as_can_be(share, ranks, most):
+def test_a_shared_batch_has_the_fewest_equal_parts(share, ranks, most):
     settings = share_batch(dataclasses.replace(BASE, ranks=ranks, global_batch_size=share * ranks), most)
     assert settings.batch_size <= most
     assert settings.batches.global_batch_size == share * ranks
@@ -193,5 +193,5 @@ def test_a_growing_batch_grows_in_one_piece_as_long_as_it_fits(most, grow, batch
     settings.check()
 
 
-def test_a_batch_that_stays_does_not_ask_how_to_grow():
+def test_a_constant_batch_ignores_how_to_grow():
     assert share_batch(apply("linear"), 1024).grow == "accumulate"

@@ -205,7 +205,7 @@ def test_an_example_by_hand():
 
 
 @pytest.mark.parametrize(("share", "total"), [(0.1, 30), (0.3, 10), (0.7, 10), (0.07, 100), (0.57, 100)])
-def test_a_share_is_what_was_typed_and_not_what_a_float_makes_of_it(share, total):
+def test_a_share_is_the_typed_decimal_and_not_its_float(share, total):
     schedule = BatchSchedule(global_batch_size=1, num_samples=total, epochs=1, growths=((share, 2),))
     assert schedule.marks[0][0] == Fraction(str(share)) * total
 

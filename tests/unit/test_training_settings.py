@@ -28,7 +28,7 @@ def build_batches(ranks, batch_size, global_batch_size, accumulate):
         (2, 4, 24, 3, (4, 3, 24)),
     ],
 )
-def test_batches_are_settled_from_what_was_asked(ranks, batch_size, global_batch_size, accumulate, wanted):
+def test_batches_follow_from_the_settings(ranks, batch_size, global_batch_size, accumulate, wanted):
     found = build_batches(ranks, batch_size, global_batch_size, accumulate)
     assert (found.batch_size, found.accumulate, found.global_batch_size) == wanted
     assert found.world_size == ranks
@@ -66,12 +66,12 @@ def test_batches_that_do_not_add_up_are_refused(arguments, words):
         ("auto", (5, None)),
     ],
 )
-def test_when_to_save_is_read(text, wanted):
+def test_save_intervals_are_parsed(text, wanted):
     assert parse_save_every(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["", "10", "0s", "0steps", "1.5steps", "-3s", "3hours", "often", "1e3s", "steps"])
-def test_when_to_save_is_not_guessed(text):
+def test_ambiguous_save_intervals_are_refused(text):
     with pytest.raises(ConfigError, match="--save-every"):
         parse_save_every(text)
 
@@ -193,7 +193,7 @@ def test_saved_settings_come_back_as_they_were():
         ({"epochs": 10**30}, "endless"), ({"channels": (10**9,)}, "memory"),
     ],
 )  # fmt: skip
-def test_what_no_memory_holds_or_never_ends_is_refused(monkeypatch, given, code):
+def test_jobs_that_fit_no_memory_or_never_end_are_refused(monkeypatch, given, code):
     monkeypatch.setattr("paceline.machine.count_gpus", lambda: 0)
     with pytest.raises(ConfigError) as caught:
         check_job(TrainSettings(**given))

@@ -161,7 +161,7 @@ def test_only_the_last_micro_batch_is_synchronised(size, count):
     assert phases.phases == ["forward", "backward"] * count + ["optimizer"]
 
 
-def test_gradients_are_forgotten_after_a_step():
+def test_gradients_are_cleared_after_a_step():
     learner = build_learner(build_module(CLASSES), CLASSES)
     take_step(learner, cut(draw(CLASSES), 4), SIZE, 0.1, NoPhases())
     assert all(param.grad is None for param in learner.module.parameters())
@@ -194,7 +194,7 @@ def test_the_rate_reaches_every_group():
     assert [group["lr"] for group in learner.optimizer.param_groups] == [0.125] * 4
 
 
-def test_a_step_with_an_infinite_scaled_gradient_is_passed_over():
+def test_a_step_with_an_infinite_scaled_gradient_is_skipped():
     """An occasional fp16 overflow: the parameters stay, and the scale decreases."""
     module = nn.Linear(6, 5)
     nn.init.zeros_(module.weight)
@@ -209,7 +209,7 @@ def test_a_step_with_an_infinite_scaled_gradient_is_passed_over():
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", None)])
-def test_products_are_in_the_precision_that_was_asked_for(precision, dtype):
+def test_products_are_in_the_requested_precision(precision, dtype):
     seen = []
     module = build_module(CLASSES).float()
     module[2].register_forward_hook(lambda layer, args, output: seen.append(output.dtype))
@@ -235,7 +235,7 @@ def test_the_first_bad_parameter_is_named(spoil, wanted):
     assert find_bad_parameter(module) == wanted
 
 
-def test_a_loss_that_is_no_number_names_a_parameter():
+def test_a_nan_loss_names_a_parameter():
     batch = draw(CLASSES)
     batch.inputs[7, 2] = math.nan
     outcome = take_step(build_learner(build_module(CLASSES), CLASSES), cut(batch, 4), SIZE, 0.1, NoPhases())
@@ -243,7 +243,7 @@ def test_a_loss_that_is_no_number_names_a_parameter():
     assert outcome.bad_parameter == "the gradient of 0.weight"
 
 
-def test_a_phase_that_comes_again_is_added_up(monkeypatch):
+def test_repeated_phases_are_summed(monkeypatch):
     moments = iter([0.0, 1.0, 3.0, 3.5, 7.5, 8.0])
     monkeypatch.setattr(step, "mark", lambda _: next(moments))
     clock = PhaseClock(torch.device("cpu"))
@@ -262,7 +262,7 @@ def test_every_step_starts_from_zero(monkeypatch):
     assert clock.end().read() == {"backward": 2.0}
 
 
-def test_moments_of_a_gpu_are_asked_in_milliseconds():
+def test_gpu_events_are_read_in_milliseconds():
     class Event:
         def __init__(self, moment_ms):
             self.moment_ms = moment_ms
@@ -322,7 +322,7 @@ def build_own(num_micro_batches=1, num_optimizers=1):
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_a_step_of_the_users_own_enters_the_phases_of_ours(num_micro_batches):
+def test_a_users_own_step_has_the_phases_of_ours(num_micro_batches):
     (module, step), phases = build_own(num_micro_batches, num_optimizers=2), Phases()
     with mark_phases(module, phases):
         step(module)
@@ -364,7 +364,7 @@ def test_the_time_of_a_users_backward_is_in_its_phase():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_torch_would_turn_off_is_off_from_the_start_and_on_again_at_the_end(precision):
+def test_kernels_that_torch_would_turn_off_are_off_from_the_start_and_restored(precision):
     before = torch._C._get_mkldnn_enabled()
     with fixed_kernels(torch.device("cpu"), precision):
         inside = torch._C._get_mkldnn_enabled()

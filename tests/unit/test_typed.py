@@ -33,7 +33,7 @@ def test_profiles_and_their_options_are_left_alone():
 
 
 @pytest.mark.parametrize(("words", "named"), [([], "nothing"), (["nosuch"], "nosuch")])
-def test_watch_asks_for_a_folder_or_a_command(words, named, tmp_path):
+def test_watch_requires_a_folder_or_a_command(words, named, tmp_path):
     with pytest.raises(ConfigError, match=f"^{named}.*folder.*--") as caught:
         _watch(command=words, out=tmp_path)
     assert "profile" not in str(caught.value)

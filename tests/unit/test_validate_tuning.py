@@ -96,7 +96,7 @@ def read_bars(table):
     return {(row[0].split(": ")[-1], row[1]): (row[3], row[4]) for row in table.rows}
 
 
-def test_bars_are_judged_by_the_steps_of_the_other_pass(script):
+def test_goals_are_scored_on_the_steps_of_the_other_pass(script):
     runs = [make_run(script, "pass-1"), make_run(script, "pass-2", slower=1.04, at_s=660)]
     assert all(run.spread > 0.05 and run.is_wide for run in runs)
     first, second = ([replace(run, case=replace(run.case, kind="gpu"))] for run in runs)
@@ -111,7 +111,7 @@ def test_bars_are_judged_by_the_steps_of_the_other_pass(script):
     assert read_bars(script.build_bars([runs[0]], second)).keys().isdisjoint({("MAPE of a step", later)})
 
 
-def test_a_run_is_judged_by_every_plan_that_both_runs_know(script):
+def test_a_run_is_scored_on_every_plan_in_both_runs(script):
     one, other = make_run(script, "pass-1"), make_run(script, "loaded", slower=2.0)
     sweep, race = script.judge(one.result, other.result)
     assert [point.error for point in (*sweep, *race)] == pytest.approx([-0.5] * (len(sweep) + len(race)))
@@ -133,5 +133,5 @@ def test_every_coverage_has_its_width_and_emulated_runs_stand_apart(script):
         assert table.markdown().startswith("| ")
 
 
-def test_without_runs_there_is_nothing_to_say(script):
+def test_without_runs_the_tables_are_empty(script):
     assert [table.rows for table in script.build_tables([])] == [[]]

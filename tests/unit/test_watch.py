@@ -97,7 +97,7 @@ def test_rows_reach_all_viewers_once_and_in_order(running):
             assert [json.loads(line)["step"] for line in read_event(again)["rows"]] == [13]
 
 
-def test_a_row_that_is_half_written_waits_for_its_end(running):
+def test_an_incomplete_row_waits_for_its_end(running):
     folder, _ = running
     follower = Follower(folder)
     with (folder / METRICS_FILE).open("ab") as file:
@@ -139,7 +139,7 @@ def test_a_page_without_steps_is_loaded_again_when_there_are_some(tmp_path):
     ("how", "words"),
     [("killed", "Killed"), ("stopped", "interrupted"), ("finished", "Finished")],
 )
-def test_how_a_run_ended_is_said(running, monkeypatch, how, words):
+def test_the_end_of_a_run_is_reported(running, monkeypatch, how, words):
     folder, end = running
     monkeypatch.setattr(watching, "_SILENT_S", 0.0)
     with serve(Follower(folder)) as server:
