@@ -210,7 +210,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 def list_below(pid: int, recursive: bool = True) -> set[int]:
     """The ids of the descendants of this process; they may have ended. Every test calls this, so it uses the kernel's
-    lists of children where available, which takes a hundredth of psutil's time."""
+    lists of children if available, which takes a hundredth of psutil's time."""
     if not Path(f"/proc/{pid}/task/{pid}/children").exists():
         return {child.pid for child in psutil.Process(pid).children(recursive)}
     found, ask = set[int](), [pid]

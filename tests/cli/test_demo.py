@@ -1,4 +1,4 @@
-"""`paceline demo`: the program is slow, and the output reports what was measured, whatever the outcome."""
+"""`paceline demo`: the program is slow, and the output reports the measurement, regardless of its outcome."""
 
 import json
 from pathlib import Path

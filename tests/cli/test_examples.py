@@ -100,7 +100,7 @@ def test_gather_objects(start, prefix):
 
 
 def test_read_a_run(start, tmp_path):
-    # Synthetic, so that the times are known; the example must derive its numbers from them.
+    # Synthetic records with known times, from which the example must derive its numbers.
     def record(num_bytes: int, seconds: float) -> CollectiveRecord:
         return CollectiveRecord(
             collective="all_reduce", backend="gloo", device="cpu", world_size=2, num_bytes=num_bytes, dtype="float32",

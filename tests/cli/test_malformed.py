@@ -163,7 +163,7 @@ def draw_file(draw: random.Random, folder: Path, small: list[tuple[str, Any]]) -
 
 
 def draw_config(draw: random.Random, folder: Path) -> Case:
-    """A training run whose configuration was edited."""
+    """A training run with an edited configuration."""
     run = made_runs.make_folder(folder / "run", made_runs.make_rows(steps=3))
     document = json.loads((run / CONFIG_FILE).read_text())
     if draw.random() < 0.7:
@@ -271,7 +271,7 @@ def spoil_bytes(draw: random.Random, content: bytes) -> bytes:
 
 
 def spoil_checkpoints(folder: Path, numbers: range) -> int:
-    """Damage a checkpoint in these ways, none of which may load; returns in how many of them only bits were flipped."""
+    """Damage a checkpoint in these ways and check that it never loads; returns the number of pure bit flips."""
     import torch
 
     from paceline.training.checkpoint_files import CheckpointStore, load_checkpoint

@@ -191,7 +191,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def here(folder, monkeypatch, tmp_path):
-    """The folder of the files, which are named relative to it; runs are created elsewhere."""
+    """The folder of the files, for relative paths; runs are created elsewhere."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path

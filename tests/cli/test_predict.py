@@ -70,7 +70,7 @@ def test_one_document_with_the_plateau(command, tables, tmp_path):
 
 
 def test_a_tied_tensor_in_two_parts(tables):
-    """A GPT-2 of width 100 with two blocks: only what is ready at the end remains exposed; then row transfers."""
+    """A GPT-2 of width 100 with two blocks: only the last gradients remain exposed; then row transfers."""
     sizes = {"Token embedding": 5_000_000, "Block 0": 121_300, "Block 1": 121_300, "LM head": 5_000_000}
     rows = "".join(f"{number},{name},{size}\n" for number, (name, size) in enumerate(sizes.items()))
     (tables / "layer-sizes-model.csv").write_text(f",Name,No. Params\n{rows}")
@@ -219,7 +219,7 @@ def test_the_table_of_changes_is_for_the_sizes_it_names(tables, tmp_path):
 
 
 def write_small(folder: Path, most: int = 10_000_000) -> None:
-    """Gradients of 4 MB and 8 MB, the smaller of which is ready last, and an all-reduce of 0.1 ms."""
+    """Gradients of 4 MB (ready last) and 8 MB, and an all-reduce of 0.1 ms."""
     (folder / "layer-sizes-model.csv").write_text(",Name,No. Params\n0,a,1000000\n1,b,2000000\n")
     rows = "".join(f"{name},{s},{s},{s},0,{s}\n" for name, s in (("a grad", 0.02), ("b grad", 0.05)))
     (folder / "layer-times-model.csv").write_text(TIMES.splitlines()[0] + "\n" + rows)

@@ -36,7 +36,7 @@ def make_fault(**changes):
 
 @pytest.fixture
 def trained(tmp_path) -> Path:
-    """A run of two ranks with four saves, the first of which was slow."""
+    """A run on two ranks with four saves, the first of them slow."""
     folder = make_folder(tmp_path / "trained", make_rows(steps=20))
     rows = [{"step": 5 * n, "stall_s": stall_s, "wait_s": 0.0, "write_s": 1.5} for n, stall_s in enumerate(STALLS_S, 1)]
     (folder / "saves.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -79,7 +79,7 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def predict(command, files, tmp_path):
-    """`predict --model-profile` on the small profile; words in braces stand for the files."""
+    """Run `predict --model-profile` on the small profile; words in braces are placeholders for files."""
 
     def run(*words: str):
         filled = [word.format(**files) for word in words]

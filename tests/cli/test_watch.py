@@ -20,7 +20,7 @@ from tests.unit.test_page import read_data
 from tests.unit.test_watch import ask, read_event
 
 
-@pytest.mark.slow  # and in the foreground: where SIGINT is ignored, a watcher ignores it, too
+@pytest.mark.slow  # and only in the foreground: a watcher also ignores SIGINT if it is ignored here
 def test_a_live_run_is_followed_and_reported_as_killed(start: Callable[..., subprocess.Popen[str]], tmp_path: Path):
     out, said = tmp_path / "runs", tmp_path / "said"
     command = (*TRAIN, "--epochs", "2000", "--ranks", "2", "--out", str(out), "--watch")

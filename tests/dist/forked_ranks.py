@@ -139,7 +139,7 @@ class Ranks:
         return [self.hear(rank) for rank in range(self.size)]
 
     def conclude(self, *except_ranks: int) -> dict[int, Any]:
-        """The results of the ranks; fails if a rank still holds any resource of a group."""
+        """The results of the ranks; fails if a rank has not released all resources of a group."""
         answers = {rank: self.hear(rank) for rank in range(self.size) if rank not in except_ranks}
         for rank, answer in answers.items():
             assert not answer["left"], f"rank {rank} still has {answer['left']}"

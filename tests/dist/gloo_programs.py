@@ -21,7 +21,7 @@ _ERRORS = (ValueError, TypeError, RuntimeError)
 
 
 def numbers(size: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values that differ between ranks and are exact in every type, so that summation order does not matter."""
+    """Values that differ between ranks and are exact in every type: summation order does not matter."""
     return (torch.arange(size) % 5 + dist.get_rank() + 1).to(dtype)
 
 
@@ -34,7 +34,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def build_model() -> nn.Module:
-    torch.manual_seed(dist.get_rank())  # differs on every rank, so that a missing broadcast shows
+    torch.manual_seed(dist.get_rank())  # differs on every rank, to detect a missing broadcast
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
@@ -342,7 +342,7 @@ def empty() -> Any:
 
 
 def scattered_in_memory() -> Any:
-    """Tensors whose elements are not contiguous."""
+    """Non-contiguous tensors."""
     size = dist.get_world_size()
 
     def turned(rows: int = 3) -> torch.Tensor:

@@ -223,7 +223,7 @@ class NormedTwice(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolutions in channels_last: plain, depthwise and 1 x 1, whose strides are ambiguous."""
+    """Convolutions in channels_last: plain, depthwise and 1 x 1 (with ambiguous strides)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def size_by_rank(step: int, rank: int, micro: int, world_size: int) -> int:
 
 
 def size_for_norms(step: int, rank: int, micro: int, world_size: int) -> int:
-    """Enough samples to keep the variance away from zero, where rounding errors would be amplified."""
+    """Enough samples to keep the variance away from zero: otherwise rounding errors would be amplified."""
     return 8
 
 

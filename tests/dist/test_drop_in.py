@@ -292,7 +292,7 @@ class Result:
 
 
 class ModelOutput(OrderedDict):
-    """Like Hugging Face's outputs: an ordered dict whose entries are also attributes."""
+    """Like Hugging Face's outputs: an ordered dict with its entries as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]

@@ -358,14 +358,14 @@ import os, sys, time
 import paceline
 
 def work(folder):
-    import torch, torch.distributed as dist  # by the ranks alone: the launcher starts at once
+    import torch, torch.distributed as dist  # only on the ranks: the launcher starts immediately
 
     with paceline.init(announce=None) as world:
         open(os.path.join(folder, f"up-{world.rank}"), "w").close()
         vector = torch.zeros(2**22)
         while True:
             if world.rank == 1:
-                time.sleep(0.2)  # so that rank 0 is mostly inside the collective, deaf to Python's signals
+                time.sleep(0.2)  # rank 0 is then mostly in the collective, deaf to Python's signals
             dist.all_reduce(vector)
 
 if __name__ == "__main__":

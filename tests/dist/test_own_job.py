@@ -215,6 +215,6 @@ def profile_in_a_group_of_ones_own() -> list[Any]:
 
 
 def test_a_program_that_opened_its_own_group(on_ranks) -> None:
-    """As under torchrun, whose variables warm ranks have. Other tests start torchrun itself."""
+    """As under torchrun: warm ranks have its variables. Other tests start torchrun itself."""
     first, second = on_ranks(2, profile_in_a_group_of_ones_own)
     assert first == second and first[:4] == [[0, 1], 2.0, "torch", True]

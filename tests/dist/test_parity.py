@@ -51,7 +51,7 @@ class Variant:
     name: str
     options: Callable[[nn.Module], dict[str, Any]]
     is_so: Callable[[Plan], bool] = lambda plan: True
-    is_sharded: bool = False  # each rank holds only its shard of the averages, and uses the wrapper's optimizer
+    is_sharded: bool = False  # each rank has only its shard of the averages, and uses the wrapper's optimizer
     is_lossy: bool = False  # results differ from one process, but are equal on all ranks
     period: int = 1  # steps between two syncs of parameters; above 1, gradients are not averaged
 

@@ -1,4 +1,4 @@
-"""Real runs with an injected problem: the first sentence of the page names it; for a healthy run it names none."""
+"""Real runs with an injected problem: the first sentence of the page names it; a healthy run has none."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_repeated_work_may_fail_again(undisturbed, tmp_path):
 
 
 def act(what: str, folder: Path) -> str:
-    """A job whose ranks have a fault of this kind, and none in their next world."""
+    """A job with a fault of this kind on its ranks, but without faults in their next world."""
     if os.environ.pop(SPARE, ""):
         (folder / f"spare-{os.getpid()}").touch()
         stand_by(-1)

@@ -1,4 +1,4 @@
-"""The cells of scaling studies on real ranks: which ranks take part in a turn, what they send, and no updates.
+"""The cells of scaling studies on real ranks: the ranks in a turn, their messages, and no updates.
 
 Batch sizes on one rank are tested here, too: their epochs, and a batch that does not fit into memory.
 """
@@ -215,7 +215,7 @@ def test_impossible_ranks_or_data_are_refused_on_all_ranks(on_ranks, changes, nu
 
 
 def fail_to_measure(settings: ScaleSettings, cell: ScalingCell) -> str:
-    """Its error, returned so that the warm rank survives."""
+    """Return its error, to keep the warm rank alive."""
     from paceline.studies.rank_steps import measure_scaling
 
     with pytest.raises(ConfigError) as caught:

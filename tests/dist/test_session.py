@@ -276,7 +276,7 @@ def test_progress_lines_estimate_the_time_left(capfd):
 def test_progress_lines_name_a_cell_once(capfd):
     display = ProgressDisplay("scale batch", True, [make_task(4), make_task(8)])
     for label in ("cell 4", "step 3", ""):
-        display._line_s = -math.inf  # so that each line is due
+        display._line_s = -math.inf  # makes each line due
         display.hear("cell 4", Progress(1, 2, label))
     lines = [line.split("(")[1].split(")")[0] for line in capfd.readouterr().err.splitlines()]
     assert lines == ["cell 4", "cell 4 step 3", "cell 4"]

@@ -40,7 +40,7 @@ def train_traced(folder: str) -> tuple[list[int], list[int]]:
             for _ in range(5):
                 step(*small)
         profiler.export_chrome_trace(f"{folder}/plain-{world.rank}.json")
-        # Marked, on a schedule, compressed, and with a micro-batch whose gradients are not sent.
+        # Marked, on a schedule, compressed, and with a micro-batch that sends no gradients.
         handler = tensorboard_trace_handler(f"{folder}/board", f"rank-{world.rank}.trace", use_gzip=True)
         with profile(
             activities=[ProfilerActivity.CPU], schedule=schedule(wait=1, warmup=1, active=3, repeat=1),

@@ -254,7 +254,7 @@ def keep_errors() -> None:
             train(model, world, range(5, 7))
             check_equal(world, model.parameters(), text)
             model.stop()
-        # A wrapper whose rebuild failed does not average, and does not claim to.
+        # After a failed rebuild, a wrapper does not average, and does not claim to.
         model.module.deep.weight = model.module.tied.weight = nn.Parameter(torch.zeros(31, 31, dtype=torch.complex64))
         for call in (model.rebuild, lambda: loss(model, world.rank, 0)):
             assert error_of(call)[0] == "ConfigError strategy"

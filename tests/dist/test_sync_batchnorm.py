@@ -16,11 +16,11 @@ from paceline import ConfigError
 from paceline.parallel.batchnorm import SyncBatchNorm
 
 CHANNELS = 3
-STEPS = 2  # so that a running statistic is updated after it has already moved
+STEPS = 2  # the second step updates running statistics that are no longer initial
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Values whose mean and spread differ in every channel and sample, so that parts differ from the whole."""
+    """Values with a different mean and spread in every channel and sample: parts then differ from the whole."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     sample = torch.arange(shape[0], dtype=torch.float64).view(-1, 1, *[1] * (len(shape) - 2))
     channel = torch.arange(1, CHANNELS + 1, dtype=torch.float64).view(1, -1, *[1] * (len(shape) - 2))

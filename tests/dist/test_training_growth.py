@@ -33,7 +33,7 @@ STEPS = len(SIZES)
 
 @pytest.fixture
 def train(on_ranks):
-    """`train(folder, ...)`: train GROWN with changes; returns what each rank recorded."""
+    """`train(folder, ...)`: train GROWN with changes; returns each rank's records."""
 
     def run(folder: Path, resume: bool = False, before_step: Any = pass_by, **changes: Any) -> list[Seen]:
         folder.mkdir(exist_ok=True)

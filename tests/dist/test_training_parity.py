@@ -218,7 +218,7 @@ def test_ghost_batchnorm_on_one_rank_is_batchnorm_on_two(train_on, train_alone):
 
 @pytest.mark.parametrize("samples", [6, 5])
 def test_sync_batchnorm_sees_no_sample_twice(train_on, train_alone, normed, samples):
-    """5 samples leave a tail of 2 for 3 ranks: the rank without samples still takes part."""
+    """5 samples leave a tail of 2 for 3 ranks: the rank without samples still joins the step."""
     settings = replace(normed, samples=samples, global_batch_size=3)
     assert_parity(train_on(3, replace(settings, sync_batchnorm=True)), train_alone(settings))
 

@@ -113,7 +113,7 @@ def outcomes(on_ranks):
 
 @pytest.fixture
 def train(outcomes):
-    """Like `outcomes`, where no error is expected."""
+    """Like `outcomes`, but expects no error."""
 
     def run(*args: Any, **options: Any) -> list[Seen]:
         seen = outcomes(*args, **options)
@@ -125,7 +125,7 @@ def train(outcomes):
 
 @pytest.fixture
 def refuse(outcomes):
-    """Like `outcomes`, where all ranks must raise the same error, which is returned."""
+    """Like `outcomes`, but all ranks must raise the same error, which is returned."""
 
     def run(*args: Any, **options: Any) -> PacelineError:
         errors = [seen.error for seen in outcomes(*args, **options)]

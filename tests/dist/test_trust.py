@@ -113,7 +113,7 @@ def attack(before: set[tuple[str, str]], loot: Path, place: Path) -> None:
 
 @pytest.fixture
 def attacker(tmp_path):
-    """Another user that attacks everything started from now on; `loot` holds what it obtained."""
+    """Another user who attacks everything started from now on; `loot` collects the results."""
     loot = tmp_path / "loot"
     loot.mkdir()
     loot.chmod(0o777)

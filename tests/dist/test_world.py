@@ -243,7 +243,7 @@ def meet_again_and_again(rounds: int, address: str) -> list[float]:
         with paceline.init("gloo", "cpu", rendezvous=place, announce=None, **options) as world:
             total = torch.full((1,), float(number))
             if (rank + number) % 3 == 0:
-                time.sleep(0.01)  # so that either rank may be the first to leave and come back
+                time.sleep(0.01)  # either rank may then be the first to leave and return
             dist.all_reduce(total)
             sums.append(float(total) / world.world_size)
         if place != address:

@@ -75,7 +75,7 @@ def test_gradients_of_a_single_rank_are_its_own(on_ranks, backend, options):
 
 
 class Decaying(nn.Module):
-    """A model whose output depends on a buffer that every forward changes."""
+    """A model with an output that depends on a buffer, which every forward changes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -321,7 +321,7 @@ def test_an_unused_parameter_is_named_on_all_ranks_in_the_same_backward(job, ste
 
 
 def count_as_zeros() -> None:
-    # Used on one rank, on the other, on both, on none; and `right` is not used anywhere in step 3.
+    # Used on one rank, on the other, on both, and on neither; no rank uses `right` in step 3.
     uses = [("left right", "left"), ("right", "left right"), ("right", "left"), ("left", "left"), ("left right",) * 2]
     with paceline.init(announce=None) as world:
         for reducer in REDUCERS:

@@ -27,7 +27,7 @@ TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int3
 
 
 def open_world() -> None:
-    """Open torch's own world on the backend, after checking that hosts are what the test assumes."""
+    """Open torch's own world on the backend, after checking the test's assumptions about hosts."""
     register()
     dist.init_process_group("shm", timeout=timedelta(seconds=40))
     group = dist.group.WORLD

@@ -36,7 +36,7 @@ def draw(rank: int, step: int = 0, size: int = 3) -> torch.Tensor:
 
 
 class Net(nn.Module):
-    """Four layers, some of which a forward can skip. Every rank deliberately starts from different values."""
+    """Four layers; a forward can skip some of them. Every rank deliberately starts from different values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def check(world: Any, model: nn.Module, wanted: dict[str, torch.Tensor | None], 
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """The `describe` output for the error that a call raises; two empty strings if it raises none."""
+    """The `describe` output for a call's error; two empty strings if it raises none."""
     try:
         call()
     except Exception as error:

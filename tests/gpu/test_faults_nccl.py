@@ -27,7 +27,7 @@ from tests.dist.test_recovery import check_equal, check_samples, run
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs a GPU and a build of torch with NCCL"
 )
-# A model whose gradients do not depend on the order in which a GPU adds.
+# A model with gradients that do not depend on a GPU's summation order.
 DENSE = """
 from torch import nn
 

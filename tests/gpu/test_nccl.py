@@ -77,7 +77,7 @@ def test_overflow_and_refusals_of_a_sharded_optimizer(on_nccl):
 
 # -- embeddings as rows -----------------------------------------------------------------------------------------------
 
-# The models whose gradients torch's wrapper can average on NCCL.
+# Models with gradients that torch's wrapper can average on NCCL.
 TABLES = ["untied", "tied", "functional head", "two heads", "two tables", "padding", "frozen", "bag", "two lookups"]
 
 

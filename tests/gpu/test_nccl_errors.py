@@ -58,7 +58,7 @@ def test_join_can_stop_all_ranks_when_the_first_runs_out(on_nccl):
     assert first[0] == "CollectiveError uneven-inputs" and "rank 1" in first[1]
 
 
-# -- a rank has not sent what others wait for -------------------------------------------------------------------------
+# -- a rank has not sent an awaited message ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", FAILURES)

@@ -38,7 +38,7 @@ def test_a_larger_batch_takes_more_memory():
     found = [measure_batch(dataclasses.replace(JOB, batch_size=size), 2)[0] for size in (32, 512)]
     assert [(record.device, record.failure, record.timing.count) for record in found] == [("cuda", "", 1)] * 2
     small, large = (record.peak_bytes for record in found)
-    # 480 additional samples, each of which keeps at least the output of the first convolution.
+    # 480 additional samples, with at least the output of the first convolution in memory for each.
     assert small > 0 and large - small > 480 * 16 * 14 * 14 * 4
 
 

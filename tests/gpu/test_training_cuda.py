@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.fixture
 def refuses_waits():
-    """Makes torch raise where the host would wait for the GPU."""
+    """Makes torch raise an error if the host would wait for the GPU."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 

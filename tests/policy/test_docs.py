@@ -170,7 +170,7 @@ def test_the_table_of_models_is_complete():
 
 
 def find_stale_output(text: str) -> list[str]:
-    """The commands `paceline report RUN` in this document whose output differs from the text that follows them."""
+    """The `paceline report RUN` commands in this document with output that differs from the following text."""
     blocks = re.findall(r"^\$ paceline report (\S+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     printed = {run: load_result(ROOT / run).text(80) for run, _ in blocks}
     return [run for run, shown in blocks if not printed[run].startswith(shown.rstrip())]

@@ -17,7 +17,7 @@ MAX_LINES = 1000
 NAMELESS = {"utils", "util", "common", "helpers", "misc"}
 PURE = ("plan_", "fit_", "simulate_", "estimate_")
 
-# Assembled from pieces, so that this file does not break its own rules.
+# Assembled from pieces: otherwise this file would break its own rules.
 UNFINISHED = re.compile(
     r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK", "MEA" + "SURE", "T" + "BD")) + r")\b"
 )
@@ -114,7 +114,7 @@ def find_prints(root: Path) -> list[str]:
 
 
 def find_misplaced_verbs(root: Path) -> list[str]:
-    """Every function outside the torch-free half whose name says that it is pure."""
+    """Every function outside the torch-free half with the name of a pure function."""
     return [
         f"{where(root, path, node.lineno)}: {node.name}: a pure verb outside {', '.join(STARRED)}"
         for name, path, tree in parsed(root)

@@ -1,4 +1,4 @@
-"""Synthetic DDP traces in torch.profiler's format: simulated steps whose timings are all known."""
+"""Synthetic DDP traces in torch.profiler's format: simulated steps with known timings."""
 
 from __future__ import annotations
 

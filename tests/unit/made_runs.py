@@ -26,7 +26,7 @@ CONFIG = {"model": "gpt2-tiny", "data": "synthetic", "wrapper": "paceline", "bac
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Seconds of each part of a step; gradients become ready at an even rate. `cuts` holds the end of each bucket."""
+    """Seconds of each part of a step; gradients become ready at an even rate. `cuts` are the ends of the buckets."""
 
     forward_s: float = 0.030
     backward_s: float = 0.060
@@ -40,7 +40,7 @@ class Job:
     where: tuple[str, str] = ("nccl", "cuda")
 
 
-# For each problem, two runs and what the verdict must name.
+# For each problem, two runs and the expected verdict.
 PLANTED = {
     "data, little": ("data", Job(wait_s=0.02)),
     "data, most of the step": ("data", Job(wait_s=0.5)),

@@ -365,7 +365,7 @@ def test_pauses_between_steps_are_timed_apart_from_data(tmp_path, monkeypatch):
     torch.save({}, tmp_path / "inside.pt")
     assert list(program.loader)  # not a wait for data
     program.models[0].train()
-    torch.nn.Linear(2, 2).eval()  # any other module says nothing
+    torch.nn.Linear(2, 2).eval()  # other modules do not mark evaluation
     gc.collect(0)
     gc.collect()
     threading.Thread(target=torch.save, args=({}, tmp_path / "aside.pt")).start()

@@ -82,7 +82,7 @@ def test_the_late_rank_is_the_one_that_waits_least():
 
 def test_the_cost_of_recording_is_removed():
     records = [made_step(0, n, (0.004,), before=0.01 + 0.001 * n) for n in range(3)]  # median 27 ms
-    found = remove_recording(records, 0.0155)  # half of its own work, which takes 23 ms
+    found = remove_recording(records, 0.0155)  # half of its work of 23 ms
     assert [step.step_s for step in found] == pytest.approx([0.015, 0.0155, 0.016])
     assert [step.exposed_s for step in found] == pytest.approx([0.004] * 3)
     assert [(step.backward_s, step.ready_s, step.after_s) for step in found] == [(0.005, (0.0025,), 0.001)] * 3
@@ -305,7 +305,7 @@ def test_a_host_that_runs_ahead_of_its_gpu_is_no_reason_to_doubt_the_times(tmp_p
         write_cuda_rank(tmp_path, rank, 0.156, [0.007] * 20 + [0.160, 0.030] * 10)
     record = _build_record(_Files(tmp_path, 0).read())
     assert record.timing.median_s == 0.156 and record.timing.noise == 0
-    assert record.host is not None and record.host.noise > UNSTABLE  # the host clock alone would allow no conclusion
+    assert record.host is not None and record.host.noise > UNSTABLE  # the host clock would allow no conclusion
     environment = replace(capture_environment(), load_average=None, stolen=0.0)
     assert find_doubts([record], environment) == []
     assert find_doubts([replace(record, timing=record.host)], environment)[0].kind == "inconclusive"
@@ -546,7 +546,7 @@ def test_the_operator_that_makes_a_rank_late_is_named():
     times = PhaseFinder(sorted(made.events, key=lambda event: event["ts"]))._list_operators(0.0, 30_000.0)
     assert {one.name: one.own_s for one in times} == pytest.approx({"inner": 6.5e-3, "outer": 3.5e-3})
     result, records = attached_to(late_ms=20.0), []
-    assert result.bottleneck.operator == ""  # in which case no operator may be named as the cause
+    assert result.bottleneck.operator == ""  # then no operator may be named as the cause
     for step in result.only(TracedStepRecord):
         own_s = (0.02 if step.rank else 0.0) + 0.005
         records.append(replace(step, operators=(OperatorTime("aten::mm", 0.03), OperatorTime("SlowBackward", own_s))))
@@ -555,7 +555,7 @@ def test_the_operator_that_makes_a_rank_late_is_named():
 
 
 def attached_with(slower: float, **extra_s: float) -> AttachedResult:
-    """Two ranks, of which rank 1 takes `slower` times as long for its operators, and `extra_s` for some of them."""
+    """Two ranks; rank 1 takes `slower` times as long for its operators, and `extra_s` more for some of them."""
     result, records = attached_to(late_ms=20.0), []
     for step in result.only(TracedStepRecord):
         times = {"mm": 0.009, "relu": 0.005, "copy_": 0.004}
@@ -602,7 +602,7 @@ def test_an_interruption_of_another_operator_in_each_step_is_not_more_work():
     ("workers", "is_persistent", "delivered", "line"),
     [
         (0, False, 0.0, "num_workers=1"),
-        (3, False, 0.0, "num_workers=3"),  # what is new is that they stay
+        (3, False, 0.0, "num_workers=3"),  # the only change is that workers persist
         (3, True, 0.0, "num_workers=6"),
         (3, True, 0.9, ""),  # a batch that is there is only transferred
     ],

@@ -1,4 +1,4 @@
-"""Causes of slow steps: each is found in the evidence of a program with it, and none in that of a healthy one."""
+"""Causes of slow steps: each is found in the evidence of an affected program, and none in a healthy program's."""
 
 from __future__ import annotations
 

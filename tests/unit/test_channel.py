@@ -50,7 +50,7 @@ def build_channel(store: CountingStore, rank: int, world_size: int) -> Channel:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only `sleep` advances; `now[0]` holds the current time."""
+    """A clock that only `sleep` advances; `now[0]` is the current time."""
     now = [0.0]
 
     class Time:

@@ -1,4 +1,4 @@
-"""Checkpoints are intact or refused, whatever happens to the process or the disk; a folder holds one run."""
+"""Checkpoints are intact or rejected after any fault of the process or the disk; a folder contains one run."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ def names(folder):
 
 @contextlib.contextmanager
 def opened(*arguments, **options):
-    """A store whose last save has reached the disk by the end of the test."""
+    """A store that waits for its last save at the end of the test."""
     store = CheckpointStore(*arguments, **options)
     yield store
     store.wait()
@@ -381,7 +381,7 @@ def test_a_pickle_is_never_loaded(store, tmp_path):
 
 
 def forge(store, change):
-    """A checkpoint whose valid manifest matches the modified files."""
+    """A checkpoint with a valid manifest for the modified files."""
     files = {name: (store.path(20) / name).read_bytes() for name in FILES[:3]}
     change(files)
     checkpoint_files.save_folder(store.folder / "forged", files)

@@ -127,7 +127,7 @@ def test_variables_that_attach_to_a_program_reach_its_ranks(run_script, monkeypa
         (0, True, "COMPLETING", 0, 75, False),  # cancelled by scancel
         (0, False, "RUNNING", 0, 0, False),
         (1, False, "RUNNING", 0, 1, False),
-        (143, False, "RUNNING", 0, 143, False),  # what srun returns when one rank fails and the others are killed
+        (143, False, "RUNNING", 0, 143, False),  # srun's exit code if one rank fails and the others are killed
         (138, False, "RUNNING", 0, 138, False),  # exit code of a program that does not handle SIGUSR1
         (1, True, "RUNNING", 0, 1, False),  # rank 0 has saved, and another rank failed
     ],

@@ -157,7 +157,7 @@ def test_a_line_is_fitted_to_every_curve_of_two_sizes(build, build_collective, b
 
 @pytest.fixture
 def bounded(build_collective, build_pass, build_samples):
-    """gloo takes 1 ms and shm 0.25 ms, where the memory bound is 0.2 ms."""
+    """gloo takes 1 ms and shm 0.25 ms, with a memory bound of 0.2 ms."""
     records = [
         build_collective(),
         build_collective(backend="shm", memory="shared", timing=build_samples(*(2.5e-4,) * 10)),

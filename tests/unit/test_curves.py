@@ -35,7 +35,7 @@ from paceline.records import Summary
 
 @given(
     alpha_s=st.floats(1e-6, 1e-1),
-    knee_bytes=st.integers(64, 2**30),  # where latency and bandwidth cost the same
+    knee_bytes=st.integers(64, 2**30),  # latency and bandwidth cost the same here
     steps=st.sets(st.integers(-4, 6), min_size=2),
     shuffle=st.randoms(use_true_random=False),
 )

@@ -89,7 +89,7 @@ class Loaded(IterableDataset):  # type: ignore[type-arg]
 
 
 class Drawing(IterableDataset):  # type: ignore[type-arg]
-    """Random samples from torch, numpy and random, whose generators other code also uses."""
+    """Random samples from the global generators of torch, numpy and random."""
 
     def __iter__(self) -> Any:
         return ((float(torch.rand(())), float(numpy.random.rand()), random.random()) for _ in range(8))
@@ -238,7 +238,7 @@ def test_ranks_share_the_batches_of_a_loader_and_end_together():
     loader = Loader(7)
     data = open_own(loader)
     ranks = list_windows(data, 2, size=3, epoch=4)
-    assert loader.epochs == [0, 4, 4]  # the first call probes what the loader yields
+    assert loader.epochs == [0, 4, 4]  # the first call probes the loader's batches
     assert [read(rank) for rank in ranks] == [[0, 1, 2, 6, 7, 8, 12, 13, 14], [3, 4, 5, 9, 10, 11, 15, 16, 17]]
     assert [window.num_samples for window in ranks[0]] == [6, 6, 6] and ranks[0][-1].is_last
     (window,) = list_windows(data, 2, size=3, accumulate=3)[1]
@@ -255,7 +255,7 @@ def test_streams_that_are_sharded_end_when_the_first_rank_has_nothing_left():
     (windows,) = list_windows(data, size=2, agree=agree)
     assert asked == [2, 2, 2] and len(read(windows)) == 4 and windows[-1].is_last
     assert [window.num_samples for window in windows] == [4, 4]
-    alone = list_windows(data, 2, size=2)[0]  # there is no other rank to ask, so all are assumed to be alike
+    alone = list_windows(data, 2, size=2)[0]  # without other ranks, all shards are assumed to be alike
     assert [window.num_samples for window in alone] == [4, 4, 4]
 
 

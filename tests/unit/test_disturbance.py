@@ -1,4 +1,4 @@
-"""Messages during backward on one rank: when they start, what is recorded, and how a profile uses it."""
+"""Messages during backward on one rank: their start times, their records, and their use in a profile."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_thread_adds_and_copies_all_bytes_of_its_messages(traffic):
 
 
 class Noted(Traffic):
-    """Messages that take no time, and a record of which gradients were ready when each was sent."""
+    """Messages that take no time, and a record of the ready gradients at each send."""
 
     def __init__(self, params):
         super().__init__(torch.zeros(1024))

@@ -42,7 +42,7 @@ def count(monkeypatch):
         ((0.001,), {}, (3, 100)),
         ((0.9,), {}, (3, 5)),
         ((5.0,), {}, (1, 5)),  # one slow warm-up is enough
-        ((1.5, 0.1), {}, (3, 20)),  # uses the fastest, so that a slow start does not reduce the repetitions
+        ((1.5, 0.1), {}, (3, 20)),  # uses the fastest: a slow start must not reduce the repetitions
         ((5.0,), {"warmup": 4}, (4, 5)),
         ((0.1,), {"warmup": 0}, (0, 5)),
         ((0.1,), {"iters": 7}, (3, 7)),

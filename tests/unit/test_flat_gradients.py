@@ -207,7 +207,7 @@ def test_gradients_in_the_pack_are_accumulated_in_place():
     views, held = pack.views, params[1].grad
     (3 * params[0].sum() + 4 * params[1].sum()).backward()
     params[2].grad = None
-    pack.fill(0.5)  # as in torch, even if the program holds a reference to the gradient
+    pack.fill(0.5)  # as in torch, even if the program keeps a reference to the gradient
     assert [param.grad.unique().tolist() for param in params] == [[2.0], [3.0], [0.0]]
     assert pack.views is views and held is params[1].grad
 

@@ -66,7 +66,7 @@ def test_the_sums_agree_with_a_simulation(changes):
     "changes", [{}, {"write_s": 4.0}, {"mtbf_s": 20.0, "write_s": 4.0}, {"write_s": 40.0}], ids=str
 )
 def test_the_work_lost_by_a_fault_agrees_with_a_simulation(changes):
-    policy, interval_s = replace(RESTART, restart_s=0.0, **changes), 15.0  # so that no fault occurs during a restart
+    policy, interval_s = replace(RESTART, restart_s=0.0, **changes), 15.0  # no fault can occur during a restart
     run = simulate_faults(policy, interval_s, 20_000 * policy.mtbf_s, random.Random(3))
     assert policy.estimate_lost_s(interval_s) == pytest.approx(run.lost_s / run.num_faults, rel=0.03)
 
@@ -116,7 +116,7 @@ def test_the_best_interval_depends_only_on_the_stall_and_the_faults():
         assert replace(RESTART, **changes).find_best_interval() == pytest.approx(best_s, rel=1e-3)
     assert estimate_save_interval([0.4, 0.6], 0.0, 300.0) == pytest.approx(best_s, rel=1e-3)
     x = best_s / 300.0
-    assert 1 - x == pytest.approx(math.exp(-x - 0.5 / 300.0), rel=1e-4)  # where the derivative is 0
+    assert 1 - x == pytest.approx(math.exp(-x - 0.5 / 300.0), rel=1e-4)  # the derivative is 0 here
     rare = replace(RESTART, mtbf_s=1e9)
     assert rare.find_best_interval() == pytest.approx(math.sqrt(2 * 0.5 * 1e9), rel=1e-3)  # Young's formula
 

@@ -122,7 +122,7 @@ def test_the_curve_has_each_partition_once_and_a_floor_that_no_bucket_size_remov
     # with earlier gradients.
     assert find_point(curve, 8 * mib) is find_point(curve, 25 * mib) and len(find_point(curve, 8 * mib).cuts) == 109
     assert len(find_point(curve, 2**40).cuts) == 1
-    # The tied embedding alone takes this long, and cannot start before backward ends.
+    # The message of the tied embedding takes this long, and cannot start before backward ends.
     floor_s = CURVE.estimate_s(4 * VOCABULARY * WIDTH)
     assert all(point.exposed_s >= floor_s - 1e-9 for point in curve.points)
     assert curve.best.exposed_s < 1.2 * floor_s

@@ -1,4 +1,4 @@
-"""Groups that a background thread keeps until it holds the last reference."""
+"""Groups that a background thread keeps until it has the last reference."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ LABELS = {"model": "toy", "precision": "fp32", "batch_size": 2}
 
 
 def build_replica(module, compute_loss):
-    """A replica whose step consists of forward, backward, and the end of its gradients."""
+    """A replica with a step of forward, backward, and clearing its gradients."""
 
     def run(given, phases):
         phases.enter("forward")
@@ -164,7 +164,7 @@ def test_times_of_blocks_are_where_they_are_spent():
         return Sleep.apply(module(x), 0.0, 0.006)  # in no block, like a head that is a plain function
 
     record = profile(module, loss=loss)
-    # All of them at once: what one module has too much would be missing in another.
+    # Compare all modules at once: excess in one would be missing in another.
     for phase, slept in (
         ("forward_s", {"0": 0.004, "2": 0.008}),
         ("backward_s", {"0": 0.012, "2": 0.002, "outside": 0.006}),

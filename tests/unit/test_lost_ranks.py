@@ -1,4 +1,4 @@
-"""Ranks whose collectives never fail, as with NCCL: how they learn that another rank is lost or out of sync."""
+"""Ranks with collectives that never fail, as with NCCL, must learn that another rank is lost or out of sync."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lost() -> Any:
 
 
 def look_for(seconds: float, *ranks: RankSnapshot) -> Suspicion | None:
-    """What a hang detector finds in `seconds` of polling ranks whose state does not change."""
+    """A hang detector's finding after polling ranks in a constant state for `seconds`."""
     detector = HangDetector()
     for look in range(round(seconds / 0.1)):
         snapshots = {rank: one._replace(beat_ns=look, cpu_s=0.1 * look) for rank, one in enumerate(ranks)}
@@ -107,7 +107,7 @@ def test_the_page_notifies_a_rank_until_it_has_left(monkeypatch):
 
 
 class Group:
-    """A group whose collectives only end when aborted."""
+    """A group with collectives that only end when aborted."""
 
     def __init__(self, together: threading.Barrier, error: bool = False) -> None:
         self.aborted, self._together, self._error = threading.Event(), together, error
@@ -209,7 +209,7 @@ def test_torch_counts_the_collectives_of_a_group():
 
 
 def test_an_error_that_ends_a_script_closes_its_world_as_failed(monkeypatch):
-    """After the traceback, but not after Ctrl-C, where the launcher decides."""
+    """After the traceback, but not after Ctrl-C: then the launcher decides."""
     done: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, *_: done.append(kind))
     monkeypatch.setattr(world, "current_world", lambda: SimpleNamespace(__exit__=lambda *args: done.append(args)))

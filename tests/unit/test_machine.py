@@ -10,7 +10,7 @@ from paceline import machine
 
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch):
-    """A host with 8 cores and 1000 bytes of memory, 600 of them free, in a container whose limits the test sets."""
+    """A host with 8 cores and 1000 bytes of memory, 600 of them free, in a container with limits set by the test."""
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=1000, available=600))

@@ -1,4 +1,4 @@
-"""Models by name: what is refused, what is built, and the sizes of benchmarks."""
+"""Models by name: rejected requests, built models, and benchmark sizes."""
 
 import pytest
 import torch

@@ -301,7 +301,7 @@ def test_the_verdict_is_one_paragraph():
     verdict = Verdict("gil", 1, "holds", "in step 4, in forward", 3.25, "rank 0 waits", place, stack)
     said = verdict.summary
     assert "\n" not in said and "3.2 s" in said and "forward (model.py:12) < <module> (train.py:40)" in said
-    assert "Paceline ended it" in said  # killed ranks are told why
+    assert "Paceline ended it" in said  # explains the kill
     warning = dataclasses.replace(verdict, ends=False, limit="600 s (the hang timeout)").summary
     assert "Paceline ends it only if this lasts longer than 600 s" in warning
     assert "Paceline" not in dataclasses.replace(verdict, kind="ended").summary
@@ -387,7 +387,7 @@ def test_a_launcher_with_many_open_files_sees_its_ranks():
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_announcements_are_in_every_ranks_log_once(tmp_path, capfd):
-    """Two ranks with their own logs; one writes to another rank's log, and one writes where we do."""
+    """Two ranks with their own logs; one writes to another rank's log, and one to this process's outputs."""
     logs = [tmp_path / "0", tmp_path / "1", tmp_path / "0", None]
     with Monitor(range(4), 4) as monitor, contextlib.ExitStack() as stack:
         for rank, log in enumerate(logs):
@@ -494,7 +494,7 @@ def test_a_rank_that_ends_by_its_error_is_waited_for_and_one_that_handled_it_is_
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_a_rank_whose_exit_hangs_after_an_error_is_ended(monkeypatch):
-    """As on NCCL, where closing a group may wait for a collective that never ends."""
+    """As on NCCL: closing a group may wait for a collective that never ends."""
     monkeypatch.setattr(monitor_module, "_EXIT_S", 0.0)
     monkeypatch.setattr(monitor_module, "_HANDLED_S", 0.0)
     with Monitor([0], 1, hang_timeout_s=0.1) as monitor:

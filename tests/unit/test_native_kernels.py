@@ -95,7 +95,7 @@ def draw(dtype: int, count: int, seed: int, special: bool = True) -> torch.Tenso
         info = torch.finfo(kind)
         values = [float("inf"), -float("inf"), float("nan"), 0.0, -0.0, info.max, -info.max, info.tiny]
         values += [-info.tiny, info.tiny / 4, info.smallest_normal * info.eps]  # the last two are subnormal
-        # Every second element, so that each value meets every other value in some pair of sources.
+        # Use every second element: each value then meets every other value in some pair of sources.
         where = torch.randint(0, 2 * len(values), (count,), generator=random)
         for number, value in enumerate(values):
             made[where == number] = value
@@ -326,6 +326,6 @@ def test_only_the_interface_is_exported():
 
 def test_the_core_does_not_depend_on_python():
     path = native.find_library()
-    # no Python version in the suffix, so that any Python can load it
+    # no Python version in the suffix: any Python can load it
     assert path is not None and path.name == "_native.so"
     assert not re.search(rb"\0_?Py[A-Z_]\w+\0", path.read_bytes())

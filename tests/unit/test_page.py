@@ -125,7 +125,7 @@ def collect(document) -> list[float]:
 
 
 def find_strangers(page: str, result) -> list[str]:
-    """Numbers on the page found neither in the records nor in the values that the result derives from them."""
+    """Numbers on the page that are neither in the records nor derived from them by the result."""
     tables = {t.name: [[c.find(row) for c in t.columns] for row in t.rows] for t in result.page_tables()}
     environment = [str(result.run.environment), result.run.created, result.machine]
     known = collect([result.to_json(), tables, result.config, getattr(result, "rows", []), environment])

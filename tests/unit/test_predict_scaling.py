@@ -184,7 +184,7 @@ WORLDS = st.builds(
 @given(world=WORLDS, known=st.sampled_from([(1,), (1, 2), (1, 2, 4)]))
 @settings(max_examples=6)
 def test_weak_scaling_stays_within_its_bounds(world, known):
-    """A step is never faster than on one rank, nor than on half as many ranks, and lies within its interval."""
+    """A step is never faster than on one rank, nor than on half as many ranks, and is within its interval."""
     points = simulate_scaling(world.evidence(*known), (1, 2, 4, 8, 16, 32, 64), (find_network("10gbe"),))
     steps = [point.step_s for point in points]
     assert steps[0] == pytest.approx(world.one_rank_s(8))

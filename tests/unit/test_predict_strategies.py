@@ -188,7 +188,7 @@ def test_a_period_has_one_exchange():
     exposed_s = (message_s + 2 * WORDS_S) / 4  # ranks agree before it starts, and before they use it
     assert step.step_s == pytest.approx(0.020 + exposed_s) and step.exposed_s == pytest.approx(exposed_s)
     assert [bucket.num_bytes for bucket in step.buckets] == [8000]
-    # A delay hides everything except what the codec computes first, over that many steps.
+    # A delay of that many steps hides everything except the codec's initial computation.
     parts = ((0.003, 0.0), (0.0, 0.0))
     delayed = simulate(job, [2], costs("diloco:10,delay=1", parts))
     assert delayed.step_s == pytest.approx(0.020 + (0.003 + 2 * WORDS_S) / 10)
@@ -345,7 +345,7 @@ def test_all_leaves_out_strategies_that_a_job_cannot_use():
     for given in ("all", ("all",), ["all"]):
         assert [one.text for one in list_strategies(given)] == ["dense", *ALL]
         assert [one.text for one in list_strategies(given, can_shard=False)] == ["dense", *ALL[:-2]]
-    # explicitly named candidates are refused, not dropped
+    # Explicitly requested candidates are rejected, not dropped.
     assert list_strategies("zero1", can_shard=False)[-1].is_sharded
 
 

@@ -515,7 +515,7 @@ def test_buckets_cannot_save_more_than_can_be_hidden():
     sizes = (MIB // 2, MIB // 4, MIB // 4)
     found = limit(sizes, late, costs, (3,))
     assert found.is_nothing and found.adds == pytest.approx(0.0171, abs=1e-3)  # only 2 ms of it can be hidden
-    # The same exposed time, most of which could be hidden.
+    # The same exposed time, but most of it could be hidden.
     assert limit(sizes, early, costs, (3,)).share > 0.011 and not limit(sizes, early, costs, (3,)).is_nothing
 
 

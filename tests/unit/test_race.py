@@ -12,7 +12,7 @@ from paceline.predict.race import Interval, Limit, Race, estimate_ratio, is_look
 
 
 def make_times(source, factors, rounds, noise=0.1, spell=0.3):
-    """Times of plans whose true step times are these multiples of 10 ms. A slow spell affects all plans of a round."""
+    """Times of plans with true step times of these multiples of 10 ms. A slow spell affects all plans of a round."""
     times = {label: [] for label in factors}
     slow = 0.0
     for _ in range(rounds):

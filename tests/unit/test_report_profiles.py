@@ -321,7 +321,7 @@ def test_a_terminal_shows_only_the_largest_kernel_differences(build_environment,
     assert len(table.shown) == 10 and "10 largest of 12 changes" in table.title
     single = traces[0].table("kernels").terminal()
     assert len({line.split()[0] for line in single.splitlines() if "sm80_…" in line}) == 12
-    # Names that differ in only a few characters are shortened so that these characters remain visible.
+    # Shortening names that differ in only a few characters keeps these characters.
     shown = [line.split()[0] for line in table.terminal().splitlines()[3:13]]
     assert shown[:2] == ["sm80_…nn_…tilesize512x64x8_…", "sm80_…nn_…tilesize256x64x8_…"]
     assert len(set(shown)) == len(shown) == 10

@@ -188,7 +188,7 @@ def test_rows_of_communication_and_bandwidth_follow_from_the_steps(rng):
 
 
 def make_line(**changes):
-    """A study of one and two ranks, whose only multi-rank line has two."""
+    """A study of one and two ranks."""
     records = [make_scale(make_rng(), 1, 1e-2), make_scale(make_rng(), 2, 1e-2, **changes)]
     return lambda collectives=(): list_lines(list_points(records), collectives)[1]
 
@@ -475,7 +475,7 @@ def test_comparisons_exclude_cells_disturbed_by_a_slow_rank():
 
 
 def _build_disturbed(build_environment, mode="weak", sizes=(32, 64)):
-    """A study whose last batch size was disturbed on 4 ranks, where it is both the best and the worst."""
+    """A study with a last batch size that was disturbed on 4 ranks, and is both the best and the worst there."""
     records = []
     for size in sizes:
         late = size == sizes[-1]

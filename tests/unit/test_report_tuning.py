@@ -40,7 +40,7 @@ GRID_KEYS = {"cap_bytes", "num_buckets", "predicted_s", "low_s", "high_s", "meas
 
 
 def tune(job, grid_s=(), confirmed_s=None, spread=CALM, settings=SETTINGS):
-    """The tuning of a job whose default is one bucket per gradient; grid and confirmation took these times."""
+    """The tuning of a job with one bucket per gradient by default; grid and confirmation took these times."""
     return judge(job, grid_s, tuple((confirmed_s or {}).items()), spread, settings)
 
 
@@ -134,7 +134,7 @@ def test_candidates_are_the_default_the_predicted_and_measured_best_and_those_th
 
 
 def test_the_compared_plan_is_the_saved_one_for_mixed_dtypes():
-    """One bucket per dtype: their bytes do not reveal where the ready order was cut."""
+    """One bucket per dtype: their bytes do not reveal the cuts in the ready order."""
     dtypes = ("float32", "float64") * 4
     tuning = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "recommended": 0.120})
     gradients = tuple(replace(g, dtype=dtype) for g, dtype in zip(SLOW.gradients, dtypes, strict=True))

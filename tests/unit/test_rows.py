@@ -69,7 +69,7 @@ def test_a_job_is_split_where_rows_pay_off():
     alone, tied = build_job().split(2), build_job(rest_s=0.2).split(2)
     assert [g.name for g in alone.gradients] == ["head", "inner"] and alone.whole == build_job()
     assert [g.name for g in tied.gradients] == ["head", "words", "inner"] and tied.ready_s == (0.1, 0.2, 0.5)
-    # An all-gather between 2 ranks moves as many bytes as an all-reduce of the same size.
+    # An all-gather between 2 ranks moves the same bytes as an all-reduce of this size.
     assert [num_bytes for _, num_bytes in tied.tail] == [100 * 404]
     assert [r.is_all for r in (*alone.list_rows(GRADIENTS), *tied.list_rows(GRADIENTS))] == [True, False]
     assert alone.order(GRADIENTS) == [2, 1] and tied.order(GRADIENTS) == [2, 0, 1]

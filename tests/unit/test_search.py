@@ -66,7 +66,7 @@ def test_caps_to_try_are_even_on_a_log_axis_where_gradients_allow_it():
 
 @st.composite
 def one_at_a_time(draw: st.DrawFn) -> tuple[Job, MachineCosts]:
-    """A step whose messages are sent one at a time, possibly with contention and with rows of a tied tensor."""
+    """A step with one message in flight at a time, possibly with contention and with rows of a tied tensor."""
     job, costs = draw(steps())
     compute = draw(st.tuples(st.floats(0.4, 1.0), st.floats(0.4, 1.0)))
     message = [max(1 - rate, draw(st.floats(0.3, 1.0))) for rate in compute]

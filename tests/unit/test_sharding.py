@@ -52,7 +52,7 @@ def test_every_element_has_one_owner(world_size):
                     owners[part.param][part.start : part.end] += 1
                     empty += [part.param] if part.start == part.end else []
         assert all(bool((owner == 1).all()) for owner in owners), plan.rule
-        assert empty == [1]  # owned by one rank, so that its state is saved like any other
+        assert empty == [1]  # owned by one rank: its state is then saved like any other
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

@@ -162,7 +162,7 @@ def test_one_trace_gives_the_job_and_predicts_other_buckets(marks):
 
 
 def test_contention_is_removed_and_added_again():
-    """One gradient per bucket, so that the simulator reports when each is ready while messages are in flight."""
+    """One gradient per bucket: the simulator then reports each ready time while messages are in flight."""
     costs = MachineCosts(LINE, 2, contention=HALF, pair_rate=0.5)
     cuts = tuple(range(1, len(SIZES) + 1))
     slowed = simulate(JOB, cuts, costs)
@@ -385,7 +385,7 @@ def test_an_incomplete_trace_is_refused_with_the_missing_part(without, text):
     if text:
         with pytest.raises(RecordError, match=text):
             read(made)
-    else:  # a step then ends where the next forward starts
+    else:  # a step then ends at the start of the next forward
         assert len(read(made)) == 3 and [e for e in made.events if e["name"] == FORWARD]
 
 

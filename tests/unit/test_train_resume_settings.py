@@ -1,4 +1,4 @@
-"""Settings that a resumed run may change: how it runs, but not what it computes."""
+"""Settings that a resumed run may change: they affect how it runs, but not its results."""
 
 import dataclasses
 import json

@@ -151,7 +151,7 @@ def test_the_average_over_ranks_is_the_gradient_of_the_whole(world_size, size):
 
 @pytest.mark.parametrize(("size", "count"), [(11, 1), (6, 2), (3, 4), (1, 11)])
 def test_only_the_last_micro_batch_is_synchronised(size, count):
-    """Forward as well: that is where torch decides whether the backward will send."""
+    """Forward as well: that is when torch decides whether backward will send."""
     wrapper = Watched(build_module(CLASSES))
     learner = build_learner(wrapper.module, CLASSES, model=wrapper)
     phases = Notes()
@@ -281,7 +281,7 @@ def test_nothing_is_timed_unless_requested():
 
 
 class Phases:
-    """Records what a step enters."""
+    """Records the phases of a step."""
 
     def __init__(self):
         self.entered = []

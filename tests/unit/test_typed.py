@@ -1,4 +1,4 @@
-"""Mistyped commands: each error names what is missing."""
+"""Mistyped commands: each error names the missing part."""
 
 from __future__ import annotations
 

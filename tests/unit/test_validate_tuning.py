@@ -73,7 +73,7 @@ ORDER = range(7, -1, -1)
 
 
 def make_run(script, place, kind="real", slower=1.0, at_s=0.0):
-    """A tuning whose steps took `slower` times the prediction."""
+    """A tuning with steps that took `slower` times the prediction."""
     records, default = JOB.build_calibration(), plan_by_cap(JOB.gradients, ORDER, MIB)
     calibrated = judge_tuning(TuneSettings(caps_bytes=(MIB, 4 * MIB, 8 * MIB)), records, JOB.gradients, default)
 

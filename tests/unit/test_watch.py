@@ -1,4 +1,4 @@
-"""A watched run: access, what viewers receive and when, and how the run ended."""
+"""A watched run: access, the rows that viewers receive, and the end of the run."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_the_present_is_the_median_of_the_last_steps_of_each_rank(running):
 
 
 def write_steps(folder, rank, first, last, **more):
-    """The file that a rank of a program writes: 20 ms per step, of which the second rank waits 5 ms for data."""
+    """The file of a program's rank: 20 ms per step, including 5 ms of waiting for data on the second rank."""
     about = {"rank": rank, "world_size": 2, "backend": "gloo", "device": "cpu", "host": "a", "threads": 1}
     steps = [(number, 0.02, 0.005 * rank, 0.001) for number in range(first, last + 1)]
     with (folder / f"rank-{rank}-{rank}.jsonl").open("a") as file:

@@ -119,7 +119,7 @@ def test_all_ranks_take_the_steps_of_a_rank_that_is_always_slower():
     plain, slow = (simulate(join(rate=400 * MIB), [8], slow=share)[0] for share in (0.0, 0.2))
     assert slow.exposed_s <= plain.exposed_s + 1e-9 and slow.neighbours_s == pytest.approx(0, abs=1e-9)
     assert slow.step_s == pytest.approx(slow.local_s + slow.exposed_s + slow.straggler_s)
-    # Random delays add less to it than to equal ranks, of which any may be the slowest.
+    # Random delays add less to it than to equal ranks, because any of those may be the slowest.
     (varied,) = simulate(join(), [8], slow=0.2, spread=0.03)
     assert 0 < varied.step_s - several.step_s < simulate(join(), [8], spread=0.03)[0].straggler_s
 
