@@ -96,7 +96,7 @@ with open(sys.argv[1], "w") as file:
 
 
 def _find_place(address: str) -> int:
-    """The number of bytes of rows in a page loaded now; the run is still going on."""
+    """The number of bytes of rows in a page loaded now, during the run."""
     with ask(address) as answer:
         live = read_data(answer.read().decode())["live"]
     assert live["how"] == "running"

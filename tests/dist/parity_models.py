@@ -96,7 +96,7 @@ def build_frozen() -> nn.Module:
 
 
 class Branch(nn.Module):
-    """One of its parameters is transposed in memory."""
+    """A model with a parameter that is transposed in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Branch(nn.Module):
 
 
 class Branches(nn.Module):
-    """Branches that only some samples use."""
+    """A model with branches that only some samples use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Images(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Its middle part is recomputed in backward."""
+    """A model that recomputes its middle part in backward."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

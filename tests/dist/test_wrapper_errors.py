@@ -231,7 +231,7 @@ def test_a_failure_with_deferred_control_words_is_one_error_everywhere(job, asks
 
 
 class Normed(nn.Module):
-    """Its first layer exchanges messages in forward."""
+    """A model with a first layer that exchanges messages in forward."""
 
     def __init__(self) -> None:
         super().__init__()

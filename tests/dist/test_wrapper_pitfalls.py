@@ -48,7 +48,7 @@ def test_gradients_are_averaged_and_parameters_unchanged(job):
 
 
 class Handover(torch.autograd.Function):
-    """Its gradients share memory with each other and with a tensor referenced elsewhere."""
+    """A model with gradients that share memory with each other and with a tensor referenced elsewhere."""
 
     held: list[torch.Tensor]
 
@@ -276,7 +276,7 @@ def differentiate_twice() -> int:
                 loss(model, world.rank, step).backward(create_graph=True)
                 check(world, model, wanted, step)
                 for param in model.parameters():
-                    param.grad = param.grad.detach()  # break the cycle, as torch's own warning asks
+                    param.grad = param.grad.detach()  # break the cycle, as torch's warning recommends
         return sum("backward(create_graph=True)" in str(warning.message) for warning in caught)
 
 

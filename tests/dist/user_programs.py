@@ -152,7 +152,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The embedding is also the output layer, as in GPT-2."""
+    """A model with its embedding as the output layer, as in GPT-2."""
 
     def __init__(self, words: int = 17, width: int = 8) -> None:
         super().__init__()

@@ -200,7 +200,7 @@ def test_a_damaged_archive(tmp_path):
 
 
 class Caller:
-    """Unpickling this calls `function`."""
+    """An object that calls `function` when it is unpickled."""
 
     def __init__(self, function, *arguments):
         self.call = (function, arguments)

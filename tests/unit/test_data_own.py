@@ -109,7 +109,7 @@ def list_windows(data: Any, world_size: int = 1, size: int = 2, accumulate: int 
 
 
 def read(windows: list[Any]) -> list[int]:
-    """The samples of one rank that count, in order."""
+    """One rank's counted samples, in order."""
     found = []
     for loaded in (loaded for window in windows for loaded in window.batches):
         content = loaded.batch.content

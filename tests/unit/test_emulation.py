@@ -43,7 +43,7 @@ def alone(monkeypatch, tmp_path):
 
 
 class Wrapped(DataParallel):
-    """Stands in for a wrapper; keeps the hook it is given."""
+    """A stand-in for a wrapper that keeps its hook."""
 
     def __init__(self):
         nn.Module.__init__(self)

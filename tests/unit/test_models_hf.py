@@ -101,7 +101,7 @@ def write_files(folder, *names):
 
 
 def look_back(module, changed_at=7):
-    """Where the logits differ when one token changes."""
+    """The positions of logits that differ after changing one token."""
     ids = torch.arange(12).reshape(1, 12)
     other = ids.clone()
     other[0, changed_at] = 33

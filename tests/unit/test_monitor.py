@@ -35,7 +35,7 @@ STEP_S, TIMEOUT_S = 0.05, 100.0
 
 
 class Scene:
-    """Two ranks that have trained for a while and then behave as the test says, second by second."""
+    """Two ranks that have trained for a while and then behave as the test specifies, second by second."""
 
     def __init__(self, num_steps: int = 100, step_s: float = STEP_S, has_others: bool = False, ranks: int = 2) -> None:
         self.detector, self.now_s = HangDetector(has_others, TIMEOUT_S), 0.0

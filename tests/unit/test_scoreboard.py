@@ -20,7 +20,7 @@ PROGRAMS = sorted(path.stem for path in (FOLDER / "programs").glob("*.py") if pa
 
 @pytest.fixture(scope="module")
 def board():
-    """The modules of the scoreboard, which are scripts in a folder of their own."""
+    """The modules of the scoreboard, which are scripts in a separate folder."""
     before, known = sys.path[:], set(sys.modules)
     sys.path[:0] = [str(FOLDER), str(FOLDER / "programs")]
     yield {name: importlib.import_module(name) for name in ("score", "peers", "run", "render", "loop")}
@@ -72,7 +72,7 @@ def test_a_step_trains_with_and_without_the_planted_problem(board, name, monkeyp
 
 
 class Alone(torch.nn.Module):
-    """Stands for DistributedDataParallel in one process."""
+    """A stand-in for DistributedDataParallel in one process."""
 
     def __init__(self, module):
         super().__init__()

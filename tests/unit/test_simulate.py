@@ -241,7 +241,7 @@ class Halves(Schedule):
 
 
 class Sixth(Schedule):
-    """Its own step, of any buckets."""
+    """A schedule with its own step, for any buckets."""
 
     has_buckets = False
 

@@ -52,7 +52,7 @@ def test_a_missing_name_is_a_one_line_error(path):
 
 
 class Held(Dataset):
-    """Its items can be read once `go` is set."""
+    """A data set whose items block until `go` is set."""
 
     def __init__(self):
         self.go = torch.multiprocessing.get_context("fork").Event()

@@ -25,7 +25,7 @@ def load(data, order, rank=0, world_size=1, batch_size=4, start=0):
 
 
 def counted(windows):
-    """The samples of one rank that count, by window."""
+    """One rank's counted samples, by window."""
     return [
         [int(x) for loaded in window.batches if loaded.num_counted for x in loaded.batch.inputs] for window in windows
     ]
