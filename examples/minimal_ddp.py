@@ -1,4 +1,4 @@
-"""Train data-parallel in plain torch, without Paceline, in a program short enough to read in one sitting.
+"""A data-parallel training program in plain torch, without Paceline, short enough to read in one sitting.
 
     python examples/minimal_ddp.py                    # two ranks on this machine's CPU
     torchrun --nproc-per-node 2 examples/minimal_ddp.py   # one rank per GPU with NCCL, or CPU ranks with gloo

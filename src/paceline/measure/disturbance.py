@@ -136,8 +136,8 @@ class _Copies(Traffic):
 
 
 class _Kernels(Traffic):
-    """Kernels on a separate stream read, add and copy the bytes. One launch represents several messages, which spares
-    the host and does not slow the step."""
+    """Kernels on a separate stream read, add and copy the bytes. One launch represents several messages, to keep the
+    host from slowing the step."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)

@@ -464,7 +464,7 @@ class Observer:
 
 
 def _is_captured() -> bool:
-    """Whether a CUDA graph is being captured, which is not a step and forbids querying GPU events."""
+    """Whether a CUDA graph is being captured: a capture is not a step, and GPU events must not be queried during it."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -303,8 +303,8 @@ def _build_sweep(world: World, channel: Channel, memory: torch.Tensor, wrapper: 
 
 
 class EmulatedNetwork:
-    """A FIFO network that sends one message at a time. The curve gives each message's duration; without a curve it is
-    0."""
+    """A FIFO network that sends one message at a time, with durations from the curve. Without a curve, messages take no
+    time."""
 
     def __init__(self, curve: CostCurve | None) -> None:
         self._curve = curve

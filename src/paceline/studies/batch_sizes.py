@@ -120,14 +120,14 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # reset this process's peak
         times: list[tuple[float, float]] = []
-        # Do not time a smaller batch under this batch size.
+        # A smaller batch must not be recorded under this batch size.
         num_samples = job.batch_schedule.num_samples
         is_large = job.batches.global_batch_size > num_samples
         failure = f"more than the {num_samples} samples of an epoch" if is_large else ""
         try:
             times.extend(() if failure else _time_epochs(job))
         except (RuntimeError, MemoryError, ConfigError) as error:
-            cause = error.__cause__ or error  # a cause comes from the user's own step
+            cause = error.__cause__ or error  # errors of a user's own step are wrapped
             if not (isinstance(cause, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(cause))):
                 raise
             failure = f"out of memory in epoch {len(times) + 1}"

@@ -571,7 +571,7 @@ class _Row:
         # Measured from the fault report to the end of the next step, if the run continued.
         recovered_s = [one.recovered_s for one in trials if one.recovered_s is not None]
         self.recovered_s, self.recovered_p95_s = _summarize(recovered_s)
-        # Only identified faults with a known step have this.
+        # Counts only identified faults with a known step.
         steps = [one.names_step for one in trials if one.names_step is not None]
         self.step_right = f"{sum(steps)} of {len(steps)}" if steps else ""
 

@@ -147,7 +147,7 @@ class Learner:
 
     def fill(self, loaded: LoadedBatch) -> Batch:
         """The batch to compute. A rank without samples gets a filler with zero weight, or an empty batch if the model
-        normalizes over all ranks: statistics would include the filler."""
+        normalizes over all ranks, because its statistics would include the filler."""
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
         return loaded.batch.map(lambda tensor: tensor[:0])

@@ -61,7 +61,7 @@ class DataForm:
 
     @property
     def targets_per_sample(self) -> int:
-        """Number of targets in the average that is one sample's loss."""
+        """Number of targets averaged in one sample's loss."""
         return self.shape[0] if self.kind in ("tokens", "own") else 1
 
 
