@@ -1,9 +1,9 @@
-/* Random operations of random groups against a plain reference: `fuzz threads|processes SECONDS [SEED]`.
+/* Test random operations on random groups against a plain reference: `fuzz threads|processes SECONDS [SEED]`.
  *
  * The ranks of a round are threads of one process (for ThreadSanitizer) or forked processes (for AddressSanitizer). All
- * of them draw the same script from the same seed; where a vector lies, and whether an operation is run or submitted and
- * when it is waited for, each rank draws on its own. A round ends with everybody closing, with ranks that ask for
- * different things, with one that leaves while others wait, or with one that is killed. */
+ * ranks draw the same script from the same seed. Each rank separately draws the location of its vectors, whether it runs
+ * or submits an operation, and when it waits for it. A round ends when all ranks close their groups, request different
+ * operations, when one leaves while others wait, or when one is killed. */
 #define _GNU_SOURCE
 #include "operations.h"
 
@@ -21,16 +21,16 @@ typedef struct {
     int rank, first_group, last_group;
 } seat_taken;
 
-/* Who finds the dead one in one group leaves the other one too. */
+/* A rank that detects a dead peer in one group also leaves the other group. */
 static int may_fail(const round_plan *plan, int code)
 {
     return plan->ending == END_KILL && (code == PLN_DEAD || (code == PLN_LEFT && plan->num_groups > 1));
 }
 
-/* Whether the operation went well; it may fail where the plan says so. */
+/* Finish an operation and return whether it succeeded; it may fail only if the plan allows it. */
 static int finish(const seat_taken *s, int g, flight *f, int code)
 {
-    if (f->ticket > 0) { /* asked for again and again, waited for in short pieces, or to the end */
+    if (f->ticket > 0) { /* poll repeatedly, wait with short timeouts, or wait until the end */
         while ((f->number + s->rank) % 4 == 1 && !pln_is_done(s->groups[g], f->ticket))
             sched_yield();
         const double piece_s = (f->number + s->rank) % 4 - 3 + (1 + f->number % 3) * 1e-4;
@@ -62,7 +62,7 @@ static void *follow_script(void *argument)
     for (int n = 0; n < plan->num_ops && is_fine; n++) {
         const int g = s->first_group + (int)below(&common, (uint64_t)(s->last_group - s->first_group));
         flight *f = &flights[g][n % WINDOW];
-        /* Its place in an arena may be in use by the others' earlier operation only if this rank waited for it. */
+        /* Reuse memory in an arena only after waiting for the earlier operation that used it. */
         if (f->memory != NULL && !finish(s, g, f, PLN_OK))
             break;
         *f = (flight){.asked = draw_operation(plan, &common), .number = n};
@@ -77,7 +77,7 @@ static void *follow_script(void *argument)
                 pln_run(s->groups[g], o->kind, o->dtype, o->op, o->root, f->in, f->out, o->count, TIMEOUT_S);
             is_fine = finish(s, g, f, code);
         }
-        for (int w = 0; w < WINDOW && is_fine; w++) /* any of them, in any order */
+        for (int w = 0; w < WINDOW && is_fine; w++) /* finish random operations in any order */
             if (flights[g][w].ticket > 0 && below(&mine, 4) == 0)
                 is_fine = finish(s, g, &flights[g][w], PLN_OK);
     }
@@ -88,14 +88,14 @@ static void *follow_script(void *argument)
     return NULL;
 }
 
-/* On two threads of the rank that leaves; if the others come at once, their barriers may still meet. */
+/* Runs on two threads of the leaving rank; if the other ranks arrive immediately, their barriers may still complete. */
 static void *wait_without_end(void *argument)
 {
     pln_group *g = argument;
     const int64_t ticket = pln_submit(g, PLN_BARRIER, 0, 0, 0, NULL, NULL, 0, 0);
     const int code = ticket < 0 ? (int)-ticket : pln_wait(g, ticket, -1);
     if (code != PLN_CLOSED && code != PLN_OK)
-        FAIL("who waits while the group is closed gets %d", code);
+        FAIL("waiting while the group closes returned %d", code);
     return NULL;
 }
 
@@ -214,7 +214,7 @@ static void run_processes(const round_plan *plan)
         children[r] = fork();
         if (children[r] == 0) {
             take_part(plan, r);
-            _exit(0); /* leaks are looked for where ranks are threads: in each child it takes seconds */
+            _exit(0); /* skip the leak check, which takes seconds per child; runs with threads include it */
         }
     }
     for (int r = 0; r < plan->size; r++)
@@ -224,7 +224,7 @@ static void run_processes(const round_plan *plan)
         kill(children[plan->culprit], SIGKILL);
     }
     for (int i = 0; i < plan->size; i++) {
-        const int r = (plan->culprit + 1 + i) % plan->size; /* the victim last: it stays a zombie until then */
+        const int r = (plan->culprit + 1 + i) % plan->size; /* wait for the victim last, to keep it a zombie until then */
         int status = 0;
         waitpid(children[r], &status, 0);
         const int was_killed = plan->ending == END_KILL && r == plan->culprit && WIFSIGNALED(status);

@@ -1,4 +1,4 @@
-/* One operation of the fuzz program: what it is, where its vectors lie on a rank, and whether it did what it must. */
+/* One operation of the fuzz program: its kind, the location of its vectors on a rank, and the check of its result. */
 #ifndef PACELINE_OPERATIONS_H
 #define PACELINE_OPERATIONS_H
 
@@ -29,21 +29,21 @@ enum { END_CLOSE, END_MISMATCH, END_LEAVE, END_KILL };
 static uint64_t the_seed;
 static int the_round;
 
-/* -- one round: what all ranks know -- */
+/* -- one round: the state shared by all ranks -- */
 
 typedef struct {
     uint64_t seed, slot_bytes, part_bytes;
     int size, num_groups, num_ops, ending, culprit, is_apart;
     uint32_t first_phase;
     char *segments[MOST_GROUPS], *arenas[MOST_GROUPS][NUM_ARENAS];
-    _Atomic int64_t *pids; /* shared: 0 until known; below 0: of threads, which nobody watches */
+    _Atomic int64_t *pids; /* shared: 0 until known; negative for threads, which are not monitored */
     _Atomic uint64_t *num_done;
 } round_plan;
 
 typedef struct {
     int kind, dtype, op, root;
     uint64_t count, salt;
-    int arenas_used; /* 0: by nobody, 1: by all at one place, 2: by some, 3: at any place */
+    int arenas_used; /* 0: by no rank, 1: by all at the same offset, 2: by some, 3: at any offset */
     uint64_t arena_offset;
 } operation;
 
@@ -99,7 +99,7 @@ static void prepare(const round_plan *plan, int rank, int group, flight *f, uint
     const uint64_t room = f->in_bytes + f->out_bytes + 6 * GUARD + 16;
     if (o->arenas_used == 1 || (o->arenas_used >= 2 && below(mine, 2))) {
         const uint64_t at = o->arena_offset + (o->arenas_used == 3 ? 1 + below(mine, 50) : 0);
-        /* Operations that overlap in time need places of their own: there is one for each in the window. */
+        /* Concurrent operations need separate memory: each one in the window has its own part. */
         const uint64_t each = plan->part_bytes / WINDOW;
         if (at + f->in_bytes + 2 * GUARD <= each) {
             char *part = plan->arenas[group][o->salt % NUM_ARENAS] + (uint64_t)rank * plan->part_bytes;
@@ -114,7 +114,7 @@ static void prepare(const round_plan *plan, int rank, int group, flight *f, uint
         memset(f->memory, 0xa5, room);
         f->in = f->memory + GUARD + below(mine, 16);
     }
-    /* In place is this rank's part of the larger one of the two. */
+    /* In place, the smaller vector is this rank's part of the larger one. */
     f->out = f->in;
     if (!f->is_in_place)
         f->out = f->in + f->in_bytes + GUARD + below(mine, 16);

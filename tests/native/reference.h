@@ -1,5 +1,5 @@
-/* The reference of the fuzz program: random numbers, and reductions one number at a time in plain C. Nothing of the
- * transport's own arithmetic is used here. */
+/* The reference of the fuzz program: random numbers, and reductions one number at a time in plain C, without any of the
+ * transport's arithmetic. */
 #ifndef PACELINE_REFERENCE_H
 #define PACELINE_REFERENCE_H
 
@@ -26,8 +26,8 @@ typedef struct {
 
 static inline int is_real(int dtype) { return dtype <= PLN_F16; }
 
-/* To a type of 16 bits with `places` binary places after the point and the smallest normal exponent `lowest`, ties to
- * even: the number is cut to whole steps of the right size. */
+/* Convert to a 16-bit type with `places` fraction bits and the smallest normal exponent `lowest`, rounding ties to
+ * even. */
 static inline uint16_t to_half(float value, int places, int lowest, int highest)
 {
     const uint16_t sign = signbit(value) ? 0x8000 : 0;
@@ -42,7 +42,7 @@ static inline uint16_t to_half(float value, int places, int lowest, int highest)
     int exponent;
     frexp(size, &exponent);
     exponent = exponent - 1 < lowest ? lowest : exponent - 1;
-    const double steps = nearbyint(ldexp(size, places - exponent)); /* of this exponent; may reach the next one */
+    const double steps = nearbyint(ldexp(size, places - exponent)); /* in units of this exponent; may round up to the next one */
     const uint64_t code = ((uint64_t)(exponent - lowest) << places) + (uint64_t)steps;
     return code >= infinity ? sign | infinity : (uint16_t)(sign | code);
 }
@@ -63,14 +63,14 @@ static inline uint16_t to_16(int dtype, float value)
     return dtype == PLN_BF16 ? to_half(value, 7, -126, 127) : to_half(value, 10, -14, 15);
 }
 
-/* Element `i` of a rank's vector. Mostly of one size, so that sums round; some are special. */
+/* Element `i` of a rank's vector. Most have similar magnitudes, to make sums round; some are special values. */
 static inline number number_of(int dtype, uint64_t salt, int rank, uint64_t i)
 {
     uint64_t state = salt + (uint64_t)rank * 0x10001 + i * 0x9e3779b1u, bits = next(&state);
     number n = {0, bits};
     if (!is_real(dtype))
         return n;
-    if (dtype == PLN_BF16 || dtype == PLN_F16) /* seven places and some powers of two: both types hold them */
+    if (dtype == PLN_BF16 || dtype == PLN_F16) /* seven bits and a few powers of two: exact in both types */
         n.real = (double)((int)(bits >> 32 & 0xff) - 128) * (bits >> 40 & 1 ? 64 : 0.125);
     else
         n.real = (double)(int32_t)(bits >> 32) / 65536.0;
@@ -87,7 +87,7 @@ static inline number number_of(int dtype, uint64_t salt, int rank, uint64_t i)
     case 7: n.real *= dtype == PLN_F16 ? 7 : 1e34; break; /* sums overflow */
     default: return n;
     }
-    /* What the type can hold, so that all copies of it are one number. */
+    /* Round to the type, to make all copies equal. */
     if (dtype == PLN_BF16)
         n.real = from_half(to_16(dtype, (float)n.real), 7, -126);
     else if (dtype == PLN_F16)
@@ -130,7 +130,7 @@ static inline number share_of_number(int dtype, int op, uint64_t salt, int rank,
     return n;
 }
 
-/* Element `i` of all ranks' vectors, in the order of the ranks; two-byte types and float32 in float32. */
+/* Reduce element `i` of all ranks' vectors, in rank order; two-byte types and float32 in float32. */
 static inline void reduce_numbers(int dtype, int op, uint64_t salt, int size, uint64_t i, char *at)
 {
     const int picks = op == PLN_MIN || op == PLN_MAX;
@@ -140,7 +140,7 @@ static inline void reduce_numbers(int dtype, int op, uint64_t salt, int size, ui
         if (is_real(dtype)) {
             sum.real = picks ? pick(op, sum.real, other.real) : sum.real + other.real;
             if (dtype != PLN_F64)
-                sum.real = (double)(float)sum.real; /* twice rounded is once rounded: 53 places are more than 2 x 24 + 1 */
+                sum.real = (double)(float)sum.real; /* double rounding is harmless: 53 bits exceed 2 x 24 + 1 */
         } else if (picks) {
             const int64_t a = dtype == PLN_I32 ? (int32_t)sum.whole : (int64_t)sum.whole;
             const int64_t b = dtype == PLN_I32 ? (int32_t)other.whole : (int64_t)other.whole;
@@ -159,7 +159,7 @@ static inline void reduce_numbers(int dtype, int op, uint64_t salt, int size, ui
     put_number(dtype, at, sum);
 }
 
-/* Bit by bit, but one NaN is as good as another. */
+/* Compare bit by bit, but treat all NaNs as equal. */
 static inline int is_same_number(int dtype, const char *a, const char *b)
 {
     float single[2];
