@@ -21,7 +21,7 @@ SAYS = {
     "data": "Data loading", "late rank": "A late rank", "buckets": "The bucket size",
     "batch": ("The small batch", "The gloo backend"), "network": "The gloo backend", "nothing": "Healthy",
 }  # fmt: skip
-AILMENTS = ("garbage collection", "evaluation", "uneven batches")  # the others of ailing.py are not yet confirmed
+PROBLEMS = ("garbage collection", "evaluation", "uneven batches")  # the others of ailing.py are not yet confirmed
 
 
 def find_first_sentence(result: paceline.Result) -> str:
@@ -70,7 +70,7 @@ def test_nine_of_ten_runs_are_diagnosed_correctly_including_healthy_ones(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", AILMENTS)
+@pytest.mark.parametrize("kind", PROBLEMS)
 def test_a_planted_problem_is_found_with_its_rank(kind):
     program = str(Path(__file__).with_name("ailing.py"))
     result = paceline.attach([*TORCHRUN, program, kind], progress=False)

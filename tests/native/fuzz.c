@@ -71,7 +71,7 @@ static void *follow_script(void *argument)
         if (below(&mine, 2)) {
             f->ticket = pln_submit(s->groups[g], o->kind, o->dtype, o->op, o->root, f->in, f->out, o->count, 0);
             if (f->ticket <= 0)
-                FAIL("submitting gave %lld", (long long)f->ticket);
+                FAIL("submitting returned %lld", (long long)f->ticket);
         } else {
             const int code =
                 pln_run(s->groups[g], o->kind, o->dtype, o->op, o->root, f->in, f->out, o->count, TIMEOUT_S);
@@ -110,7 +110,7 @@ static void end_badly(const seat_taken *s, pln_group *g)
         pln_explain(g, words, sizeof words);
         snprintf(wanted, sizeof wanted, "rank %d an all-reduce (sum) of 2 float32", 100 + plan->culprit);
         if (code != PLN_MISMATCH || strstr(words, wanted) == NULL)
-            FAIL("ranks that differ get %d: %s", code, words);
+            FAIL("mismatched operations returned %d: %s", code, words);
     } else if (is_culprit) {
         pthread_t waiting[2];
         for (int i = 0; i < 2; i++)
@@ -128,7 +128,7 @@ static void end_badly(const seat_taken *s, pln_group *g)
         pln_explain(g, words, sizeof words);
         snprintf(wanted, sizeof wanted, "rank %d (", 100 + plan->culprit);
         if (code != PLN_LEFT || strstr(words, wanted) == NULL)
-            FAIL("who is left behind gets %d: %s", code, words);
+            FAIL("a rank left behind got %d: %s", code, words);
     }
 }
 
@@ -145,7 +145,7 @@ static void take_part(const round_plan *plan, int rank)
     for (int g = 0; g < plan->num_groups; g++) {
         all.groups[g] = pln_open(plan->segments[g], plan->slot_bytes, rank, plan->size, names, pids, TIMEOUT_S, 1.2);
         if (all.groups[g] == NULL)
-            FAIL("a group of %d did not open", plan->size);
+            FAIL("a group of %d ranks did not open", plan->size);
         all.groups[g]->progress = plan->first_phase;
         for (int a = 0; a < NUM_ARENAS; a++)
             pln_add_arena(all.groups[g], a + 1, plan->arenas[g][a], plan->part_bytes);
@@ -224,7 +224,7 @@ static void run_processes(const round_plan *plan)
         kill(children[plan->culprit], SIGKILL);
     }
     for (int i = 0; i < plan->size; i++) {
-        const int r = (plan->culprit + 1 + i) % plan->size; /* wait for the victim last, to keep it a zombie until then */
+        const int r = (plan->culprit + 1 + i) % plan->size; /* the victim stays a zombie until the end */
         int status = 0;
         waitpid(children[r], &status, 0);
         const int was_killed = plan->ending == END_KILL && r == plan->culprit && WIFSIGNALED(status);

@@ -42,7 +42,7 @@ static inline uint16_t to_half(float value, int places, int lowest, int highest)
     int exponent;
     frexp(size, &exponent);
     exponent = exponent - 1 < lowest ? lowest : exponent - 1;
-    const double steps = nearbyint(ldexp(size, places - exponent)); /* in units of this exponent; may round up to the next one */
+    const double steps = nearbyint(ldexp(size, places - exponent)); /* may round up to the next exponent */
     const uint64_t code = ((uint64_t)(exponent - lowest) << places) + (uint64_t)steps;
     return code >= infinity ? sign | infinity : (uint16_t)(sign | code);
 }
