@@ -81,9 +81,7 @@ def test_an_attached_program_has_bit_identical_weights_and_an_answer(name, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_our_wrapper_gives_the_losses_and_weights_of_torchs(
-    name, tmp_path, monkeypatch, capfd
-):
+def test_our_wrapper_gives_the_losses_and_weights_of_torchs(name, tmp_path, monkeypatch, capfd):
     found = []
     for number, wrapper in enumerate(("torch", "paceline")):
         monkeypatch.setenv("PACELINE_WRAPPER", str(number))
