@@ -85,7 +85,7 @@ def _cell(**values):
         ("{}", "paceline-cell"),
         (_cell(), "'cell'"),
         (_cell(cell=CELL), "'records'"),
-        (_cell(cell="another", records=[]), "it holds 'another'"),
+        (_cell(cell="another", records=[]), "it contains 'another'"),
         (_cell(cell=CELL, records=[{"kind": "poem"}]), "unknown kind of record 'poem'"),
         (_cell(cell=CELL, records=[{"kind": "step"}]), "StepRecord"),
         (_cell(cell=CELL, records=None), "NoneType"),

@@ -131,7 +131,7 @@ def test_all_trials_together():
     )  # fmt: skip
     assert "false alarms in 1 of 2 pauses (60 min 12 s of noise)" in result.answer
     right, left = result.findings
-    assert "4 of 5 faults (80.0%)" in right and "in 3 of the 4 reports" in right
+    assert "4 of 5 faults (80.0%)" in right and "in 3 of 4 reports" in right
     assert left.startswith("1 trial left")
 
 

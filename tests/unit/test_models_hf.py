@@ -140,7 +140,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
         ((), "random weights, because .* holds only a configuration"),
         (("pytorch_model.bin",), "a pickle .pytorch_model.bin., which can run code"),
         (("pytorch_model.bin", "model.safetensors"), "weights from"),
-        (("shards",), "lacks model-00002-of-00002.safetensors, named in model.safetensors.index.json"),
+        (("shards",), "lacks model-00002-of-00002.safetensors, listed in model.safetensors.index.json"),
         (("model.safetensors.index.json",), "index.json is damaged"),
     ],
 )

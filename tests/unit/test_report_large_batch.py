@@ -91,7 +91,7 @@ def test_regression_recipes_are_compared_by_test_loss(build_environment):
         "epochs; the best recipe, linear: 0.1 below the baseline."
     )
     baseline, why = result.findings
-    assert "128 without a recipe: test loss 0.21 (" in baseline and "test losses are compared" in why
+    assert "128 without a recipe: test loss 0.21 (" in baseline and "compares test losses" in why
     rows = result.table("recipes").rows_json()
     assert [row["test_accuracy"] for row in rows] == [None] * 4
     assert [row["gap"] for row in rows] == [None, *map(pytest.approx, (0.7, 0.2, -0.1))]

@@ -30,7 +30,7 @@ def test_a_plan_has_rows_with_or_without_a_dense_part():
     whole = alone.without_rows({0})
     assert whole.partition == ((2, 1, 0),) and not whole.rows
     assert shared.without_rows({0}).partition == shared.partition
-    with pytest.raises(ConfigError, match="holds 4000"):
+    with pytest.raises(ConfigError, match="contains 4000"):
         Plan(GRADIENTS, (Bucket(tuple(Piece(i, 0, g.num_bytes) for i, g in enumerate(GRADIENTS))),), "", alone.rows)
 
 

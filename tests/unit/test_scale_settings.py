@@ -66,7 +66,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
         (RANKS, {"setups": (Setup("torch", "glo"),)}, "backend 'glo' is unknown"),
         (RANKS, {"ranks": (1,)}, "--ranks 1: scaling compares one rank with two or more"),
         (RANKS, {"global_batch_sizes": (64, 6)}, "--global-batch-size 6 cannot be divided evenly among 4 ranks: use a"),
-        (RANKS, {"setups": (Setup("dp", "gloo"),)}, "--wrapper dp puts 4 GPUs into one process, and 0 can"),
+        (RANKS, {"setups": (Setup("dp", "gloo"),)}, "--wrapper dp uses 4 GPUs in one process, but 0 can"),
         (
             SWEEP,
             {"job": dataclasses.replace(JOB, samples=7)},
@@ -74,7 +74,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
         ),
         (LARGE, {"global_batch_sizes": (16, 8)}, "--global-batch-size 16,8: must be above the base of 8"),
         (LARGE, {"recipes": ("none", "liner")}, "recipe 'liner': 'liner' is unknown"),
-        (LARGE, {"recipes": ("sync",)}, "recipe 'sync': sync needs several ranks, and there is one; use ghost"),
+        (LARGE, {"recipes": ("sync",)}, "recipe 'sync': sync needs several ranks; use ghost"),
         (LARGE, {"global_batch_sizes": (32, 36)}, "recipe 'grow': 36 is not a multiple of the base 8"),
     ],
 )
