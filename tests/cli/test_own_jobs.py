@@ -252,7 +252,7 @@ def test_a_stream_that_does_not_repeat_itself_is_refused_inside_an_epoch(here):
     job = ("--model", "job.py:build_net", "--data", "job.py:load_changing", "--batch-size", "6", "--out", str(here))
     run = find_run(type_alone("train", *job, "--steps", "3"))
     answer = type_alone("train", "--resume", str(run), "--steps", "8")
-    assert answer.code == 2 and "was trained on other samples" in answer.err
+    assert answer.code == 2 and "was trained on different samples" in answer.err
 
 
 def test_a_resume_with_another_number_of_steps_in_an_epoch_is_refused(here):
