@@ -26,6 +26,7 @@ WORTH, _IDLE_WORTH, _TURNS_WORTH = 0.05, 0.2, 0.1
 _SHM_TIMES = (0.35, 0.6, 0.15)
 # Kinds whose gain rests on assumptions about messages: the lower end of its interval must exceed the noise.
 _ASSUMED = ("backend", "network", "batch")
+_EXACT, _CHANGING = ("backend", "buckets"), ("network", "batch")  # cures that leave the training as it is or change it
 _MORE = 4  # recommended factor on the samples per message
 _TINY_KERNEL_S = 10e-6
 # A batch that keeps the GPU busy, relative to one that just fills the step.
@@ -320,11 +321,11 @@ def blame_host(idle_s: float, step_s: float) -> Finding:
 
 def blame_messages(
     traced: Predictor, cuts: Sequence[int], backend: str, exposed_s: float, step_s: float, *, on_host: bool,
-    is_ours: bool, is_small: bool, spread: tuple[float, float] = (1.0, 1.0),
+    is_ours: bool, fixed_s: float = 0.0, spread: tuple[float, float] = (1.0, 1.0),
 ) -> list[Finding]:  # fmt: skip
     """The cures for exposed communication that this backend allows, each with the simulated gain: another transport on
-    one host, fewer bytes, or fewer messages per sample. `cuts` are the buckets in use, and `is_small` means that a step
-    communicates for more than half as long as it computes. `spread` is the interval of `exposed_s` relative to it."""
+    one host, fewer bytes, or fewer messages per sample. `cuts` are the buckets in use. `fixed_s` is what a step takes
+    whatever its batch, 0 if the batch is large enough. `spread` is the interval of `exposed_s` relative to it."""
     share = f"{format_duration(exposed_s)} of communication per step is exposed ({exposed_s / step_s:.0%} of the step)"
     found = []
 
@@ -345,10 +346,12 @@ def blame_messages(
         )  # fmt: skip
         cure = "send bf16; int8, PowerSGD and DiLoCo send less, but change the update"
         add("network", cure, how, "estimated", simulate_messages(traced, cuts, bytes_factor=0.5))
-    if is_small:
+    if fixed_s:
+        share = f"{format_duration(fixed_s)} per step ({fixed_s / step_s:.0%} of it) does not depend on the batch: exposed "
+        share += "communication and the optimizer"
         cure = f"accumulate over {_MORE} times as many micro-batches, or make the batch as many times larger"
         line = "with model.no_sync(): ...  # in all micro-batches of a step but the last"
-        add("batch", cure, line, "computed", (1 - 1 / _MORE,) * 3)
+        add("batch", cure, line, "computed", ((1 - 1 / _MORE) * fixed_s / exposed_s,) * 3)
     return found
 
 
@@ -369,10 +372,15 @@ def simulate_messages(
 
 def rank_findings(found: Iterable[Finding], step_s: float, noise: float = 0.0) -> list[Finding]:
     """The findings above the noise, largest predicted gain first; `healthy` if there are none. `step_s` is the step of
-    findings without one."""
+    findings without one. Cures of exposed communication that change the training come after those that do not."""
     worth = max(WORTH, noise)
     kept = [one for one in (replace(one, step_s=one.step_s or step_s) for one in found) if one.is_worth(worth)]
     low_s = {one: one.gain_interval_s[0] for one in kept if one.kind in _ASSUMED and one.gain_interval_s}
     kept = [one for one in kept if low_s.get(one, math.inf) >= worth * one.step_s]
     healthy = f"no change is predicted to save more than the noise, {worth:.0%} of a step"
-    return sorted(kept, key=lambda one: -one.gain_s) or [Finding("healthy", healthy, step_s=step_s)]
+    exact_s = min((one.gain_s for one in kept if one.kind in _EXACT), default=math.inf)
+
+    def order(one: Finding) -> float:
+        return -min(one.gain_s, 0.99 * exact_s) if one.kind in _CHANGING else -one.gain_s
+
+    return sorted(kept, key=order) or [Finding("healthy", healthy, step_s=step_s)]

@@ -185,8 +185,8 @@ def _find_resent(evidence: Evidence) -> Loss | None:
     last = max(recorded, key=lambda step: len(step.stalls))
     number = 1 + round(sum(stall.name == RESENT for stall in last.stalls) / max(1, len(last.messages)))
     gain_s = statistics.fmean(times)
-    text = f"each of {number} micro-batches sends its gradients, which takes {format_duration(gain_s)} more than once"
-    return Loss(gain_s, f"{text} per step", estimate_mean(times, gain_s))
+    text = f"all of {number} micro-batches send their gradients, and only the last must: the others wait"
+    return Loss(gain_s, f"{text} {format_duration(gain_s)} per step", estimate_mean(times, gain_s))
 
 
 def _find_collectives(evidence: Evidence) -> Loss | None:

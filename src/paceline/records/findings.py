@@ -25,7 +25,7 @@ NOISY = ("inconclusive", "unstable", "drifting", "few")
 _MOST_NAMES = 3
 # Limits on the share of CPU time stolen by the hypervisor, and on the load per core before a run.
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
-_MOST_UNCERTAIN = 0.1  # of the median step of an observed program
+_MOST_UNCERTAIN = 0.25  # of the median step of an observed program
 # Evidence and remedy (empty if there is none), most serious first. `_KINDS` merges kinds that differ only in their
 # text.
 _TEXTS = {

@@ -431,7 +431,7 @@ class AttachedResult(Result):
             yield from blame_messages(
                 self.buckets.model, self.buckets.now.cuts, self.steps.backend, self.exposed_s, self.step_s,
                 on_host=self.buckets.traced.is_on_host, is_ours=self.steps.wrapper == "paceline",
-                is_small=self._is_small(self.buckets.now), spread=self._find_spread(recorded),
+                fixed_s=self._find_fixed(), spread=self._find_spread(recorded),
             )  # fmt: skip
 
     def _blame_late(
@@ -480,12 +480,11 @@ class AttachedResult(Result):
         low_s, high_s = (times and estimate_mean(times, mean_s := statistics.fmean(times))) or (1.0, 1.0)
         return (low_s / mean_s, high_s / mean_s) if times and mean_s > 0 and len(times) > 1 else (1.0, 1.0)
 
-    def _is_small(self, row: Prediction) -> bool:
-        """Whether a step communicates for more than half as long as it computes."""
-        assert self.buckets is not None
-        took_s = sum(self.buckets.costs.curve.estimate_s(bucket.num_bytes) for bucket in row.step.buckets)
-        job = self.buckets.job  # the part that grows with the batch, without the optimizer
-        return took_s > max(0.0, job.before_s + job.backward_s - self.critical.data_s) / 2
+    def _find_fixed(self) -> float:
+        """What a step takes whatever its batch, if that is more than half of the time that grows with the batch."""
+        row = self.critical
+        fixed_s = (self.exposed_s or 0.0) + (row.optimizer_s or 0.0)
+        return fixed_s if fixed_s > ((row.forward_s or 0.0) + (row.backward_s or 0.0)) / 2 else 0.0
 
     def _list_waits(self, recorded: Sequence[TracedStepRecord]) -> Sequence[Mapping[int, float]]:
         """How long each rank waits for the others, for each step with known waits."""
