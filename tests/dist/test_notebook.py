@@ -127,7 +127,8 @@ def test_an_interrupt_of_the_kernel_reaches_all_ranks(kernel):
 def test_magics_report_errors_in_one_line(kernel):
     for source, words in (
         ("%dist_init -n two", "invalid int value"), ("%%rank 5\n1", "rank 5 does not exist"),
-        ("%%rank x\n1", "not a rank"), ("%dist_mode sometimes", "use on or off"), ("%dist_init -g a", "not a GPU number"),
+        ("%%rank x\n1", "not a rank"), ("%dist_mode sometimes", "use on or off"),
+        ("%dist_init -g a", "not a GPU number"),
     ):  # fmt: skip
         answer = kernel.run(source)
         said = answer.text + "".join("\n".join(error["traceback"]) for error in answer.errors)

@@ -280,7 +280,7 @@ def test_steps_are_shortened_by_their_pauses_if_most_have_one(tmp_path):
     assert sum(_build_ranks(ranks)[0].saved_s) == pytest.approx(15 * 0.040)
 
 
-@pytest.mark.parametrize(("count", "is_busy"), [(16, True), (400, False)])
+@pytest.mark.parametrize(("count", "is_busy"), [(12, True), (400, False)])
 def test_an_observed_program_whose_steps_vary_is_doubted_only_if_its_median_is_uncertain(count, is_busy, tmp_path):
     for rank in (0, 1):
         steps = [(number, 0.010 if number % 3 else 0.020, 0.0, 0.0) for number in range(5, 5 + count)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.predict.accounting import RankRow
+from paceline.predict.accounting import RankRow, SlowPart
 from paceline.predict.advice import blame_changing_rank, rank_findings
 from paceline.predict.causes import _SEARCH, CAUSES, Evidence, find_causes
 from paceline.predict.traces import Lateness
@@ -186,4 +186,12 @@ def test_alternately_late_ranks_delay_even_the_one_that_waits_least():
     late = Lateness(0, 0.5, 0.02)
     (found,) = blame_changing_rank([0.04, 0.0] * 4, late, 0.1)
     assert (found.kind, found.rank, found.gain_s) == ("changing late rank", None, pytest.approx(0.02))
-    assert [*blame_changing_rank([0.01, 0.0] * 4, late, 0.1)] == []
+    assert [*blame_changing_rank([0.014, 0.0] * 4, late, 0.1)] == []
+    (found,) = blame_changing_rank([0.014, 0.0] * 4, late, 0.1, SlowPart("spin", 0.012, 1.0, 0.9, 0.0))
+    assert "spin takes 12 ms longer" in found.evidence
+
+
+@pytest.mark.parametrize(("saved_s", "first"), [(0.012, "backend"), (0.008, "batch")])
+def test_a_cure_that_changes_the_training_comes_after_one_that_saves_half_as_much(saved_s, first):
+    found = [Finding("batch", "small", "larger", 0.02), Finding("backend", "gloo", "shm", saved_s)]
+    assert rank_findings(found, 0.1)[0].kind == first

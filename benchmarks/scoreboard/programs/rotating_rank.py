@@ -7,7 +7,7 @@ from loop import Program, main, spin
 
 class RotatingRank(Program):
     title = "slow rank that changes"
-    causes = ("late rank",)
+    causes = ("changing late rank", "late rank")
 
     def configure(self):
         self.draw = random.Random(0)  # the same on both ranks

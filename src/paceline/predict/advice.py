@@ -146,12 +146,17 @@ def blame_rank(
     )  # fmt: skip
 
 
-def blame_changing_rank(waits: Sequence[float], late: Lateness, step_s: float) -> Iterator[Finding]:
-    """The finding for a late rank that changes, from the waits of the rank that waits least, one per step."""
-    gain_s = statistics.fmean(waits or [0.0])
-    if gain_s < _TURNS_WORTH * step_s:
+def blame_changing_rank(
+    waits: Sequence[float], late: Lateness, step_s: float, slow: SlowPart | None = None
+) -> Iterator[Finding]:
+    """The finding for a late rank that changes, from the waits of the rank that waits least, one per step. Ranks also
+    wait for each other by chance, so less is worth it only if one part of the work explains the lateness."""
+    gain_s, is_named = statistics.fmean(waits or [0.0]), slow is not None and slow.is_named
+    if gain_s < (WORTH if is_named else _TURNS_WORTH) * step_s:
         return
     text = f"even the rank that waits least loses {format_duration(gain_s)} per step, and the last rank changes"
+    if slow is not None and is_named:
+        text += f"; {slow.name} takes {format_duration(slow.more_s)} longer on it"
     cure = "look for work in different steps on each rank: garbage collection, logging, long inputs, other programs"
     interval_s = estimate_mean(waits, gain_s)
     yield Finding(
@@ -347,8 +352,8 @@ def blame_messages(
         cure = "send bf16; int8, PowerSGD and DiLoCo send less, but change the update"
         add("network", cure, how, "estimated", simulate_messages(traced, cuts, bytes_factor=0.5))
     if fixed_s:
-        share = f"{format_duration(fixed_s)} per step ({fixed_s / step_s:.0%} of it) does not depend on the batch: exposed "
-        share += "communication and the optimizer"
+        took = f"{format_duration(fixed_s)} per step ({fixed_s / step_s:.0%} of it)"
+        share = f"communication and the optimizer take {took}, whatever the batch"
         cure = f"accumulate over {_MORE} times as many micro-batches, or make the batch as many times larger"
         line = "with model.no_sync(): ...  # in all micro-batches of a step but the last"
         add("batch", cure, line, "computed", ((1 - 1 / _MORE) * fixed_s / exposed_s,) * 3)
@@ -372,15 +377,17 @@ def simulate_messages(
 
 def rank_findings(found: Iterable[Finding], step_s: float, noise: float = 0.0) -> list[Finding]:
     """The findings above the noise, largest predicted gain first; `healthy` if there are none. `step_s` is the step of
-    findings without one. Cures of exposed communication that change the training come after those that do not."""
+    findings without one. Cures of exposed communication that change the training come after one that saves at least
+    half as much and does not."""
     worth = max(WORTH, noise)
     kept = [one for one in (replace(one, step_s=one.step_s or step_s) for one in found) if one.is_worth(worth)]
     low_s = {one: one.gain_interval_s[0] for one in kept if one.kind in _ASSUMED and one.gain_interval_s}
     kept = [one for one in kept if low_s.get(one, math.inf) >= worth * one.step_s]
     healthy = f"no change is predicted to save more than the noise, {worth:.0%} of a step"
-    exact_s = min((one.gain_s for one in kept if one.kind in _EXACT), default=math.inf)
+    exact_s = max((one.gain_s for one in kept if one.kind in _EXACT), default=0.0)
 
-    def order(one: Finding) -> float:
-        return -min(one.gain_s, 0.99 * exact_s) if one.kind in _CHANGING else -one.gain_s
+    def order(one: Finding) -> tuple[float, bool]:
+        is_after = one.kind in _CHANGING and one.gain_s <= 2 * exact_s
+        return -(min(one.gain_s, exact_s) if is_after else one.gain_s), is_after
 
     return sorted(kept, key=order) or [Finding("healthy", healthy, step_s=step_s)]

@@ -452,12 +452,13 @@ class AttachedResult(Result):
             gain_s = share * max(0.0, late.mean_s - own_s)
             interval_s = estimate_mean([share * (s - own_s) for s in late_s], gain_s)
             uneven = (one for one in causes if one.kind == "uneven batches" and one.rank == late.rank)
-            if all(2 * one.gain_s < gain_s for one in uneven):  # otherwise the batches explain the delay
+            others = max(1, len(self.rows) - 1) / len(self.rows)  # equal batches save this share of the delay
+            if all(2 * one.gain_s < others * gain_s for one in uneven):  # otherwise the batches explain it
                 yield blame_rank(late, gain_s, interval_s, slow)
         else:
             # The last rank of a step waits only for the transfer itself.
             excess_s = [one[rank] - min(one.values()) for one in steps if rank in one]
-            yield from blame_changing_rank(excess_s, late, self.step_s)
+            yield from blame_changing_rank(excess_s, late, self.step_s, slow)
 
     def _blame_loader(self, waits: Sequence[float]) -> Finding:
         """The finding for the rank that loses most time to its data loader, excluding transfers of finished batches."""
