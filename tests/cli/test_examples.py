@@ -111,7 +111,7 @@ def test_read_a_run(start, tmp_path):
     save_run(Run("bench allreduce", {}, capture_environment(), records), tmp_path / "run.json")
     out = run_example(start, "read_a_run.py", str(tmp_path))
     assert "1048576 bytes: 5 repetitions, median 0.003000 s, noise 0%" in out
-    assert "gloo, 2 ranks: a message of 2 MiB takes about 0.005000 s" in out
+    assert "gloo, 2 ranks: a 2 MiB message takes about 0.005000 s" in out
 
 
 def test_tables_for_predict(start, tmp_path):

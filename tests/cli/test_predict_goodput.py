@@ -232,6 +232,6 @@ def test_the_benchmark_kills_ranks_of_the_world_and_no_spares(benchmark, tmp_pat
 def test_the_benchmark_warns_where_kills_are_not_the_faults_of_the_run(benchmark, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"faults": [{"policy": "spare"}]}))
     outcome = benchmark.Outcome(tmp_path, kills_s=[1.0, 2.0])
-    assert "2 kills, and the run recorded 1 faults" in benchmark.check_faults(outcome, "spare")
+    assert "2 kills, but the run recorded 1 faults" in benchmark.check_faults(outcome, "spare")
     assert not benchmark.check_faults(outcome, "resume")
     assert not benchmark.check_faults(benchmark.Outcome(tmp_path, kills_s=[1.0]), "spare")
