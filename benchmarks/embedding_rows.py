@@ -59,12 +59,12 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         # As in text, token frequencies follow a Zipf distribution.
         weights = 1 / torch.arange(1, vocabulary + 1)
 
-        def step(model: DDP, is_synchronised: bool = True) -> float:
+        def step(model: DDP, is_synchronized: bool = True) -> float:
             ids = torch.multinomial(weights, asked.batch_size * length, True, generator=draw).view(-1, length)
             model.zero_grad()
             dist.barrier()
             begin_s = time.perf_counter()
-            model.do_sync = is_synchronised
+            model.do_sync = is_synchronized
             out = model(ids)
             logits = getattr(out, "logits", out)
             F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()

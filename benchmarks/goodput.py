@@ -5,12 +5,13 @@ python benchmarks/goodput.py [--on-fault restart] [--mtbf 20,40,80] [--seconds 2
 Every round has a run without faults and one for each mean time between faults; the next round reverses the order.
 Before the rounds, kills at fixed times measure recovery times; the prediction uses nothing else from runs with faults.
 
-Goodput is useful step time, plus the gaps between steps of a run without faults and saves, divided by the time from the
-first step to the last. This definition cancels speed differences between runs. The result also includes the slowdown
-of steps after a recovery compared with those before the fault. With `--on-fault resume`, `paceline train --resume`
-restarts the command after each fault; with other policies, only if a second fault during recovery ended the command.
+Goodput is useful step time, plus the gaps between steps of a run without faults or saves, divided by the time from the
+first step to the last. This definition cancels out speed differences between runs. The result also includes the
+slowdown of steps after a recovery compared with those before the fault. With `--on-fault resume`, `paceline train
+--resume` restarts the command after each fault; with other policies, only if a second fault during recovery ended the
+command.
 
-Times between faults are exponential, drawn from equal shares of the distribution in random order, so even a small
+Times between faults are exponential, drawn from equal parts of the distribution in random order, so even a small
 sample has the requested mean. All rounds at one fault rate continue the same sequence of faults. A fault kills one
 rank; with `spare` and `shrink`, it kills a rank of the current world, and waits until there is one. A replica survives,
 so the prediction assumes that nearly all faults leave a replica intact. The script rewrites FILE after each run.

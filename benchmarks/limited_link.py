@@ -55,7 +55,7 @@ def run_ranks(command: Sequence[str], names: Sequence[str] = ("", ""), address: 
 
 
 def run_again(rate: str) -> NoReturn:
-    """Rerun this program with `--is-rank` on both hosts; `none` runs both ranks here and needs no root."""
+    """Rerun this program with `--is-rank` on both hosts; `none` runs both ranks here and does not require root."""
     command = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], "--is-rank"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run the cleanup that removes the namespaces
     if rate == "none":

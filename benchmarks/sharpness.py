@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Are the minima of large batches sharper, and does that explain worse generalisation? An MLP on MNIST, minutes on a
+"""Are the minima of large batches sharper, and does that explain worse generalization? An MLP on MNIST, minutes on a
 CPU.
 
     benchmarks/sharpness.py MNIST_FOLDER > results/MACHINE/sharpness.md

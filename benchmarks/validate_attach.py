@@ -165,8 +165,8 @@ class Attached:
 
 
 def time_calls(folder: str, train: Callable[[int], float]) -> list[float]:
-    """Measure the seconds per step, over 300 steps, in the attached calls: hooks, and the loader without the wrapped
-    calls."""
+    """Measure the seconds per step, over 300 steps, spent in attached code: the hooks, and the loader minus the calls
+    that it wraps."""
     clock, spent = time.perf_counter, [0.0]
 
     def timed(function: Callable[..., Any], sign: int) -> Callable[..., Any]:

@@ -130,7 +130,7 @@ def spoil_text(draw: random.Random, text: str) -> str:
 
 
 def load_small() -> list[tuple[str, Any]]:
-    """Small runs, each with a command line that reads it."""
+    """The paths and documents of the smallest runs."""
     names = ("allreduce-gloo-2-ranks", "layers-cnn-tiny", "trace-gpt2-mini-gloo-2-ranks")
     files = [RESULTS / "neoverse-n1-2-cores" / name / "run.json.gz" for name in names]
     files += sorted(RESULTS.glob("*/*/run.json.gz"), key=lambda file: (file.stat().st_size, str(file)))[:3]

@@ -126,7 +126,7 @@ def test_two_forwards_before_a_backward(job):
     job(2, compare, several)
 
 
-def retain_synchronised() -> None:
+def retain_synchronized() -> None:
     def together(model: Any, rank: int) -> torch.Tensor:
         out = model(draw(rank))
         return out.square().mean() + out.abs().mean()
@@ -143,9 +143,9 @@ def retain_synchronised() -> None:
                 check(world, model, wanted, options)
 
 
-def test_several_synchronised_losses_of_one_forward(job):
-    """torch allows one synchronised backward per forward; here every one is synchronised."""
-    job(2, retain_synchronised)
+def test_several_synchronized_losses_of_one_forward(job):
+    """torch allows one synchronized backward per forward; here every one is synchronized."""
+    job(2, retain_synchronized)
 
 
 def hooked(rank: int, name: str) -> list[nn.Module]:

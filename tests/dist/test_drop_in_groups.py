@@ -116,7 +116,7 @@ def test_ignored_parameters_and_buffers_are_unchanged(job, how):
 
 
 def follow_the_seed() -> None:
-    """The loop of document 001: accumulate without and with synchronisation, then synchronise explicitly."""
+    """The loop of document 001: accumulate without and with synchronization, then synchronize explicitly."""
     with paceline.init(announce=None) as world:
         for reducer in REDUCERS:
             model = DDP(Net(), manual=True, **reducer)
@@ -139,13 +139,13 @@ def follow_the_seed() -> None:
                     (loss(model, world.rank, 10 * step + part) / 3).backward()
                     if part < 2 or step % 2:
                         model.sync_gradients() if part < 2 else None
-                check_close(model, mine, "nothing was synchronised yet")
+                check_close(model, mine, "nothing was synchronized yet")
                 with model.no_sync():
                     model.sync_gradients()
                 check_close(model, mine, "no_sync")
                 model.sync_gradients()
                 check(world, model, wanted, (reducer, step))
-                model.sync_gradients()  # there is nothing left to synchronise
+                model.sync_gradients()  # there is nothing left to synchronize
                 check(world, model, wanted, (reducer, step))
 
 
@@ -275,5 +275,5 @@ def train_after_stop() -> bool:
         return world.share(mine)[0] != world.share(mine)[1]
 
 
-def test_nothing_is_synchronised_after_stop(job):
+def test_nothing_is_synchronized_after_stop(job):
     assert job(2, train_after_stop) == [True, True]

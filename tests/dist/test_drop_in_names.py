@@ -174,7 +174,7 @@ def prepare_as_frameworks_do() -> None:
         assert model._sync._is_stopped
 
 
-def test_a_backward_inside_forward_is_synchronised_from_the_first_step_on(job):
+def test_a_backward_inside_forward_is_synchronized_from_the_first_step_on(job):
     job(2, prepare_as_frameworks_do)
 
 
@@ -211,7 +211,7 @@ def sum_buffers(waits: bool, before: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("waits", "before", "wanted"), [(True, True, 16), (True, False, 31), (False, False, 31)])
-def test_a_buffer_hook_synchronises_the_buffers(job, waits, before, wanted):
+def test_a_buffer_hook_synchronizes_the_buffers(job, waits, before, wanted):
     for theirs, ours in job(2, sum_buffers, waits, before):
         assert ours == [wanted, wanted]
         assert theirs == ours or not waits
@@ -232,7 +232,7 @@ def start_with_own_buffers() -> list[tuple[float, float]]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_buffers_are_synchronised_as_in_torch(job):
+def test_buffers_are_synchronized_as_in_torch(job):
     for rank, found in enumerate(job(2, start_with_own_buffers)):
         ours = found[1::2] if len(found) == 6 else found
         assert ours == [(rank, rank + 2.0), (0, 2.0), (0, 2.0)]

@@ -223,7 +223,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_buffers_of_torchs_wrapper_wait_for_a_rank_that_pauses(tmp_path):
-    """Buffers are synchronised in forward."""
+    """Buffers are synchronized in forward."""
     (tmp_path / "train.py").write_text(BUFFERS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     variables = os.environ | {"PACELINE_MONITOR": "1", "OMP_NUM_THREADS": "1"}

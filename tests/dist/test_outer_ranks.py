@@ -228,7 +228,7 @@ def use_in_many_ways() -> None:
             assert model._strategy.is_due == (step == 3)
             if step in (1, 5, 7):
                 check_equal(world, model.parameters(), step)
-        # Accumulation counts once; `sync_gradients` counts gradients that no backward has synchronised.
+        # Accumulation counts once; `sync_gradients` counts gradients that no backward has synchronized.
         model = DDP(build_model(), strategy="localsgd:2")
         for step in range(1, 5):
             with model.no_sync():

@@ -266,7 +266,7 @@ def save_and_use() -> Any:
         found = train(model, optimizer, rank, range(3), update)
         facts["skipped"] = [torch.equal(*pair) for pair in itertools.pairwise(found)], scaler.get_scale()
         facts["finite"] = bool(torch.isfinite(found[-1]).all())
-        # Two synchronised backward passes cannot be accumulated here.
+        # Two synchronized backward passes cannot be accumulated here.
         model(torch.arange(4, device=here())).backward()
         facts["twice"] = error_of(lambda: model(torch.arange(4, device=here())).backward())
         # Zeros are allowed: many loops keep their gradient tensors.
@@ -278,7 +278,7 @@ def save_and_use() -> Any:
         optimizer.zero_grad()
         with model.no_sync():
             model(torch.arange(4, device=here())).backward()
-        facts["unsynchronised"] = error_of(optimizer.step)
+        facts["unsynchronized"] = error_of(optimizer.step)
         facts["group"] = error_of(lambda: optimizer.add_param_group({"params": []}))
         with pytest.raises(ConfigError) as caught, model.join():
             pass
@@ -292,7 +292,7 @@ def test_overflow_and_refusals(on_ranks):
     assert first == second
     assert first["skipped"] == ([True, False], 2.0)
     assert first["finite"]
-    for name in ("unsynchronised", "group"):
+    for name in ("unsynchronized", "group"):
         assert first[name][0] == "ConfigError strategy", name
     assert "no_sync()" in first["twice"][1]
 

@@ -198,7 +198,7 @@ def test_a_signal_saves_and_the_requeued_job_resumes_bit_identically(cluster, wh
     cluster.expect_nothing_left()
 
 
-def test_a_cancelled_job_is_not_requeued(cluster):
+def test_a_canceled_job_is_not_requeued(cluster):
     job = submit(cluster, "--", *TRAIN, "--epochs", "100000", "--out", "gone", name="gone")
     wait_for_steps(cluster, "gone", job)
     ask(cluster, "scancel", job)
@@ -334,7 +334,7 @@ def test_a_killed_slurmd_is_named_and_the_job_is_requeued(cluster):
         wait_until(lambda: not [line for line in cluster.list_processes() if " -m paceline train" in line])
         ask(cluster, "scancel", job)
         follower.communicate(timeout=100)
-        assert follower.returncode != 0  # the job was cancelled
+        assert follower.returncode != 0  # the job was canceled
         cluster.expect_nothing_left(60)
     finally:
         if follower.poll() is None:

@@ -117,7 +117,7 @@ def run_accelerates_tests() -> None:
 
 
 @pytest.mark.slow
-def test_accelerates_own_tests_of_synchronisation(job):
+def test_accelerates_own_tests_of_synchronization(job):
     need("accelerate")
     job(2, run_accelerates_tests)
 

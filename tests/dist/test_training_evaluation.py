@@ -134,7 +134,7 @@ def evaluate_spread(settings: TrainSettings, spreads: tuple[float, ...]) -> list
 
 
 def test_running_statistics_are_those_of_rank_0_under_torch(on_ranks):
-    """The only batch goes to rank 1, and each rank has its own statistics, which torch synchronises too late."""
+    """The only batch goes to rank 1, and each rank has its own statistics, which torch synchronizes too late."""
     settings = replace(CNN, model="resnet18", channels=None, hidden=None, wrapper="torch")
     ((alone, other),) = on_ranks(1, evaluate_spread, settings, (0.5, 1.0))
     for (found,) in on_ranks(2, evaluate_spread, settings, (0.5,)):

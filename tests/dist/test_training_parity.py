@@ -277,7 +277,7 @@ def test_a_row_covers_all_ranks(train_on):
 
 
 def build_and_draw(settings: TrainSettings) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """This rank's model before the wrapper synchronised it, and its outputs for one batch with and without dropout."""
+    """This rank's model before the wrapper synchronized it, and its outputs for one batch with and without dropout."""
     import paceline
     from paceline.training import build
 

@@ -143,7 +143,7 @@ def recompute_the_wrapper() -> int:
         return model.report().num_steps
 
 
-def test_a_checkpointed_wrapper_synchronises_once_per_backward(job):
+def test_a_checkpointed_wrapper_synchronizes_once_per_backward(job):
     assert job(2, recompute_the_wrapper) == [3, 3]
 
 
@@ -165,7 +165,7 @@ def assign_buffers() -> None:
             check_equal(world, [model.module.seen], step)
 
 
-def test_a_reassigned_buffer_is_synchronised(job):
+def test_a_reassigned_buffer_is_synchronized(job):
     job(2, assign_buffers)
 
 

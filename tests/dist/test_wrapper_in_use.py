@@ -131,7 +131,7 @@ def test_another_dtype_after_wrapping_works_or_is_a_clear_error_on_all_ranks(job
             assert not only_rank_1 or "rank 1" in text
 
 
-# -- which backwards are synchronised ---------------------------------------------------------------------------------
+# -- which backwards are synchronized ---------------------------------------------------------------------------------
 
 
 def leave_no_sync_in_every_way() -> None:
@@ -159,7 +159,7 @@ def leave_no_sync_in_every_way() -> None:
                     return sum(loss(module, rank, 10 * step + part) for part in range(4))
 
                 check(world, model, average_alone(model.module, all_parts, 2), (reducer, step))
-        # Forward inside, backward outside: the backward is synchronised.
+        # Forward inside, backward outside: the backward is synchronized.
         model.zero_grad()
         with model.no_sync():
             inside = loss(model, world.rank)
@@ -311,7 +311,7 @@ def wrap_again() -> None:
                 if round_ == 0:
                     model.stop()
                     model.stop()
-                    if world.rank == 0:  # a synchronised backward would wait for rank 1
+                    if world.rank == 0:  # a synchronized backward would wait for rank 1
                         loss(net, 0).backward()
                     model.stop()
                 del model

@@ -39,7 +39,7 @@ def keep_own_parameters() -> None:
                 model.zero_grad()
                 loss(model, world.rank, step).backward()
             for param, value in zip(model.parameters(), before, strict=True):
-                assert torch.equal(param, value), f"{reducer}: synchronising gradients changed a parameter"
+                assert torch.equal(param, value), f"{reducer}: synchronizing gradients changed a parameter"
             check_equal(world, [param.grad for param in model.parameters()], reducer)
 
 
@@ -260,7 +260,7 @@ def differentiate_twice() -> int:
             model = DDP(Net(), **reducer)
             for step in range(STEPS):
                 model.zero_grad()
-                if world.rank == 0:  # if these were synchronised, rank 0 would wait for rank 1
+                if world.rank == 0:  # if these were synchronized, rank 0 would wait for rank 1
                     torch.autograd.grad(loss(model, 0), list(model.parameters()))
                     torch.autograd.grad(loss(model, 0), model.module.first.weight)
                 assert all(param.grad is None for param in model.parameters())

@@ -140,7 +140,7 @@ def build_on_two_ranks(wrappers: tuple[str, ...]) -> list[list[float]]:
     return sums
 
 
-def test_ranks_start_with_different_parameters_and_every_wrapper_synchronises_them(on_ranks):
+def test_ranks_start_with_different_parameters_and_every_wrapper_synchronizes_them(on_ranks):
     wrappers = ("bare", "torch", "paceline", "paceline-simple")
     here, there = on_ranks(2, build_on_two_ranks, wrappers)
     assert here[1:] == there[1:] and here[0] != there[0]

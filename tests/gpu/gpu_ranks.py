@@ -50,8 +50,8 @@ class KeptGroups(contextlib.AbstractContextManager["KeptGroups"]):
     """Models reuse the process groups of earlier models. Creating an NCCL communicator takes longer than training
     one of these models.
 
-    After `restart`, groups are handed out in the order of their creation, so all ranks agree, whenever they collect
-    models that are gone.
+    After `restart`, groups are handed out in creation order, so all ranks agree no matter when each one garbage-collects
+    its old models.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class KeptGroups(contextlib.AbstractContextManager["KeptGroups"]):
         self._count = 0
 
     def reuse(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with the groups of its last call."""
+        """Wrap a function so that each call reuses the groups of the previous one."""
 
         def call(*args: Any) -> Any:
             self.restart()

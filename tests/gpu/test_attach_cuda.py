@@ -18,7 +18,7 @@ from paceline.report.observed import AttachedResult
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-# As a user writes it, except that NCCL is told that each rank is on its own host, because all of them share one GPU.
+# As a user would write it, except that NCCL is told that each rank is on its own host, because all of them share one GPU.
 PROGRAM = """
 import argparse, json, os, statistics, time
 
@@ -84,7 +84,7 @@ def build_command(program: Path, backend: str, *more: str) -> list[str]:
     return [sys.executable, *launcher, str(program), *(["--backend", backend] if backend else []), *more]
 
 
-def time_synchronised(program: Path, backend: str) -> float:
+def time_synchronized(program: Path, backend: str) -> float:
     """The median step of the same program, unattached, when it waits for the GPU after each step."""
     file = program.with_name("step.json")
     command = build_command(program, backend, "--steps", "40", "--synchronize", str(file))
@@ -113,7 +113,7 @@ def test_the_step_of_a_program_that_never_waits_is_that_of_the_gpu(program, back
         # otherwise this test is meaningless: the host did not run ahead
         assert result.steps.host.p10_s < result.step_s / 2
     expect_no_doubt_about_times(result)
-    assert 0.5 < result.step_s / time_synchronised(program, backend) < 2
+    assert 0.5 < result.step_s / time_synchronized(program, backend) < 2
     if backend:
         assert result.buckets is not None, result.warnings
         traced = result.buckets.traced

@@ -1,4 +1,4 @@
-"""Messages during backward on one GPU, and how a profile there affects a prediction."""
+"""Messages during backward on one GPU, and how profiling them affects a prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas of one model in one process, synchronised by an outer schedule."""
+"""Replicas of one model in one process, synchronized by an outer schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 class Replicas:
-    """Replicas with their own model, optimizer and batches, and the schedule that synchronises them."""
+    """Replicas with their own model, optimizer and batches, and the schedule that synchronizes them."""
 
     def __init__(
         self,

@@ -124,7 +124,7 @@ def test_variables_that_attach_to_a_program_reach_its_ranks(run_script, monkeypa
         (0, True, "RUNNING", 0, 75, True),
         (0, True, "RUNNING", 99, 75, True),
         (0, True, "RUNNING", 100, 75, False),  # no time limit
-        (0, True, "COMPLETING", 0, 75, False),  # cancelled by scancel
+        (0, True, "COMPLETING", 0, 75, False),  # canceled by scancel
         (0, False, "RUNNING", 0, 0, False),
         (1, False, "RUNNING", 0, 1, False),
         (143, False, "RUNNING", 0, 143, False),  # srun's exit code if one rank fails and the others are killed

@@ -265,7 +265,7 @@ def write_parquet(path, columns):
     parquet.write_table(pyarrow.table(columns), path)
 
 
-COLOURS = np.random.default_rng(0).integers(256, size=(5, 8, 8, 3), dtype=np.uint8)
+COLORS = np.random.default_rng(0).integers(256, size=(5, 8, 8, 3), dtype=np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ COLOURS = np.random.default_rng(0).integers(256, size=(5, 8, 8, 3), dtype=np.uin
     ],
 )
 def test_images_in_parquet(tmp_path, name, column, files):
-    pixels = COLOURS if name == "cifar10" else COLOURS[:, :, :, 0]
+    pixels = COLORS if name == "cifar10" else COLORS[:, :, :, 0]
     for file, rows in files.items():
         labels = list(range(5))[rows]
         write_parquet(tmp_path / file, {column: [picture(image) for image in pixels[rows]], "label": labels})
@@ -316,11 +316,11 @@ def test_jpeg_is_decoded(tmp_path):
     ("columns", "value"),
     [
         ({"pixels": [1], "label": [1]}, '"img"'),
-        ({"img": [picture(COLOURS[0])], "fine": [1]}, '"label"'),
+        ({"img": [picture(COLORS[0])], "fine": [1]}, '"label"'),
         ({"img": [{"bytes": b"no", "path": None}], "label": [1]}, "UnidentifiedImageError"),
-        ({"img": [picture(COLOURS[0])], "label": [12]}, "label 12 in row 0"),
-        ({"img": [picture(COLOURS[0])], "label": [None]}, "column label"),
-        ({"img": [picture(COLOURS[0]), picture(COLOURS[0, :4])], "label": [1, 1]}, "shape"),
+        ({"img": [picture(COLORS[0])], "label": [12]}, "label 12 in row 0"),
+        ({"img": [picture(COLORS[0])], "label": [None]}, "column label"),
+        ({"img": [picture(COLORS[0]), picture(COLORS[0, :4])], "label": [1, 1]}, "shape"),
         ({"img": [], "label": []}, ""),
     ],
 )
@@ -332,7 +332,7 @@ def test_bad_parquet_files_are_named(tmp_path, columns, value):
 
 def test_a_truncated_parquet_file(tmp_path):
     for split in ("train", "test"):
-        write_parquet(tmp_path / f"{split}.parquet", {"img": [picture(COLOURS[0])], "label": [1]})
+        write_parquet(tmp_path / f"{split}.parquet", {"img": [picture(COLORS[0])], "label": [1]})
     whole = (tmp_path / "train.parquet").read_bytes()
     (tmp_path / "train.parquet").write_bytes(whole[:-20])
     check_refused("cifar10", tmp_path, file=tmp_path / "train.parquet")

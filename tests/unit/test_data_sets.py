@@ -1,4 +1,4 @@
-"""In-memory data: rows by index, normalised on the device, and augmented by seed, epoch and index only."""
+"""In-memory data: rows by index, normalized on the device, and augmented by seed, epoch and index only."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_rows_come_by_index_as_bytes():
     assert torch.equal(batch.inputs, data.inputs[[7, 0, 7]]) and batch.targets.tolist() == [7, 0, 7]
 
 
-def test_images_are_normalised_by_channel():
+def test_images_are_normalized_by_channel():
     data = build_images()
     mean, std = torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1), torch.tensor([0.2, 0.25, 0.3]).view(3, 1, 1)
     expected = (data.inputs[:5] / 255 - mean) / std

@@ -133,7 +133,7 @@ def test_order_follows_only_from_seed_and_epoch():
     assert join(first) != list(range(50))
 
 
-def test_neighbouring_seeds_do_not_collide():
+def test_neighboring_seeds_do_not_collide():
     seeds = {derive_seed(purpose, seed, epoch) for purpose in "ab" for seed in range(20) for epoch in range(20)}
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 800
 

@@ -111,7 +111,7 @@ def test_options_work_as_in_torch(options):
 
 
 @pytest.mark.parametrize("samples", [8, 7, 3])
-def test_bfloat16_under_autocast_is_normalised(samples):
+def test_bfloat16_under_autocast_is_normalized(samples):
     layer = GhostBatchNorm(CHANNELS, 4)
     x = torch.randn(samples, CHANNELS, 6, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -21,8 +21,8 @@ from paceline.workloads.registry import (
 from ..policy.reading import run_without_torch
 
 PLAIN = ModelOptions()
-GREY = DataForm(kind="images", shape=(1, 28, 28), num_classes=10)
-COLOUR = DataForm(kind="images", shape=(3, 32, 32), num_classes=7)
+GRAY = DataForm(kind="images", shape=(1, 28, 28), num_classes=10)
+COLOR = DataForm(kind="images", shape=(3, 32, 32), num_classes=7)
 NUMBERS = DataForm(kind="numbers", shape=(5,), num_classes=0)
 TOKENS = DataForm(kind="tokens", shape=(12,), num_classes=30, vocabulary=30)
 PAIRS = DataForm(kind="pairs", shape=(12,), num_classes=2, vocabulary=30, pad=29)
@@ -72,9 +72,9 @@ for name in NAMES:
         *(
             (name, form, (2, form.num_classes))
             for name in ("cnn", "resnet18", "mlp", "linear")
-            for form in (GREY, COLOUR)
+            for form in (GRAY, COLOR)
         ),
-        ("resnet18-imagenet", COLOUR, (2, 7)),
+        ("resnet18-imagenet", COLOR, (2, 7)),
         ("mlp", NUMBERS, (2, 1)),
         ("linear", NUMBERS, (2, 1)),
         ("gpt2-tiny", TOKENS, (2, 12, 30)),
@@ -100,7 +100,7 @@ def test_every_parameter_learns_on_the_default_form(name):
     ("name", "form", "words"),
     [
         ("cnn", TOKENS, r"model cnn takes images, and the data is tokens: models for tokens are gpt2-tiny.*hf:NAME"),
-        ("gpt2", GREY, r"model gpt2 takes tokens or pairs, and the data is images: .*linear, mlp, cnn, resnet18"),
+        ("gpt2", GRAY, r"model gpt2 takes tokens or pairs, and the data is images: .*linear, mlp, cnn, resnet18"),
         ("resnet18", NUMBERS, r"models for numbers are linear, mlp$"),
     ],
 )
@@ -120,10 +120,10 @@ def test_a_model_and_data_that_do_not_fit_are_both_named(name, form, words):
 )
 def test_the_sizes_of_cnn(channels, hidden, elements):
     with torch.device("meta"):
-        assert count(build_model("cnn", GREY, ModelOptions(channels=channels, hidden=hidden))) == elements
+        assert count(build_model("cnn", GRAY, ModelOptions(channels=channels, hidden=hidden))) == elements
 
 
-@pytest.mark.parametrize(("form", "most"), [(GREY, 5), (COLOUR, 5)])
+@pytest.mark.parametrize(("form", "most"), [(GRAY, 5), (COLOR, 5)])
 def test_the_size_of_images_limits_the_channels_of_cnn(form, most):
     options = ModelOptions(channels=(4,) * most, hidden=8)
     assert build_model("cnn", form, options)(make_inputs(form)).shape == (2, form.num_classes)
@@ -152,7 +152,7 @@ def test_the_published_sizes(monkeypatch, name, elements):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("mlp", NUMBERS), ("cnn", GREY), ("gpt2-tiny", TOKENS), ("gpt2-tiny", PAIRS)]
+    ("name", "form"), [("mlp", NUMBERS), ("cnn", GRAY), ("gpt2-tiny", TOKENS), ("gpt2-tiny", PAIRS)]
 )
 def test_dropout_is_in_training_only_and_off_by_default(name, form):
     inputs = make_inputs(form)

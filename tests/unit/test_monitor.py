@@ -169,7 +169,7 @@ def test_a_marked_pause_has_no_time_limit():
 
 
 def test_a_rank_that_waits_in_a_step_for_one_between_two_steps_is_not_to_blame():
-    """As torch's wrapper does in forward when it synchronises buffers; its stack shows it."""
+    """As torch's wrapper does in forward when it synchronizes buffers; its stack shows it."""
     waits, pause = dict(state="S", phase=FORWARD), dict(state="R", phase=BETWEEN, cpu=1.0)
     scene = Scene()
     assert scene.run(20.0, waits, pause) is None
@@ -189,7 +189,7 @@ def test_a_rank_that_waits_in_a_step_for_one_between_two_steps_is_not_to_blame()
     ("files", "expected"),
     [
         (("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "train.py"), True),
-        (("torch/nn/parallel/distributed.py", "torch/nn/modules/module.py"), True),  # buffers, synchronised in C++
+        (("torch/nn/parallel/distributed.py", "torch/nn/modules/module.py"), True),  # buffers, synchronized in C++
         (("model.py", "torch/nn/modules/module.py", "torch/nn/parallel/distributed.py"), False),
         (("upload.py", "torch/distributed/checkpoint/state_dict_saver.py", "train.py"), False),
         (("my_channel.py", "train.py"), False),

@@ -437,7 +437,7 @@ def test_the_slowdown_is_extrapolated_linearly():
     assert estimate_slowdown(line, 8) == pytest.approx(1.7)
     assert estimate_slowdown(line[:2], 4) == pytest.approx(1.3)
     assert [estimate_slowdown(line, count) for count in (1, 2)] == pytest.approx([1, 1.1])
-    # One rank carries no information about its neighbours, which never make it faster.
+    # One rank carries no information about its neighbors, which never make it faster.
     assert estimate_slowdown(line[:1], 16) == 1
     assert estimate_slowdown(line[:1], 2, -2.0) == estimate_slowdown(line[:1], 2, 2.0) > 1.15
     # Never faster than the ranks, and never decreasing.

@@ -90,7 +90,7 @@ def test_the_steps_that_test_a_prediction_do_not_change_it():
     assert fit_job(Evidence(steps)) != without
 
 
-def test_a_modelled_network_replaces_the_sweep():
+def test_a_modeled_network_replaces_the_sweep():
     job, costs = fit(JOB, curve=LINE)
     assert costs.curve is LINE
     assert simulate(job, (8,), costs).step_s > 0.5

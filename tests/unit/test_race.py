@@ -39,7 +39,7 @@ def race_live(times, default="default"):
 
 
 def alternate(values):
-    """The same values, first one below their median and then one above it."""
+    """The same values, alternating between those below and those above their median."""
     half = len(values) // 2
     pairs = zip(values[:half], values[-half:], strict=True)
     return [value for pair in pairs for value in pair] + list(values[half : len(values) - half])

@@ -45,7 +45,7 @@ def test_communication_is_the_difference_to_silent_steps(build_phases):
 
 
 def test_exposed_is_the_median_of_differences_in_one_repetition(build_phases, build_samples):
-    """A slow spell affects neighbouring samples alike; the difference of the medians would be 9 ms here."""
+    """A slow spell affects neighboring samples alike; the difference of the medians would be 9 ms here."""
     record = build_phases(
         **{name: build_samples(*(0.01,) * 3) for name in ("marked", "data_wait", "forward", "backward", "optimizer")},
         no_comm_backward=build_samples(*(0.004,) * 3),

@@ -202,7 +202,7 @@ def test_profiles_at_two_batch_sizes_can_be_told_apart(build):
     assert "| batch |" in result.table().markdown() and "(batch " in result.answer
 
 
-def test_two_profiles_of_one_job_have_each_its_own_copies_and_neighbours(build):
+def test_two_profiles_of_one_job_have_each_its_own_copies_and_neighbors(build):
     def carry(made, slowed):
         return sorted(made.build_carried(slowed), key=lambda record: record.kind != "layer_profile")
 

@@ -24,7 +24,7 @@ TIMES = st.lists(st.floats(0, 1e3), min_size=1, max_size=30)
         ([4, 1, 3], 1.0, 4),
     ],
 )
-def test_quantile_interpolates_between_neighbours(values, q, expected):
+def test_quantile_interpolates_between_neighbors(values, q, expected):
     assert quantile(values, q) == pytest.approx(expected)
 
 

@@ -109,7 +109,7 @@ def test_no_partition_beats_the_one_found(case, is_free):
     costs = replace(costs, launch_s=0.0 if is_free else costs.launch_s)
     best_s = min(simulate(job, cuts, costs).over_s for cuts in list_partitions(job))
     found_s = simulate(job, find_cuts(job, costs), costs).over_s
-    # Launches after a message at the end of backward slow it slightly longer; the search ignores this.
+    # Launches that follow a message at the end of backward slow it down a little longer; the search ignores this.
     assert best_s - 1e-9 <= found_s <= best_s + 1e-9 + costs.launch_s * len(job.sizes)
 
 

@@ -261,7 +261,7 @@ def test_the_slowest_rank_defines_the_job_and_the_start_of_messages():
     assert costs[0] == pytest.approx(costs[1]) and costs[2] > costs[1]
 
 
-def test_gloos_threads_may_swap_neighbouring_messages():
+def test_gloos_threads_may_swap_neighboring_messages():
     cuts = (7, 8)  # buckets of unequal sizes
     made = made_on_cpu(JOB, FREE, cuts, num_steps=1)
     (plain,) = read(made)

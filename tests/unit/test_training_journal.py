@@ -144,7 +144,7 @@ def test_only_rank_0_decides_when_to_save(saves, wanted):
 
 @pytest.mark.parametrize(("step_s", "every"), [(10.0, 1), (0.1, 2), (0.01, 25), (1e-5, 100), (0.0, 100)])
 def test_ranks_exchange_about_four_times_a_second_at_an_agreed_step(step_s, every):
-    """The slowest rank counts, and all ranks agree which one it is."""
+    """The slowest rank sets the interval, and all ranks agree on it."""
     journals = [Journal(None, StopRequest()) for _ in range(2)]
     assert [journal.is_due for journal in journals] == [False, False]
     exchange([build_entry(lap=took(step_s))], [build_entry(lap=took(step_s / 7))], journals=journals)

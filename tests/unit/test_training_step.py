@@ -128,7 +128,7 @@ def test_micro_batches_add_up_to_one_big_batch(form, size):
 @pytest.mark.parametrize("world_size", [2, 3, 12])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_average_over_ranks_is_the_gradient_of_the_whole(world_size, size):
-    """12 ranks have less than one sample each: the one without any takes its step too, with zero weight."""
+    """With 12 ranks there are fewer samples than ranks; a rank without a sample still takes its step, with zero weight."""
     batch = draw(CLASSES)
     reference = build_module(CLASSES)
     plain_loss(reference, batch, CLASSES).backward()
@@ -150,7 +150,7 @@ def test_the_average_over_ranks_is_the_gradient_of_the_whole(world_size, size):
 
 
 @pytest.mark.parametrize(("size", "count"), [(11, 1), (6, 2), (3, 4), (1, 11)])
-def test_only_the_last_micro_batch_is_synchronised(size, count):
+def test_only_the_last_micro_batch_is_synchronized(size, count):
     """Forward as well: that is when torch decides whether backward will send."""
     wrapper = Watched(build_module(CLASSES))
     learner = build_learner(wrapper.module, CLASSES, model=wrapper)

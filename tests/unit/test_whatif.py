@@ -281,7 +281,7 @@ def test_messages_that_delay_more_than_they_overlap_do_not_measure_contention():
     assert not any("of its speed" in line for line in lines)
 
 
-def test_a_number_of_ranks_that_was_measured_twice_is_one_neighbour():
+def test_a_number_of_ranks_that_was_measured_twice_is_one_neighbor():
     records = MADE.build_carried(slowed=1.3)
     rank = fit_rank(find_evidence([*records, records[-1]]))
     assert rank.neighbours == ((2, 1.0), (4, pytest.approx(1.3)))
@@ -342,7 +342,7 @@ def test_a_gpu_profile_without_contention_uses_published_numbers():
     assert "copies and launches are free" in lines and RankCosts().wrapper == ""
 
 
-def test_a_sweep_on_one_host_has_neighbouring_ranks(sweep):
+def test_a_sweep_on_one_host_has_neighboring_ranks(sweep):
     assert sweep.ranks == (4,)
     (four,) = predict_made(sweep, [4], slowed=1.3)
     assert four.neighbours_s == pytest.approx(0.3 * MADE.plain_s)
