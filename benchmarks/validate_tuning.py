@@ -241,7 +241,7 @@ def judge(predicting: TuneResult, measuring: TuneResult) -> tuple[list[Predictio
 
 
 def repeat(first: TuneResult, again: TuneResult) -> list[Prediction]:
-    """Predict the steps of one run from those of another, to measure the machine drift that no prediction can foresee."""
+    """Predict one run's steps from those of another, to measure the machine drift that no prediction can foresee."""
     steps = {point.cap_bytes: point.best_s for point in first.tuning.measured}
     return [
         Prediction(step_s=known_s, low_s=known_s, high_s=known_s, measured=point.measured)

@@ -122,7 +122,7 @@ def run_ranks(effects: list[float], budget_s: float) -> list[Trial]:
 
 
 def race_long(plans: dict[str, Plan], budget_s: float) -> dict[tuple[int, ...], float]:
-    """Measure each plan's median ratio to the default, keyed by bucket sizes, in a comparison that uses its whole budget."""
+    """Measure each plan's median ratio to the default, keyed by buckets, in a comparison that uses the whole budget."""
     settings = TrainSettings(model="mlp", ranks=2, batch_size=4, backend="gloo")
     with open_job(settings, is_bare=True) as (world, job):
         trials = Trials(TuneSettings(race_s=budget_s), job, world)

@@ -50,8 +50,8 @@ class KeptGroups(contextlib.AbstractContextManager["KeptGroups"]):
     """Models reuse the process groups of earlier models. Creating an NCCL communicator takes longer than training
     one of these models.
 
-    After `restart`, groups are handed out in creation order, so all ranks agree no matter when each one garbage-collects
-    its old models.
+    After `restart`, groups are handed out in creation order, so all ranks agree no matter when each one
+    garbage-collects its old models.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from paceline.report.observed import AttachedResult
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-# As a user would write it, except that NCCL is told that each rank is on its own host, because all of them share one GPU.
+# As a user would write it, except that NCCL is told that each rank has its own host, because all ranks share one GPU.
 PROGRAM = """
 import argparse, json, os, statistics, time
 

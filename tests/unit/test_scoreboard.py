@@ -180,7 +180,7 @@ def test_every_verdict_without_a_cure_is_right_for_a_healthy_program(board, kind
 def test_a_tool_that_did_not_run_is_not_scored(board):
     assert board["score"].score_answer(build_document(), "TraceML") is None
     document = build_document()
-    document["runs"] = {"Paceline": document["runs"]["Paceline"]}  # as in the runs next to a busy core, which include only Paceline
+    document["runs"] = {"Paceline": document["runs"]["Paceline"]}  # the only tool next to a busy core
     score = board["score"].score_answer(document, "Paceline", gain=0.40)
     assert score.is_gain and score.overhead is None
 

@@ -128,7 +128,7 @@ def test_micro_batches_add_up_to_one_big_batch(form, size):
 @pytest.mark.parametrize("world_size", [2, 3, 12])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_average_over_ranks_is_the_gradient_of_the_whole(world_size, size):
-    """With 12 ranks there are fewer samples than ranks; a rank without a sample still takes its step, with zero weight."""
+    """With 12 ranks, there are fewer samples than ranks; a rank without one still takes its step, with zero weight."""
     batch = draw(CLASSES)
     reference = build_module(CLASSES)
     plain_loss(reference, batch, CLASSES).backward()
