@@ -84,13 +84,13 @@ def find_load() -> float | None:
 
 
 class StolenTime:
-    """Measures the share of all cores' time that the hypervisor has stolen since construction."""
+    """Measures the fraction of all cores' time that the hypervisor has stolen since construction."""
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic(), read_stolen_s()
 
     def read_share(self) -> float:
-        """The stolen share of CPU time. The interval counts as at least a second, because the counter is coarse."""
+        """The stolen fraction of CPU time, over an interval of at least a second because the counter is coarse."""
         since_s, stolen_s = self._begun_s
         return (read_stolen_s() - stolen_s) / (max(1.0, time.monotonic() - since_s) * (os.cpu_count() or 1))
 

@@ -52,7 +52,7 @@ def find_flag(name: str) -> str:
 @dataclass(frozen=True)
 class Option:
     """An option's help text and accepted values: one of `choices`, text that matches `pattern`, or a number within
-    limits. `each_s` is the minimum time of one repetition, used to refuse requests that would never end; `advice` is
+    limits. `each_s` is the minimum time of one repetition, used to refuse requests that would never finish; `advice` is
     appended to the message about a limit."""
 
     help: str = ""
@@ -66,7 +66,7 @@ class Option:
     advice: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value, or one of several, that this option does not accept. None means not given."""
+        """Refuse a value, or one of several values, that this option does not accept. None means not specified."""
         flag = find_flag(name)
         known = f"use one of {', '.join(self.choices)}"
         is_empty = isinstance(value, list | tuple) and not value
@@ -140,6 +140,6 @@ _COUNTS = {
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse invalid numbers of repetitions; None means not given."""
+    """Refuse invalid numbers of repetitions; None means not specified."""
     for name, count in counts.items():
         _COUNTS.get(name, Option(least=1, each_s=1e-6)).check(name, count)

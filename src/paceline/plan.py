@@ -19,7 +19,7 @@ TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES = 25 * MIB, MIB
 FORMAT, VERSION = "paceline-plan", 1
 # Bytes of a row index.
 INDEX_BYTES = 4
-# Rows are sent if they take at most this share of the dense bytes. If the gradient has other parts, it is also sent
+# Rows are sent if they take at most this fraction of the dense bytes. If the gradient has other parts, it is also sent
 # dense, so its rows are additional bytes.
 _WORTH_ALONE, _WORTH_WITH_OTHERS = 0.5, 0.25
 
@@ -86,7 +86,7 @@ def compare_rows(num_rows: int, row_bytes: int, dense_bytes: int, world_size: in
 
 
 def are_rows_worth(share: float, is_all: bool) -> bool:
-    """Whether a plan sends rows that take this share of the dense bytes."""
+    """Whether a plan sends rows that take this fraction of the dense bytes."""
     return share <= (_WORTH_ALONE if is_all else _WORTH_WITH_OTHERS)
 
 

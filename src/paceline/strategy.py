@@ -102,7 +102,7 @@ class Strategy:
 
     @property
     def text(self) -> str:
-        """The canonical text: equal strategies have equal texts."""
+        """The canonical text, which is the same for equal strategies."""
         words: list[str] = []
         codec = "" if self.codec == "dense" else self.codec
         for name in (self.outer, "zero1" * self.is_sharded, codec, "hosts" * self.between_hosts):
@@ -117,7 +117,7 @@ class Strategy:
         return "+".join(words) or "dense"
 
     def _confirm(self) -> Strategy:
-        """Reject a Strategy that has no text form."""
+        """Reject a Strategy that cannot be written as text."""
         known = all(name in _PARTS for name in (self.codec, self.outer or self.codec))
         if not known or self.parse(self.text) != self:
             raise ConfigError(f"{self!r}: not a valid combination; use Strategy.parse('...')", code="strategy")
@@ -159,7 +159,7 @@ class Strategy:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is a plain all-reduce of every gradient in every step."""
+        """Whether this strategy is a plain all-reduce of every gradient in every step."""
         return self == DENSE
 
     def count_sent_bytes(
@@ -180,14 +180,14 @@ class Strategy:
         return later + sum(sizes[strategy] - later for strategy in early) / max(1, num_steps)
 
     def find_density(self, step: int) -> float:
-        """The share of elements that top-k sends in a step. DGC's warm-up decreases it from a quarter to `amount`, by a
-        constant factor per step."""
+        """The fraction of elements that top-k sends in a step. DGC's warm-up decreases it from a quarter to `amount`,
+        by a constant factor per step."""
         amount, warmup = self.amount, self.warmup
         return max(amount, 0.25 * (amount / 0.25) ** (step / warmup)) if step < warmup else amount
 
     @property
     def is_hook(self) -> bool:
-        """Whether a communication hook can implement it: gradients in every step, and the user's own optimizer."""
+        """Whether a communication hook can implement this strategy: it has no outer optimizer and no sharding."""
         return not (self.outer or self.is_sharded)
 
     @property
@@ -197,7 +197,7 @@ class Strategy:
 
     @property
     def is_plain_in_memory(self) -> bool:
-        """Whether ranks that share memory all-reduce whole buckets: for bf16 they round while they sum."""
+        """Whether ranks that share memory all-reduce whole buckets (bf16 is rounded while summing)."""
         return self.codec in ("dense", "bf16") and not (self.outer or self.between_hosts)
 
     def traffic(
@@ -323,7 +323,7 @@ DENSE = Strategy()
 
 @dataclass(frozen=True)
 class _Part:
-    """One part of a strategy's text: the choice it makes, and its options with their defaults."""
+    """One part of a strategy's text: the choice it makes and its options with their defaults."""
 
     slot: str
     fixed: Mapping[str, Any]

@@ -190,7 +190,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def skip_frames(code: CodeType, with_calls: bool) -> None:
-    """Exclude this code from torch.compile, with or without what it calls. Otherwise a compiled step may fail in it."""
+    """Exclude this code from torch.compile, with or without what it calls. Otherwise a compiled step may fail here."""
     frames = getattr(torch._C._dynamo, "eval_frame", None)
     action, strategy = getattr(frames, "_FrameAction", None), getattr(frames, "_FrameExecStrategy", None)
     if frames is not None and action is not None and strategy is not None:
@@ -234,7 +234,7 @@ def is_recording() -> bool:
 
 
 def extend_range(span: Any, future: torch.futures.Future) -> None:
-    """End a profiler range when this future completes; without torch's support, at the end of its block."""
+    """End a profiler range when this future completes; without torch's support, it ends with its `with` block."""
     extend = getattr(span, "_call_end_callbacks_on_future", None)
     if extend is not None:
         extend(future)

@@ -44,7 +44,7 @@ _get_grad = operator.attrgetter("grad")
 # by then the host is a whole step ahead, and the GPU never runs out of work.
 _EAGER_STEPS = 10
 # How long a failed rank waits for the others to receive its report. The shorter limit applies if they may be waiting
-# for it inside forward, where they notice the failure only when it exits.
+# inside forward, where they notice the failure only when this rank exits.
 _REPORT_S, _SHORT_REPORT_S = 60.0, 5.0
 # On a CPU, a gradient of at least this size is copied into its view as it arrives, while it is still in the cache.
 _SEPARATE_BYTES = 256 << 10
@@ -152,7 +152,7 @@ class GradientSync:
         if self.schedule is not None and is_training:
             self.schedule.run()
             self.schedule.outer.begin_round()
-        elif self.schedule is not None:  # may be an evaluation on some ranks only, so leave a due sync to the backward
+        elif self.schedule is not None:  # if only some ranks evaluate, a sync here would hang: leave it to backward
             self.schedule.is_overdue = self.schedule.is_due
         if self._task is not None and current_graph_task() == -1:
             was_interrupted = self._syncing
@@ -715,7 +715,7 @@ class BucketedReducer:
         self._taken[index] = view, view._version
 
     def _take_uncopied(self, index: int, factor: float) -> torch.Tensor:
-        """The gradient itself, or a copy if it shares its memory or lacks the strides that all ranks use."""
+        """The gradient itself, or a copy if other tensors share its memory or its strides differ between ranks."""
         if index not in self._taken:
             param = self.replica.params[index]
             grad = param.grad
@@ -723,7 +723,7 @@ class BucketedReducer:
                 grad = param.grad = self.replica.zeros(index)
             else:
                 self.replica.check(index, grad)
-                # Two references are expected: the gradient's and this query's.
+                # Two references are expected: from the gradient and from this query.
                 is_shared = count_storage_uses(grad.untyped_storage()._cdata) > 2
                 if grad.requires_grad or grad.stride() != self._uncopied_strides[index] or is_shared:
                     grad = param.grad = self.replica.zeros(index).copy_(grad)
@@ -834,7 +834,7 @@ class BucketedReducer:
         self.timeline.mark("waited", bucket.number)
 
     def multiply(self, factor: float) -> None:
-        """Multiply all gradients, after `exchange`."""
+        """Scale all gradients. Call after `exchange`."""
         self._flat.multiply(factor)
         self.rows.multiply(factor)
         for index in self._uncopied_strides:

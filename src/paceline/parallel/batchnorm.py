@@ -174,7 +174,7 @@ class SyncBatchNorm(_AnyInputBatchNorm):
     @classmethod
     def convert(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Replace every BatchNorm, and return the module (or the new layer, if it is a BatchNorm). Layers of torch's
-        SyncBatchNorm keep their group unless one is given."""
+        SyncBatchNorm keep their group unless you pass one."""
         return cls._replace_in(module, "process_group", process_group)
 
     convert_sync_batchnorm = convert  # torch's name
@@ -234,7 +234,7 @@ class GhostBatchNorm(_AnyInputBatchNorm):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _normalize(self, x: Tensor, parts: int, share: float) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Normalize equal sub-batches. Returns the output, and their share of the mean and of the unbiased variance."""
+        """Normalize equal sub-batches. Returns the output and their contributions to the mean and unbiased variance."""
         # With a momentum of 1, torch writes the batch statistics into these tensors.
         own = self.running_mean, self.running_var
         mean, variance = (None if value is None else value.new_zeros(parts * self.num_features) for value in own)

@@ -96,6 +96,6 @@ class SharedBuffers:
         return bool(self._places) and self._read_versions() != self._versions
 
     def broadcast(self, channel: Channel, source: int) -> None:
-        """Give every rank the buffers of rank `source`. Collective: every rank must call this."""
+        """Broadcast the buffers of rank `source`. Collective: every rank must call this."""
         channel.broadcast(self._others, source)
         self._versions = self._read_versions()

@@ -188,7 +188,7 @@ class Channel:
 
     @pulse.waits
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
-        """Give every rank the values of rank `source` of this group. Collective: every rank must call this."""
+        """Broadcast the values of rank `source` of this group. Collective: every rank must call this."""
         if self.world_size == 1:
             return
         # A complex tensor is sent as two real ones, because it may be conjugated. gloo does not support bool.

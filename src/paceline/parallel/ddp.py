@@ -514,7 +514,7 @@ class DDP(DistributedDataParallel):
         return {**self._strategy.state(), "plan": None if plan is None else plan.to_json(), **unit}
 
     def load_strategy_state(self, states: Sequence[dict[str, Any]], *optimizers: torch.optim.Optimizer) -> None:
-        """Continue from the `strategy_state` of all ranks, given in rank order, before the first step. If the number of
+        """Continue from the `strategy_state` of all ranks, in rank order, before the first step. If the number of
         ranks has changed, every rank gets the mean of the residuals. `optimizers` are those that step the model:
         residuals scale with their learning rates. Collective: every rank must call this."""
         reducer = self._ready.reducer

@@ -29,11 +29,11 @@ from paceline.units import MIB, name_ranks
 
 # On gloo, a message needs about this many bytes per rank to reach full bandwidth.
 _GLOO_BYTES_PER_RANK = 4 * MIB
-# Buckets are limited to about this share of the model, so that communication also overlaps with backward in small
+# Buckets are limited to about this fraction of the model, so that communication also overlaps with backward in small
 # models. This gives about four messages; with more, the added latency would cancel the gain from overlap.
 _SHARE = 2 / 7
 # On NCCL over sockets, the latency of a message costs as much as about this many bytes per rank, for up to 8 ranks (not
-# measured beyond). The first bucket is worth at least one such latency, the others at least four.
+# measured beyond). The first bucket has at least this size, the others at least four times this size.
 _NCCL_LATENCY_BYTES, _MEASURED_RANKS = 5 * MIB // 16, 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -135,7 +135,7 @@ class Options:
 
 
 def check_plan(plan: Plan, gradients: Sequence[Gradient], needs_whole: bool) -> Plan:
-    """The given plan, after checking that it fits this model and, if needed, does not split gradients."""
+    """Return the plan after checking that it fits this model and, if needed, does not split gradients."""
     if needs_whole and plan.is_split:
         text = "the plan splits a gradient across buckets, but a codec or communication hook needs whole gradients"
         raise ConfigError(f"{text}: use another plan", code="plan")

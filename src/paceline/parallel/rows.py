@@ -63,7 +63,7 @@ class Table:
 
     @property
     def is_all_rows(self) -> bool:
-        """Whether it is sent as rows, without a dense part."""
+        """Whether the table is sent as rows only."""
         return self.sent is not None and self.sent.is_all
 
     def pack(self) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -79,7 +79,7 @@ class SimpleReducer:
         self.timeline.over()
 
     def multiply(self, factor: float) -> None:
-        """Multiply all gradients, after `exchange`."""
+        """Scale all gradients. Call after `exchange`."""
         for param in self.replica.params:
             if param.grad is not None:
                 param.grad.mul_(factor)

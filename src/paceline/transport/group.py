@@ -210,7 +210,7 @@ class PacelineGroup(_TorchGroup):
         return self._start(operations, opts, tensors, *(after for _, after in runs))
 
     def average_rounded(self, tensor: torch.Tensor, words: torch.Tensor, opts: Any) -> Any:
-        """Average a float32 vector as if ranks sent bfloat16 (each share is rounded, then their sum), and sum `words`
+        """Average a float32 vector as if ranks sent bfloat16 (values are rounded, then their sum), and sum `words`
         exactly. Takes one pass over the vector. Requires ranks that share memory."""
         operations = [(native.ALL_REDUCE, native.F32, native.ROUNDED, 0, tensor, tensor, tensor.numel())]
         if words.numel():

@@ -1,7 +1,8 @@
 """All-reduce over several hosts: in shared memory inside each host, and over gloo between the leaders of the hosts.
 
-It is pipelined: while the leaders exchange one piece, the hosts reduce the next. Results return by broadcast inside
-each host. A rank that fails stores the reason and closes its host's group, so that no rank on any host waits for it.
+The operation is pipelined: while the leaders exchange one piece, the hosts reduce the next. Results return by broadcast
+inside each host. A rank that fails stores the reason and closes its host's group, so that no rank on any host waits for
+it.
 """
 
 import contextlib

@@ -5,8 +5,8 @@
 process does (`monitored`), which outlives every rank. Does not import torch.
 
 There is one rule. A proven fault ends the job: a rank is dead or suspended, or all ranks are waiting for different
-things. Anything else may be a healthy but slow rank: a warning reports it within seconds, and it is ended only after
-the hang timeout.
+things. Anything else may be a healthy but slow rank: a warning reports the rank within seconds, and it is terminated
+only after the hang timeout.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from paceline.units import name_ranks, parse_duration
 
 # Environment variables: whether to monitor a program that does not request it itself, and its hang timeout.
 VARIABLE, TIMEOUT_VARIABLE = "PACELINE_MONITOR", "PACELINE_HANG_TIMEOUT"
-# How long a rank may stay in one phase of a step before it is ended. Equal to the default timeout of a collective
-# (`init`), which would then fail on the other ranks anyway.
+# How long a rank may stay in one phase of a step before it is terminated. Equal to the default timeout of a
+# collective (`init`), which would then fail on the other ranks anyway.
 HANG_S = 600.0
 LOOK_S = 0.1
 # The interval between two snapshots counts as at most this long, so that ranks get more time on an overloaded machine.
@@ -60,7 +60,7 @@ _NUM_FIRST = 3
 _BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
 _PATIENCE = 5.0  # factor on the limits if no other rank waits for this one
 _CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
-# A blocked process sleeps for at least this share of the time. One that waits for a core is runnable, not hung.
+# A blocked process sleeps for at least this fraction of the time. One that waits for a core is runnable, not hung.
 _BLOCKED = 0.8
 _MOST_FRAMES = 20  # maximum number of printed frames
 _MARK = "mark long-running work with paceline.slow()"
@@ -104,7 +104,7 @@ def is_wanted() -> bool:
 
 
 def find_hang_timeout(given: str | None = None) -> float:
-    """Seconds after which a hung rank is ended: from the option, the environment, or the default."""
+    """Seconds after which a hung rank is terminated: from the option, the environment, or the default."""
     text, name = given or os.environ.get(TIMEOUT_VARIABLE, ""), "--hang-timeout" if given else TIMEOUT_VARIABLE
     limit_s = parse_duration(text, name) if text else HANG_S
     if not limit_s > 0:
@@ -165,7 +165,7 @@ class Verdict:
 
 
 class RankSnapshot(NamedTuple):
-    """The state of one rank at one time: that of its process (R, S, D, T; "" if it is gone), and its status page."""
+    """A snapshot of one rank: its process state (R, S, D, T; "" if it is gone) and its status page."""
 
     state: str
     cpu_s: float
@@ -207,7 +207,7 @@ class _History:
         self.snapshot = snapshot
         self.stopped_s = 0.0
         self.phase, self.silence = _Span(snapshot.cpu_s), _Span(snapshot.cpu_s)
-        self.is_in_collective = False  # its stack shows that it waits for other ranks in this phase
+        self.is_in_collective = False  # the stack shows that the rank waits for other ranks in this phase
         self._step_cpu_s = collections.deque[float](maxlen=31)  # per step, averaged over each second
         # seconds observed, and the number of steps and the CPU time at the start of the window
         self._window = 0.0, 0, 0.0
@@ -244,14 +244,14 @@ class _History:
 
     @property
     def may_wait(self) -> bool:
-        """Whether it is or may be waiting for other ranks: a program's own collectives are not marked."""
+        """Whether the rank is, or may be, waiting for other ranks: a program's own collectives are not marked."""
         return self.phase.lasted_s > 1.0 and (self.waits or self.phase.is_asleep)
 
 
 class HangDetector:
     """Decides from snapshots of all ranks of a host whether one of them is suspended, slow or hung. `has_others` means
     that ranks on other hosts may wait for the ranks here, and vice versa. Nothing is reported twice while a rank stays
-    in one phase (`note_named`), unless it must end now."""
+    in one phase (`note_named`), unless that rank must be terminated now."""
 
     def __init__(self, has_others: bool = False, hang_timeout_s: float = HANG_S) -> None:
         self.has_others, self.hang_timeout_s = has_others, hang_timeout_s
@@ -356,7 +356,7 @@ class HangDetector:
         if left := [rank for rank, one in self.seen.items() if not one.is_there]:
             return Suspicion("left", left[0], since_s)
         own = [rank for rank, one in waiting.items() if one.snapshot.phase != WAIT]
-        if len(own) == 1 < len(there):  # it is in a collective outside the wrapper, and all others are in the wrapper's
+        if len(own) == 1 < len(there):  # one waits outside the wrapper, and all others wait in it
             return Suspicion("collective", own[0], waiting[own[0]].phase.lasted_s)
         if (odd := self._find_odd(waiting)) is not None:
             return Suspicion("desynchronised", odd, waiting[odd].phase.lasted_s)
@@ -523,7 +523,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return None if found is None else self._make_verdict(found)
 
     def announce(self, text: str, rank: int | None = None, stack: str = "") -> None:
-        """Print this on stderr with the main thread's stack, and have ranks with a different stderr print it, so that
+        """Print `text` on stderr with the main thread's stack, and have ranks with a different stderr print it, so that
         it appears in every rank's log. The given `rank` may be unable to print, so it comes last."""
         frames = "".join(f"\n  {name} ({file}:{line})" for file, line, name in find_frames(stack)[:_MOST_FRAMES])
         print(f"paceline: {text}{frames}", file=sys.stderr, flush=True)

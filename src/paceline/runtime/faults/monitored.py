@@ -1,9 +1,9 @@
 """A monitor for ranks that another launcher started: one process per host, which outlives every rank.
 
 Programs call `monitor`; PACELINE_MONITOR=1 calls it in any program that opens a process group. The first rank of a host
-starts the process, and the others find it through their group's store. It reports ranks that are dead, suspended, slow
-or hung, and ends all ranks if the job cannot continue (`monitor`). Monitors of several hosts are connected over TCP
-(`Links`).
+starts the process, and the others find it through their group's store. The monitor reports ranks that are dead,
+suspended, slow or hung, and terminates all ranks if the job cannot continue (`monitor`). Monitors of several hosts are
+connected over TCP (`Links`).
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ class Spares:
             self._start()
 
     def keep(self, kept: Sequence[RankProcess]) -> None:
-        """End all spares except these."""
+        """Terminate all spares except these."""
         others = [spare for spare in self.processes if spare not in kept]
         self.processes[:] = kept
         end_processes(others)

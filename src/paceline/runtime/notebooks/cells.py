@@ -67,8 +67,8 @@ class Cell(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """Raise KeyboardInterrupt in the cell with this number, if it is still running. If `pids` (of all ranks) are given,
-    abort the collectives that it is waiting in instead."""
+    """Raise KeyboardInterrupt in the cell with this number, if it is still running. With the `pids` of all ranks, abort
+    the collectives that the cell is waiting in instead."""
 
     number: int
     pids: tuple[int, ...] = ()
@@ -173,7 +173,7 @@ class _Capture:
     def _take(self) -> None:
         with self._lock:
             for read, (name, decoder) in self._pipes.items():
-                with contextlib.suppress(BlockingIOError):  # it is empty
+                with contextlib.suppress(BlockingIOError):  # the pipe is empty
                     if text := decoder.decode(os.read(read, 2**20)):
                         self._send(Output(name, text))
 

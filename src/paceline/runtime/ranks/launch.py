@@ -1,4 +1,4 @@
-"""Starts, monitors and ends local ranks, without leaving orphans.
+"""Starts, monitors and terminates local ranks, without leaving orphans.
 
 Ranks get torchrun's environment variables, and are forked by a server that has imported torch, or spawned if forking is
 not possible.
@@ -230,7 +230,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
     ) -> list[Any]:  # fmt: skip
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
-        `fn` may be given as "package.module:name", which only the ranks import, so the launcher needs no torch. The
+        `fn` may be a name, "package.module:name", which only the ranks import, so the launcher does not need torch. The
         function opens its own world (`paceline.init()`). `on_message(rank, message)` receives what ranks `post`. Raises
         LaunchError with the rank that failed first and its traceback; a PacelineError raised by a rank is raised here
         unchanged. With `hang_timeout_s` or PACELINE_MONITOR, the ranks are monitored (`faults/monitor.py`): a rank that
@@ -318,7 +318,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 rank.signal(number)
 
     def close(self, at_once: bool = False) -> None:
-        """End the ranks and wait until they are gone; idempotent.
+        """Terminate the ranks and wait until they are gone; idempotent.
 
         Unless `at_once`, idle ranks may exit by themselves: killed ranks leave locks behind, such as tqdm's.
         """
@@ -390,8 +390,8 @@ def run_ranks(
 ) -> list[Any]:  # fmt: skip
     """Call `fn(*args)` on local ranks and return their values in rank order.
 
-    In a plain program this starts local ranks, and always ends them before it returns; see `RankPool.run` for details,
-    and use a pool to run several jobs on the same ranks. In a process that a launcher (torchrun, Slurm, mpirun, or
+    In a plain program this starts local ranks and always terminates them before it returns (see `RankPool.run`).
+    Use a pool to run several jobs on the same ranks. In a process that a launcher (torchrun, Slurm, mpirun, or
     Paceline itself) started as one rank, no rank is started: `fn` runs here, as this rank of that world, and every rank
     gets the list of all values. In that case it is collective: every rank must call this.
 
@@ -399,8 +399,8 @@ def run_ranks(
         fn: A function that can be pickled, or one defined in a notebook or at a prompt.
         num_ranks: Number of ranks; a launched world must have the same number.
         args: Its arguments, the same on every rank.
-        timeout_s: Time limit, after which ranks are ended. In a launched world it limits the wait for the other ranks
-            after `fn` has returned here.
+        timeout_s: Time limit, after which ranks are terminated. In a launched world it limits the wait for the other
+            ranks after `fn` has returned here.
         on_message: `on_message(rank, message)` is called with every message that ranks `post`.
     """
     if not is_launched():
@@ -483,7 +483,7 @@ def handle_requests(
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the block, such as an import: torch's does not survive an interrupt."""
+    """Defer SIGINT and SIGTERM to the end of the block, for example because importing torch must not be interrupted."""
     came: list[tuple[int, FrameType | None]] = []
     with handle_signals(lambda *signal_and_frame: came.append(signal_and_frame), signal.SIGINT, signal.SIGTERM):
         yield

@@ -297,10 +297,10 @@ class Session:
             self._pools.clear()
 
     def observe(self) -> Environment:
-        """The environment, with the share of CPU time that other virtual machines have stolen so far."""
+        """The environment, with the fraction of CPU time that other virtual machines have stolen so far."""
         if not self.is_timed:
             return dataclasses.replace(self.environment, load_average=None)
-        if self.place is not None:  # its ranks would measure different shares
+        if self.place is not None:  # its ranks would measure different fractions
             return self.environment
         stolen = max(self.environment.stolen or 0.0, self._stolen.read_share())
         return dataclasses.replace(self.environment, stolen=stolen)
@@ -569,7 +569,7 @@ class ProgressDisplay:
         return f", about {format_duration(left_s) if left_s < 60 else f'{left_s / 60:.0f} min'} left"
 
     def _update(self, label: str) -> float:
-        """Redraw the bar; returns the completed share."""
+        """Redraw the bar; returns the completed fraction."""
         done, total = sum(self._parts.values()), sum(self._weights.values())
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total or None, description=label)

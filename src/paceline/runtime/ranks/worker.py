@@ -1,4 +1,4 @@
-"""The process of a launched rank: the server that forks it, the loop that runs its jobs, and `post` to the launcher."""
+"""The process of a launched rank: the server that forks it, the loop that runs its jobs, and `post` for messages."""
 
 import contextlib
 import ctypes
@@ -189,9 +189,9 @@ def _close_groups() -> None:
 # -- the fork server --------------------------------------------------------------------------------------------------
 #
 # One process imports torch and forks every rank, so that a rank costs milliseconds instead of an import. Forking is
-# safe because it has one thread, has not initialized CUDA, and has run no OpenMP region. It ends with the launcher,
-# which it watches through a pidfd, and ranks end with it. The link to a rank carries what `multiprocessing` would send
-# to a spawned process.
+# safe because the server has one thread, has not initialized CUDA, and has run no OpenMP region. It ends with the
+# launcher, which it watches through a pidfd, and ranks end with it. The link to a rank carries what `multiprocessing`
+# would send to a spawned process.
 
 
 def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ()) -> None:
