@@ -1,4 +1,4 @@
-"""Shared by the tests: warm ranks, the command line, and a check for leaks."""
+"""Fixtures for all tests: warm ranks, the command line, and a check for leaks."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def spoil(draw: random.Random, document: Any) -> Any:
 
 
 def spoil_text(draw: random.Random, text: str) -> str:
-    """A replaced, truncated or modified text."""
+    """Text that was replaced, truncated or modified."""
     return draw.choice((
         lambda: "", lambda: "[" * 100_000, lambda: '{"a":' * 50_000, lambda: "null", lambda: "[]", lambda: f"[{LONG}]",
         lambda: text[: draw.randrange(len(text))], lambda: "\ufeff" + text[:50], lambda: "\x00" * 64,

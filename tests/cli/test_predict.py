@@ -237,7 +237,7 @@ def test_a_measured_time_fits_the_one_rate(command, tables, tmp_path):
         asked = f"{point.high_bytes}B={took_ms:.6f}ms"
         result = predict_csv(tables, measured=asked)
         assert result.factor == pytest.approx(factor, rel=1e-3) and result.unexplained < 1e-4
-        # All other sizes follow from it, and the answer depends on nothing else.
+        # All other sizes follow from the measured one, and the answer depends on nothing else.
         assert [p.backward_s for p in result.fitted.points] == pytest.approx(
             [p.backward_s for p in true.points], rel=1e-3
         )

@@ -1,4 +1,4 @@
-"""`paceline predict goodput`: from run folders, from given costs, and one-line errors for missing input."""
+"""`paceline predict goodput`: from run folders, from specified costs, and one-line errors for missing input."""
 
 from __future__ import annotations
 

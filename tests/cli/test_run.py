@@ -208,7 +208,7 @@ def test_dry_runs_print_and_do_nothing(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["paceline", "train", "--channels", "8", "16", "--debug"]
     answer = command("run", "--slurm", "--nodes", "2", "--dry-run", "--", *words)
-    # passed on verbatim: these words are not for us
+    # passed on verbatim: these options belong to the program
     assert " -m paceline train --channels 8 16 --debug\n" in answer.out
     assert answer.code == 0 and "#SBATCH --nodes=2" in answer.out and not answer.err
     answer = command("run", "--kubernetes", "--image", "x", "--name", "job", "--", "paceline", "train")

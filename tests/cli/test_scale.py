@@ -123,7 +123,7 @@ def test_batch_sizes_are_timed_over_whole_epochs(studies):
 
 
 def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
-    """From run.json itself, without the classes that produced the table."""
+    """Recompute the table from run.json, without the classes that produced it."""
     folder = studies["ranks"]["run"]
     saved = json.loads((Path(folder) / "run.json").read_text())["records"]
     records = [record for record in saved if record["kind"] == "step" and record["role"] == "job"]
@@ -366,7 +366,7 @@ def test_a_page_accepts_only_studies(command, studies, tmp_path):
 
 
 def test_an_impossible_study_leaves_nothing_behind():
-    """Ranks detect this after the folder has been created."""
+    """Ranks detect that the study is impossible only after its folder has been created."""
     assert_refused(
         type_alone(*LARGE, "--global-batch-size", "64"), "48 samples are fewer than a batch of 64: leave it out"
     )

@@ -246,7 +246,7 @@ def test_a_resumed_study_has_as_many_runs_at_once_as_before(play, monkeypatch, t
     ],
 )
 def test_only_lost_cells_are_measured_again(studies, tmp_path, name, lost, type_it):
-    """On real ranks."""
+    """Resume with real ranks."""
     whole = Path(studies[name]["run"])
     folder = break_off(whole, tmp_path / "broken", lost)
     before = look_at(folder)

@@ -52,7 +52,7 @@ SMALLER = {
     "--global-batch-size": ["8"],
     "--epochs": ["1"],
 }
-# nothing is measured, so nothing must be made smaller
+# these options measure nothing, so nothing needs to be made smaller
 FROM_A_RUN = {"--model-profile", "--csv", "--trace", "--compare"}
 
 

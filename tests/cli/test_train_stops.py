@@ -31,7 +31,7 @@ from paceline.training.train_settings import TrainSettings
 from tests.cli.test_train import one_launched_rank
 from tests.conftest import descendants, find_ranks, wait_until
 
-# Raise it to search for a moment at which a kill does harm.
+# Raise this number to search for a moment at which a kill does harm.
 KILLS = int(os.environ.get("PACELINE_KILL_TRIALS", "3"))
 NOTED = ("step", "epoch", "loss", "accuracy", "samples", "lr", "test_loss", "test_accuracy", "test_samples")
 TRAIN = (
@@ -282,7 +282,7 @@ def test_a_job_that_is_started_again_resumes_its_run(command, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_ranks_end_once_the_checkpoint_is_on_disk(warm_pool, tmp_path):
-    """A launcher ends the other ranks as soon as one has ended, while rank 0 may still be writing."""
+    """Launchers terminate the other ranks as soon as one has exited, but rank 0 may still be writing."""
     assert warm_pool.run(train_with_a_slow_disk, (tmp_path,), num_ranks=2) == [True, True]
 
 

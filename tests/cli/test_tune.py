@@ -198,7 +198,7 @@ def test_jobs_that_cannot_be_tuned_are_refused_at_once(command, monkeypatch, tmp
 
 @pytest.mark.parametrize("option", ["--plan", "--accumulate"])
 def test_unsupported_options_of_a_tuning(command, option):
-    """The answer is a plan, and gradients are sent only with the last micro-batch: the plan is the same without
+    """A tuning yields a plan, and gradients are sent only with the last micro-batch: the plan is the same without
     accumulation."""
     answer = command("tune", option, "2")
     assert answer.code == 2 and option in answer.err

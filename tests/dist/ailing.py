@@ -1,4 +1,4 @@
-"""A program with the problem given by its first argument: torchrun --nproc-per-node 2 ailing.py PROBLEM"""
+"""A program with the problem named by its first argument: torchrun --nproc-per-node 2 ailing.py PROBLEM"""
 
 import gc
 import sys

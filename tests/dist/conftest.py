@@ -1,4 +1,4 @@
-"""Shared by the tests with real ranks."""
+"""Fixtures for tests with real ranks."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def serve() -> None:
 class Ranks:
     """Forked ranks of one job, each with an open default group on the shm backend.
 
-    `work(rank, say, *args)` runs on each rank; its results and everything passed to `say` are sent back. Afterwards
-    every rank destroys its group and reports leftovers. Leaving the block ends the remaining ranks.
+    `work(rank, say, *args)` runs on each rank; its results and everything passed to `say` are sent back. Afterward
+    every rank destroys its group and reports leftovers. Leaving the block terminates the remaining ranks.
     """
 
     def __init__(self, size: int, work: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> None:

@@ -171,7 +171,7 @@ def test_a_program_that_is_watched_prints_lines_and_runs_to_its_end(capfd, tmp_p
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
-    """Run verbatim, in a folder with a program of that name, by programs with those names."""
+    """The documented commands run verbatim, in a folder that contains the programs they name."""
     text = (ROOT / "docs" / "your-own-script.md").read_text()
     lines = [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     commands = [line.strip() for line in lines]

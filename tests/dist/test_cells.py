@@ -1,4 +1,4 @@
-"""Notebook cells on persistent ranks: live output, one error, interrupts, and working collectives afterwards."""
+"""Notebook cells on persistent ranks: live output, one error, interrupts, and working collectives afterward."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def send_one_bucket() -> None:
             report = model.report()
             assert len(report.plan.buckets) == 1 and bool(report.plan.rows) == ("whole" not in wanted)
             assert wanted in report.embeddings[0], report.embeddings
-            again = DDP(MODELS[name][0](), plan=model.plan)  # the given plan determines the messages
+            again = DDP(MODELS[name][0](), plan=model.plan)  # `plan` determines the messages
             for step in range(2):
                 measure(again, draw_ids(world.rank, step)).backward()
             assert again.plan == model.plan and wanted in again.report().embeddings[0]

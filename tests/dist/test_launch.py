@@ -176,7 +176,7 @@ def test_a_signal_is_not_sent_to_a_reused_process_id(monkeypatch):
 
 
 class LikeAVictim(OSError):
-    """Rank 0 fails only when this error's text is read, which is after its time was recorded."""
+    """Makes rank 0 fail only when this error's text is read, after the time of the error was recorded."""
 
     def __str__(self) -> str:
         Path(self.args[0]).touch()

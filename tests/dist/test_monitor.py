@@ -1,4 +1,4 @@
-"""Ranks that are killed, suspended or hang are named and ended; slow ones are only named; pauses are ignored."""
+"""Killed, suspended and hung ranks are reported and terminated; slow ones are only reported; pauses are ignored."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_rank_that_is_slow_once_is_named_and_continues(warm_pool, tmp_path, wa
 
 
 def test_the_launcher_monitors_where_the_environment_asks_for_it(warm_pool, tmp_path, monkeypatch, capfd):
-    """A monitor started by the ranks would kill one without telling the launcher."""
+    """Otherwise a monitor started by the ranks would kill a rank without telling the launcher."""
     monkeypatch.setenv("PACELINE_MONITOR", "1")
     monkeypatch.setenv("PACELINE_HANG_TIMEOUT", "1s")
     with pytest.raises(LaunchError, match=r"rank 1 of 2 .*computing") as caught:

@@ -274,7 +274,7 @@ def test_probes_do_not_affect_training(on_ranks, build, ranks, wrapper, precisio
 
 
 def probe_half(settings: TrainSettings, scale: float) -> Any:
-    """The record at this loss scale, and the scale afterwards."""
+    """The record at this loss scale, and the scale afterward."""
     from paceline.studies.training_runs import measure_noise_scale
 
     with open_job(settings) as job:

@@ -114,7 +114,7 @@ def tune_in_a_program() -> dict:
 @pytest.mark.slow
 def test_a_module_and_its_step_are_tuned_in_a_launched_world(on_ranks):
     first, second = on_ranks(2, tune_in_a_program, timeout_s=200)
-    assert first == second  # every rank has the same answer, records and plan, and the same replica afterwards
+    assert first == second  # every rank has the same answer, records and plan, and the same replica afterward
     assert first["restored"] and first["moved"] and all(first["layouts"]) and len(first["layouts"]) == 2
     assert first["used"] == first["wanted"] == Plan.from_json(first["plan"]).bucket_bytes
     assert first["folder"] is None

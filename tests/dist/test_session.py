@@ -480,7 +480,7 @@ def test_a_run_records_the_stolen_time(monkeypatch):
         assert run.environment.stolen == pytest.approx(0.5)  # of a second, the shortest time that is counted
         assert any("the hypervisor stole 50% of CPU time" in text for text in run.warnings)
         launched = replace(session, place=Place(1, 2, 1, 2, "torchrun"))
-        assert launched.save([RECORD]).environment.stolen is None  # each rank would measure a different share
+        assert launched.save([RECORD]).environment.stolen is None  # each rank would measure a different fraction
 
 
 def test_untimed_runs_record_no_load_and_parts_the_load_of_the_whole_run(monkeypatch):

@@ -41,7 +41,7 @@ def evaluate_untrained(
     settings: TrainSettings, num_test: int, world: Any, spread: float = 0.0
 ) -> tuple[Evaluation, bool]:
     """A fresh model on a test set of this size; `spread` gives each rank different buffers. Also whether training
-    continues afterwards."""
+    continues afterward."""
     from paceline.training.build import build_job
     from paceline.training.loop import evaluate
 

@@ -209,7 +209,7 @@ def test_sync_batchnorm_is_that_of_the_whole_batch(train_on, train_alone, normed
 
 @pytest.mark.slow
 def test_ghost_batchnorm_on_one_rank_is_batchnorm_on_two(train_on, train_alone):
-    """Global batches of 4, no tail: ghost batches of 2 samples equal the shares of two ranks, and so do averages."""
+    """Global batches of 4 without a tail: each ghost batch of 2 samples is one rank's batch, so averages are equal."""
     settings = replace(RESNET, samples=8)
     alone = train_alone(replace(settings, ghost_batchnorm=2), num_test=1)
     assert_parity(train_on(2, settings, num_test=1), alone)

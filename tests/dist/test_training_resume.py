@@ -144,7 +144,7 @@ def reference(warm_pool, tmp_path_factory) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Newest first."""
+    """The checkpoints of a run, newest first."""
     return sorted((folder / "checkpoints").iterdir(), reverse=True)
 
 
@@ -392,7 +392,7 @@ def fill_the_disk(step: int) -> None:
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_harms_no_checkpoint(outcomes, train, reference, tmp_path):
-    # Only rank 0 knows, so the ranks are ended, which also discards their patched functions.
+    # Only rank 0 raises the error, so the ranks are terminated, which also discards their patched functions.
     with pytest.raises(RecordError, match="No space left on device") as caught:
         outcomes(tmp_path / "run", before_step=fill_the_disk)
     assert "\n" not in str(caught.value)

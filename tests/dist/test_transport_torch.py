@@ -43,7 +43,7 @@ def run_program(backend: str, name: str, debug: str = "OFF") -> Any:
 
 
 def compare(found: Any, wanted: Any, where: str) -> None:
-    """A dictionary may contain more than expected: operations that gloo does not support."""
+    """Compare results. A dictionary may contain extra entries: operations that gloo does not support."""
     if isinstance(wanted, torch.Tensor):
         torch.testing.assert_close(found, wanted, msg=lambda text: f"{where}: {text}")
     elif isinstance(wanted, list | tuple):
@@ -181,7 +181,7 @@ def test_a_profiler_records_collectives_until_they_end(on_ranks):
 
 
 def test_torch_finds_the_backend_silently(start, installed):
-    """Even if the core cannot be loaded, which happens only on first use."""
+    """Registration is silent even if the core cannot be loaded, because loading happens on first use."""
     job = start("-W", "error", "-c", LOOK, env=installed | {"PACELINE_NATIVE_LIBRARY": "/nowhere"})
     out, err = job.communicate(timeout=90)
     wanted = ["paceline", "paceline.autoload", "paceline.transport"]

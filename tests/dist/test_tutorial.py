@@ -1,4 +1,4 @@
-"""The tutorial chapters run, and their exercises accept the given solutions but not empty ones."""
+"""The tutorial chapters run, and their exercises accept the chapters' solutions but not empty cells."""
 
 from __future__ import annotations
 

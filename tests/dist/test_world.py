@@ -269,7 +269,7 @@ def test_a_process_can_reuse_a_rendezvous(on_ranks, tmp_path, kind):
 
 
 def fall_back() -> str:
-    """Users write their own `auto` this way: a refused `init` must not affect the next one."""
+    """Users implement their own `auto` like this: a refused `init` must not affect the next one."""
     try:
         paceline.init("gloo", "cuda:99", announce=None)
     except ConfigError:

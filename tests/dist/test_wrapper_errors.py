@@ -361,7 +361,7 @@ def train_unevenly(batches: tuple[int, ...], average: str, divide_by_all: bool) 
             for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, msg=lambda text, reducer=reducer: f"{reducer}: {text}")
             check_equal(world, model.parameters(), reducer)
-            # Afterwards, steps work as before.
+            # Afterward, steps work as before.
             model.zero_grad()
             wanted = average_alone(model.module, loss, len(batches))
             loss(model, world.rank).backward()

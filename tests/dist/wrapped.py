@@ -1,4 +1,4 @@
-"""Shared by the wrapper's tests: a small model, batches, expected gradients, and checks."""
+"""Helpers for the wrapper's tests: a small model, batches, expected gradients, and checks."""
 
 from __future__ import annotations
 

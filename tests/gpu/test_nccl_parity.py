@@ -9,8 +9,8 @@ from tests.dist import test_parity
 from tests.dist.parity_models import CASES
 from tests.gpu.gpu_ranks import KeptGroups, patched
 
-# One of each kind: for every number of ranks, and for strategies that deliberately differ from one process, for which
-# replicas are compared with each other.
+# One case of each kind, for every number of ranks. They also test strategies that deliberately differ from one process,
+# for which replicas are compared with each other.
 KINDS = [
     "plain", "tied", "frozen", "unused", "float32 and bfloat16", "batchnorm", "accumulation", "uneven",
     "channels_last", "autocast and GradScaler", "checkpointing",

@@ -25,7 +25,7 @@ LITTLE_BYTES = 512 * 2**20
 
 @pytest.fixture
 def little_memory():
-    """A small share of the GPU for this process."""
+    """Limit this process to a small fraction of the GPU's memory."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(LITTLE_BYTES / total)

@@ -114,7 +114,7 @@ def test_a_sharded_optimizer_is_the_unsharded_one(on_ranks, backend, num_ranks):
 
 @pytest.mark.parametrize("text", ["dense", "bf16", *LOSSY, "topk:0.05,dgc"])
 def test_workers_on_a_gpu_compute_what_they_do_on_the_cpu(text, monkeypatch):
-    """Approximately: PowerSGD computes its bases differently, and sums have a different order."""
+    """The results are approximately equal: PowerSGD computes bases differently, and sums have a different order."""
     monkeypatch.setattr(codecs, "_library", lambda: None)
     shapes, results = ((64, 48), (64, 48), (33, 5), (301,), (64,), ()), []
     for device in ("cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""Shared by the policy tests: the modules of a package, their imports, and Python without torch."""
+"""Helpers for the policy tests: the modules of a package, their imports, and Python without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "src" / "paceline"
 
-# The half that never imports torch.
+# The half of the package that never imports torch.
 STARRED = ("plan", "records", "predict", "report", "units", "errors", "machine", "options")
 
 # torch is found but cannot be loaded. Not an ImportError, which `except ImportError` would hide.

@@ -19,7 +19,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def build_samples():
-    """Samples in which every rank takes the given times."""
+    """Samples in which every rank takes `times_s`."""
 
     def build(*times_s, ranks=2, **fields):
         return Samples(seconds=tuple((time_s,) * ranks for time_s in times_s or (1e-3,) * 10), **fields)
@@ -42,7 +42,7 @@ def build_collective(build_samples):
 
 @pytest.fixture(scope="session")
 def build_pass(build_samples):
-    """A pass over memory in which every rank takes the given time."""
+    """A pass over memory in which every rank takes `time_s`."""
 
     def build(operation="add", time_s=1e-4, **changes):
         fields = {
@@ -69,7 +69,7 @@ def build_chunks(build_samples):
 
 @pytest.fixture(scope="session")
 def build_wrapper(build_samples):
-    """Steps of a wrapper with the given times, a quarter of each in forward and half in backward."""
+    """Steps of a wrapper that take `times_s`, a quarter of each in forward and half in backward."""
 
     def build(wrapper="paceline", times_s=(1e-3,) * 10, **changes):
         ranks = changes.get("world_size", 2)

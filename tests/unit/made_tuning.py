@@ -20,7 +20,7 @@ from paceline.records import (
 from paceline.units import MIB
 
 KIB = 1 << 10
-# The profiler makes backward longer; no fit may depend on by how much.
+# The profiler makes backward longer by this factor, on which no fit may depend.
 PROFILER_COST = 1.25
 
 
@@ -118,7 +118,7 @@ class MadeJob:
     def build_disturbed(
         self, draw: random.Random, num_bytes: int, compute_rate: float, message_rate: float, share: float = 1.0
     ) -> StepRecord:
-        """Three messages during backward, each with this share of its bytes sent before backward ends."""
+        """Three messages during backward, each with the fraction `share` of its bytes sent before backward ends."""
         alone_s = self.message_s(num_bytes)
         overlapped_s = share * alone_s / message_rate
         under_way_s = overlapped_s + (1 - share) * alone_s

@@ -399,7 +399,7 @@ def test_the_phases_of_a_step_add_up_and_waiting_is_charged_to_the_late_rank():
 
 
 def test_waiting_in_forward_is_not_forward():
-    """A buffer broadcast keeps rank 0 in forward until rank 1 arrives; its own share of the work takes 1 ms."""
+    """A buffer broadcast keeps rank 0 in forward until rank 1 arrives; its own part of the work takes 1 ms."""
     records = [made_step(rank, n, (0.001,)) for rank in (0, 1) for n in range(4)]
     took = {0: 0.006, 1: 0.001}
     records = [

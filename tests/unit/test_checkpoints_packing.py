@@ -25,7 +25,7 @@ def round_trip(state):
 
 
 def assert_same(found, expected):
-    """Equal in type, order and bits."""
+    """Check that values are equal in type, order and bits."""
     if isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
         return

@@ -96,7 +96,7 @@ def test_a_rank_gets_torchruns_variables_and_the_whole_command(run_script):
 
 
 def test_variables_that_attach_to_a_program_reach_its_ranks(run_script, monkeypatch):
-    """Works even if Slurm does not pass on the submitter's environment, as in `run_script`."""
+    """The variables arrive even if Slurm does not pass on the submitter's environment, as in `run_script`."""
     asked, shown = {"PACELINE_ATTACH": json.dumps({"folder": "/it's here", "steps": 9}), "PACELINE_WRAPPER": "1"}, []
     for name, value in asked.items():
         monkeypatch.setenv(name, value)

@@ -395,7 +395,7 @@ def test_residuals_are_rescaled_by_name():
 
 @pytest.mark.parametrize("text", [*LOSSY, "topk:0.05,dgc"])
 def test_discarded_averages_count_as_not_sent(text, either):
-    """For some parameters, or for a whole step. Two averages with the same name in one step are kept apart."""
+    """Discard some parameters, or a whole step. Two averages with the same name in one step are kept apart."""
     ranks, names, shapes = build(text, 2), ("m", "b"), ((24, 17), (31,))
     average(ranks, draw(2, 0, shapes), 0, names)
     before = [copy.deepcopy((codec.errors, codec.common)) for codec in ranks]
@@ -469,7 +469,7 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bf16_takes_no_memory_besides_its_message(dtype, either):
-    """No allocation if the gradients are the message: the result is computed in place."""
+    """Nothing is allocated if the gradients are the message: the result is computed in place."""
     flat = torch.randn(1200, generator=torch.Generator().manual_seed(1)).to(dtype)
     grads, codec = [flat[:900].view(30, 30), flat[900:]], build("bf16", 2)[0]
     wanted = ((flat.float() / 2).bfloat16() * 2).to(dtype)

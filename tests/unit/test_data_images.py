@@ -166,7 +166,7 @@ def test_cifar_batches_in_a_folder(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 def test_a_batch_as_python_2_wrote_it():
-    """As in the published archive: numpy 1 module names and Python 2 strings."""
+    """The published archive contains numpy 1 module names and Python 2 strings."""
     from paceline.workloads.data.formats import _parse_batch
 
     row = bytes(range(256)) * 12

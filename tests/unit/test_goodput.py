@@ -28,7 +28,7 @@ COSTS = {"step": 0.2, "save": 0.5, "write": 2.0, "detect": 0.5, "restart": 10.0,
 
 
 def make_costs(**changes):
-    """Values the user typed, which carry no uncertainty."""
+    """Costs that the user typed, which carry no uncertainty."""
     return [
         CostRecord(name=name, seconds=(seconds,), source="imported")
         for name, seconds in (COSTS | changes).items()

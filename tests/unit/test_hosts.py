@@ -255,7 +255,7 @@ def test_each_problem_of_a_host_comes_with_advice(facts, name, status, advice):
 
 @pytest.mark.parametrize("loop", ["127.0.0.1", "127.0.1.1", "::1"])
 def test_the_address_of_a_host_is_reachable_from_others(loop):
-    """A host reached over loopback (the launcher's own) must not be given to others as a loopback address."""
+    """A host reached over loopback (the launcher's own) must not be announced to others as a loopback address."""
     asked = {}
 
     def make(name: str, place: str) -> SimpleNamespace:

@@ -209,7 +209,7 @@ def test_torch_counts_the_collectives_of_a_group():
 
 
 def test_an_error_that_ends_a_script_closes_its_world_as_failed(monkeypatch):
-    """After the traceback, but not after Ctrl-C: then the launcher decides."""
+    """The world closes after the traceback. After Ctrl-C, the launcher decides instead."""
     done: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, *_: done.append(kind))
     monkeypatch.setattr(world, "current_world", lambda: SimpleNamespace(__exit__=lambda *args: done.append(args)))

@@ -45,9 +45,9 @@ class Scene:
             self.run(0.1, *(dict(cpu=0.5, beats=True, steps=2) for _ in range(ranks)))
 
     def run(self, seconds: float, *ranks: dict) -> Suspicion | None:
-        """`state`, `phase`, `cpu` (share of a core), `beats` and `steps` per poll for each rank, until something must
-        end or a stack is needed. Warnings are recorded. After ten seconds, polls are as far apart as the monitor
-        allows."""
+        """Feed `state`, `phase`, `cpu` (fraction of a core), and `beats` and `steps` per poll for each rank, until the
+        detector must act or needs a stack. Warnings are recorded. After ten seconds, polls are as far apart as the
+        monitor allows."""
         until_s = self.now_s + seconds - 0.05
         closely_s = self.now_s + 10.0
         while self.now_s < until_s:
@@ -169,17 +169,17 @@ def test_a_marked_pause_has_no_time_limit():
 
 
 def test_a_rank_that_waits_in_a_step_for_one_between_two_steps_is_not_to_blame():
-    """As torch's wrapper does in forward when it synchronizes buffers; its stack shows it."""
+    """A rank waits in forward while torch's wrapper synchronizes buffers, as the rank's stack shows."""
     waits, pause = dict(state="S", phase=FORWARD), dict(state="R", phase=BETWEEN, cpu=1.0)
     scene = Scene()
     assert scene.run(20.0, waits, pause) is None
     assert [(one.kind, one.rank) for one in scene.warnings] == [("blocked", 0)]
     scene.detector.seen[0].is_in_collective = True
     assert scene.run(1000.0, waits, pause) is None
-    # Until the other rank does something else and waits for a collective that this one never starts.
+    # The rank is to blame once the other one waits for a collective that it never starts.
     found = scene.run(100.0, waits, WAITS)
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 0, True)
-    # In the next phase, nothing is known about it.
+    # In the next phase, the rank's stack is unknown again.
     assert scene.run(1.0, dict(state="R", phase=BACKWARD), WAITS) is None
     assert scene.run(10.0, dict(state="S", phase=BACKWARD), WAITS) is None
     assert [(one.kind, one.rank) for one in scene.warnings] == [("blocked", 0)] * 2
@@ -494,7 +494,7 @@ def test_a_rank_that_ends_by_its_error_is_waited_for_and_one_that_handled_it_is_
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_a_rank_whose_exit_hangs_after_an_error_is_ended(monkeypatch):
-    """As on NCCL: closing a group may wait for a collective that never ends."""
+    """Closing an NCCL group, for example, may wait for a collective that never ends."""
     monkeypatch.setattr(monitor_module, "_EXIT_S", 0.0)
     monkeypatch.setattr(monitor_module, "_HANDLED_S", 0.0)
     with Monitor([0], 1, hang_timeout_s=0.1) as monitor:

@@ -18,7 +18,7 @@ N = 3
 
 
 def train_with_mean_gradients(steps: int, **options) -> torch.Tensor:
-    """All-reduce: apply the mean gradient in every step."""
+    """Train with an all-reduce: every replica applies the mean gradient in every step."""
     replicas = Replicas("localsgd:1000000", **options)
     for _ in range(steps):
         replicas.compute_gradients()
@@ -204,7 +204,7 @@ def test_a_non_finite_replica_does_not_change_the_others():
 
 
 def test_all_kinds_of_parameters_are_averaged():
-    """Complex, empty, of several dtypes, channels_last, and without a gradient."""
+    """Parameters may be complex, empty, of several dtypes, channels_last, or without a gradient."""
     values = [
         torch.randn(3, dtype=torch.complex64), torch.empty(0), torch.randn(2, 2, dtype=torch.float64),
         torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last), torch.randn(5).bfloat16(),

@@ -1,4 +1,4 @@
-"""Trace overviews: shares of a step, phases, and lanes of the figure."""
+"""Trace overviews: fractions of a step, phases, and lanes of the figure."""
 
 from __future__ import annotations
 

@@ -395,7 +395,7 @@ def test_disturbed_steps_are_excluded_from_calibration(ranks):
     rest, (last,) = ([r for r in known.shared if (r.world_size == ranks) is side] for side in (False, True))
     rows = tuple(tuple(s * (1.4 if rank == 1 else 1.0) for rank, s in enumerate(row)) for row in last.no_comm.seconds)
     disturbed = replace(last, no_comm=replace(last.no_comm, seconds=rows))
-    # Steps interleaved with it are not used either.
+    # Steps interleaved with the disturbed ones are not used either.
     for late in ((disturbed,), (last, replace(disturbed, wrapper="other"))):
         changed = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest, *late))
         without = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest))
@@ -440,7 +440,7 @@ def test_the_slowdown_is_extrapolated_linearly():
     # One rank carries no information about its neighbors, which never make it faster.
     assert estimate_slowdown(line[:1], 16) == 1
     assert estimate_slowdown(line[:1], 2, -2.0) == estimate_slowdown(line[:1], 2, 2.0) > 1.15
-    # Never faster than the ranks, and never decreasing.
+    # The slowdown never grows faster than the number of ranks, and never decreases.
     assert estimate_slowdown(((1, 1.0), (2, 1.0), (4, 4.0)), 8) <= 8
     assert estimate_slowdown(((1, 1.0), (2, 1.2), (4, 1.1)), 8) == pytest.approx(1.1)
 

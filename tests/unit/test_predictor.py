@@ -85,7 +85,7 @@ def test_the_steps_that_test_a_prediction_do_not_change_it():
     without, seen = fit_job(Evidence(calibration)), fit_job(Evidence([*plans, *calibration]))
     changed = fit_job(Evidence([*map(change_wildly, plans), *calibration, *map(change_wildly, plans)]))
     assert without == seen == changed
-    # The test can fail: any other step would change it.
+    # Prove that this test can fail: changing other steps does change the fit.
     steps = [change_wildly(r) if isinstance(r, StepRecord) and r.role == "local" else r for r in calibration]
     assert fit_job(Evidence(steps)) != without
 
@@ -398,7 +398,7 @@ def test_the_least_certain_input_comes_first(of, first):
 
 
 PLAIN_S = 0.5
-# Differences that the score ignores.
+# A tuning without content, because the score ignores it.
 NO_TUNING = Tuning(TuneSettings(), (), None, None, (), ())
 # Two ranks per row; the medians are 1, 2 and 4.
 TIMES_S = {1: (0.9, 1.0, 1.1), 2: (1.9, 2.0, 2.3), 4: (4.0, 4.0, 4.0)}

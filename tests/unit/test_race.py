@@ -24,7 +24,7 @@ def make_times(source, factors, rounds, noise=0.1, spell=0.3):
 
 
 def race_live(times, default="default"):
-    """As in a real run: tested at intervals until it is decided; a dropped plan takes no further turns."""
+    """Compare plans as in a real run: test at intervals until decided; a dropped plan takes no further turns."""
     running, rounds = dict.fromkeys(times, True), len(times[default])
     taken = {label: [] for label in times}
     for number in range(1, rounds + 1):
@@ -72,7 +72,7 @@ def test_an_interval_consists_of_order_statistics():
 
 
 def test_correlated_noise_widens_the_interval():
-    """Without it, 41 % of these comparisons declare a winner."""
+    """Without a wider interval, 41 % of these comparisons declare a winner."""
     source, false, count = random.Random(5), 0, 60
     for _ in range(count):
         lasting, times = {"default": 0.0, "twin": 0.0}, {"default": [], "twin": []}

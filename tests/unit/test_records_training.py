@@ -213,7 +213,7 @@ def test_estimates_are_unbiased(b, num_small):
     [(4, 1.0), (8, 0.1), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((8, 1.0), (30, 1.0), (20, 0.02)))],
 )
 def test_nine_of_ten_intervals_contain_the_truth(num_probes, strength):
-    """True even with few probes; if noise dominates the gradient, intervals have no upper end."""
+    """This holds even with few probes; if noise dominates the gradient, intervals have no upper bound."""
     rng = np.random.default_rng(2)
     gradient, deviations = strength * rng.standard_normal(30), rng.uniform(1, 3, 30)
     truth = (deviations**2).sum() / (gradient**2).sum()

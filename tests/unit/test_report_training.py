@@ -121,7 +121,7 @@ def test_the_findings_have_the_time_of_all_steps_and_of_each_rank():
 
 
 def build_curve(ranks, step_s, change=0.0, **last):
-    """A finished run of four steps; the losses of the last two differ by this share."""
+    """A finished run of four steps; the losses of the last two differ by the fraction `change`."""
     rows = [
         build_epoch_row(step, loss=2.0 * (1 + (change if step > 2 else 0.0)), step_s=step_s) for step in (1, 2, 3, 4)
     ]

@@ -241,7 +241,7 @@ class Halves(Schedule):
 
 
 class Sixth(Schedule):
-    """A schedule with its own step, for any buckets."""
+    """A schedule that ignores the buckets and simulates its own step."""
 
     has_buckets = False
 

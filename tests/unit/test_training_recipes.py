@@ -89,7 +89,7 @@ def test_growth_rises_to_the_batch_within_the_run(growth, share):
     assert factors[-1] == growth and shares[0] == pytest.approx(share, abs=1e-4)
     assert all(2 <= after / before <= 4 for before, after in itertools.pairwise((1, *factors[:-1])))
     assert factors[-1] / (1, *factors)[-2] <= 4
-    # The last batch size gets the share of the run between two growths, twice.
+    # The last batch size lasts twice as long as the interval between two growths.
     gaps = [after - before for before, after in itertools.pairwise((*shares, 1.0))]
     assert gaps[-1] == pytest.approx(2 * gaps[0] if len(gaps) > 1 else 1 - share, abs=1e-3)
     settings.check()

@@ -87,7 +87,7 @@ def test_piecewise_drops_at_shares_of_the_run():
 
 @pytest.mark.parametrize("num_steps", [7, 100, 1000])
 def test_a_drop_is_at_the_first_step_that_is_not_before_its_share(num_steps):
-    """Shares k/100 as users type them, against integers: 0.55 * 100 is above 55 in binary."""
+    """Compare fractions k/100, as users type them, with integers: 0.55 * 100 is above 55 in binary."""
     for percent in range(1, 100):
         schedule = Schedule(shape="piecewise", peak=1.0, num_steps=num_steps, drops=(percent / 100,))
         found = [schedule.rate(step) for step in range(num_steps)]
@@ -123,7 +123,7 @@ def test_impossible_values_are_refused(changes, words):
 
 @st.composite
 def growths(draw):
-    """Shares as people write them, in hundredths, with increasing factors."""
+    """Fractions of a run as people write them, in hundredths, with increasing factors."""
     shares = sorted(draw(st.sets(st.integers(1, 99), max_size=4)))
     factors = sorted(draw(st.sets(st.integers(2, 20), min_size=len(shares), max_size=len(shares))))
     return tuple((share / 100, factor) for share, factor in zip(shares, factors, strict=True))

@@ -98,7 +98,7 @@ def cut(batch, size, rank=0, world_size=1):
 
 
 def plain_loss(module, batch, form):
-    """The mean over all targets, by the textbook definition."""
+    """The loss as a mean over all targets, by the textbook definition."""
     answers = module(batch.inputs)
     if form.num_classes == 0:
         return F.mse_loss(answers, batch.targets.double())
@@ -151,7 +151,7 @@ def test_the_average_over_ranks_is_the_gradient_of_the_whole(world_size, size):
 
 @pytest.mark.parametrize(("size", "count"), [(11, 1), (6, 2), (3, 4), (1, 11)])
 def test_only_the_last_micro_batch_is_synchronized(size, count):
-    """Forward as well: that is when torch decides whether backward will send."""
+    """Forward runs in the same context, because torch decides there whether backward will send."""
     wrapper = Watched(build_module(CLASSES))
     learner = build_learner(wrapper.module, CLASSES, model=wrapper)
     phases = Notes()

@@ -115,11 +115,11 @@ def test_all_ranks_take_the_steps_of_a_rank_that_is_always_slower():
     assert (alone.step_s, alone.straggler_s) == (pytest.approx(1.2), 0.0)
     assert several.step_s == pytest.approx(1.2 * 1.2) and several.efficiency == pytest.approx(1 / 1.2)
     assert several.straggler_s == pytest.approx(0.2 * 1.2) and several.bound == "the slowest rank"
-    # Its longer backward hides more messages: less than 20 % of the step with messages.
+    # The slow rank's longer backward hides more messages: the step grows by less than 20 %.
     plain, slow = (simulate(join(rate=400 * MIB), [8], slow=share)[0] for share in (0.0, 0.2))
     assert slow.exposed_s <= plain.exposed_s + 1e-9 and slow.neighbours_s == pytest.approx(0, abs=1e-9)
     assert slow.step_s == pytest.approx(slow.local_s + slow.exposed_s + slow.straggler_s)
-    # Random delays add less to it than to equal ranks, because any of those may be the slowest.
+    # Random delays add less to this step than with equal ranks, because any of those may be the slowest.
     (varied,) = simulate(join(), [8], slow=0.2, spread=0.03)
     assert 0 < varied.step_s - several.step_s < simulate(join(), [8], spread=0.03)[0].straggler_s
 
@@ -198,7 +198,7 @@ def test_the_comm_table_has_a_row_for_each_network_and_number_of_ranks(sweep):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 64])
 def test_the_comm_table_agrees_with_predict(device, world_size, build_collective, build_samples):
-    """The same profile, network and ranks: the same step, exposed time and interval."""
+    """The same profile, network and ranks yield the same step, exposed time and interval."""
     profile = build_profile(device=device)
     sweep = (
         build_measured_fabric(

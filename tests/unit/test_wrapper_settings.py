@@ -60,7 +60,7 @@ def test_each_variant_follows_every_other_equally_often(count):
 
 
 def test_random_orders_are_independent_between_rounds():
-    """Otherwise comparing equal plans is not a fair coin: runs of equal signs must be as long as those of a coin."""
+    """Comparing equal plans must be a fair coin flip: runs of equal signs must be as long as those of a coin."""
     first = [draw_turns(2, repetition, seed=3)[0] for repetition in range(4000)]
     assert abs(sum(first) / 4000 - 0.5) < 0.03
     for apart in (1, 2, 3, 4):
