@@ -203,7 +203,7 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
     found = []
     for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended
             found += [child] if child.is_running() and child.status() != psutil.STATUS_ZOMBIE else []
     return found
 
@@ -216,7 +216,7 @@ def list_below(pid: int, recursive: bool = True) -> set[int]:
     found, ask = set[int](), [pid]
     while ask:
         for path in glob.iglob(f"/proc/{ask.pop()}/task/*/children"):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has just ended
                 below = [int(one) for one in Path(path).read_bytes().split()]
                 ask += below if recursive else []
                 found.update(below)

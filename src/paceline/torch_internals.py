@@ -202,7 +202,7 @@ def is_delivered(iterator: Any) -> bool:
     workers, whether all have delivered one: the queue does not show which worker's batch comes next."""
     waiting, place = vars(iterator).get("_tasks_outstanding", 0), vars(iterator).get("_rcvd_idx")
     with contextlib.suppress(KeyError, AttributeError, TypeError, NotImplementedError):
-        if len(iterator._task_info[place]) == 2:  # read before its turn
+        if len(iterator._task_info[place]) == 2:  # this batch was read before its turn
             return True
         return bool(0 < (1 if iterator._num_workers == 1 else waiting) <= iterator._data_queue.qsize())
     return False

@@ -48,7 +48,7 @@ def test_a_program_that_starts_its_ranks_is_profiled_and_stopped(command, tmp_pa
     answer = command("profile", "--steps", "20", "--stop", "--json", "--out", str(tmp_path / "runs"), "--", *program)
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
-    assert not (tmp_path / "w.pt").exists()  # it was stopped early
+    assert not (tmp_path / "w.pt").exists()  # the program was stopped early
     assert (document["world_size"], document["backend"], document["device"]) == (2, "gloo", "cpu")
     assert document["step_s"] > document["exposed_s"] >= 0 and len(document["where"]) == 2
     assert (

@@ -169,7 +169,7 @@ def find_processes(variable: str, value: str) -> list[str]:
         try:
             if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.name())
-        except psutil.Error:  # it has exited, or belongs to another user
+        except psutil.Error:  # the process has exited, or belongs to another user
             continue
     return found
 

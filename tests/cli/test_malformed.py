@@ -53,7 +53,7 @@ def list_commands() -> list[tuple[tuple[str, ...], Any]]:
     for name, command in root.commands.items():
         if hasattr(command, "commands"):
             found += [((name, inner), one) for inner, one in command.commands.items()]
-        elif name not in ("watch", "run", "doctor", "demo"):  # they do not measure, or have nothing to refuse
+        elif name not in ("watch", "run", "doctor", "demo"):  # these do not measure, or have nothing to refuse
             found.append(((name,), command))
     return found
 

@@ -176,7 +176,7 @@ def curve() -> str:
 
 @pytest.mark.slow
 def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, curve, command):
-    """From the profile that comm-table saved, with the same networks and ranks: the same step and exposed times."""
+    """A prediction from the profile that comm-table saved yields the same step and exposed times."""
     networks = ("--network", "nvlink,10Gb/s,50us", "--json", "--out", out)
     answer = type_alone(*TABLE, *networks, "--ranks", "2,8", "--curve", curve)
     assert answer.code == 0, answer.err

@@ -214,7 +214,7 @@ def test_options_for_large_batches(mnist, asked, rates, tmp_path):
     assert answer.code == 0, answer.err
     run = Path(json.loads(answer.out)["run"])
     assert [row["lr"] for row in load_rows(run)] == pytest.approx(rates)
-    again = type_alone("train", "--resume", str(run))  # its settings, including drops, survive JSON
+    again = type_alone("train", "--resume", str(run))  # the run's settings, including drops, survive JSON
     assert again.code == 0 and "the run was already finished" in again.out
 
 

@@ -258,7 +258,7 @@ def train_in_other_ways() -> None:
         loss = measure(model, draw_ids(world.rank, 0))
         kind, text = error_of(lambda: torch.autograd.grad(loss, [model.module.words[0].weight]))
         assert kind == "ConfigError autograd-grad", text
-        copied = copy.deepcopy(model)  # its hooks are separate
+        copied = copy.deepcopy(model)  # the copy's hooks are separate
         measure(copied, draw_ids(world.rank, 0)).backward()
         assert not model.module.words[0].__dict__.get("weight"), "the alias is gone after forward"
 

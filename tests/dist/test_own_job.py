@@ -167,7 +167,7 @@ def step_both_ways(wrapper: str) -> tuple[list[float], list[float]]:
 def test_the_wrapper_and_the_bare_model_agree(on_ranks, wrapper: str) -> None:
     """SGD steps are linear in the gradient: a step with the mean gradient is the mean of all ranks' steps."""
     for wrapped, bare in on_ranks(2, step_both_ways, wrapper):
-        assert max(abs(value - 0.3) for value in bare) > 1e-3  # it moved
+        assert max(abs(value - 0.3) for value in bare) > 1e-3  # the parameter has moved
         assert wrapped == pytest.approx(bare, abs=1e-6)
 
 
@@ -215,6 +215,6 @@ def profile_in_a_group_of_ones_own() -> list[Any]:
 
 
 def test_a_program_that_opened_its_own_group(on_ranks) -> None:
-    """As under torchrun: warm ranks have its variables. Other tests start torchrun itself."""
+    """Warm ranks have torchrun's variables, so this runs as under torchrun. Other tests start torchrun itself."""
     first, second = on_ranks(2, profile_in_a_group_of_ones_own)
     assert first == second and first[:4] == [[0, 1], 2.0, "torch", True]

@@ -175,7 +175,7 @@ def test_strategies_are_compared_with_exact_plans(tmp_path):
     assert all(len(raced[label].turns_s) == 3 and raced[label].bucket_bytes for label in labels)
     codecs = [record for record in result.records if isinstance(record, CodecRecord)]
     assert {"bf16", "int8"} <= {record.strategy for record in codecs} and {r.world_size for r in codecs} == {2}
-    assert {part.num_ranks for record in codecs for part in record.parts} == {2}  # they compute at the same time
+    assert {part.num_ranks for record in codecs for part in record.parts} == {2}  # ranks compute at the same time
     elements = sum(parameter.num_elements for parameter in result.only(LayerProfileRecord)[0].parameters)
     assert codecs[0].num_bytes == 4 * elements
     assert {(), (50, 16)} <= {parameter.shape for parameter in result.only(LayerProfileRecord)[0].parameters}

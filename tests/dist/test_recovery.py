@@ -277,7 +277,7 @@ def act(what: str, folder: Path) -> str:
             time.sleep(0.02)
             if len(spares := list(folder.glob("spare-*"))) == 1 and not (folder / "ended").exists():
                 (folder / "ended").touch()
-                time.sleep(0.3)  # it is on standby
+                time.sleep(0.3)  # until the spare is on standby
                 os.kill(int(spares[0].name.rpartition("-")[2]), signal.SIGKILL)
     return what
 

@@ -270,7 +270,7 @@ def test_batch_sizes_are_timed_over_whole_epochs_after_a_warm_up(on_ranks):
 )
 def test_a_batch_that_does_not_fit_is_a_row(on_ranks, kind, text):
     ((record, steps),) = on_ranks(1, sweep, replace(JOB, batch_size=4), 2, 4, text, kind)
-    assert len(steps) == 5  # it ends there
+    assert len(steps) == 5  # the run ends there
     assert (record.failure, record.timing, record.data_wait) == ("out of memory in epoch 2", None, None)
     assert (record.batch_size, record.num_samples, record.num_steps) == (4, 12, 3)
 

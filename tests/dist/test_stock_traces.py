@@ -80,7 +80,7 @@ def test_the_trace_of_one_rank_suffices(command, traced, tmp_path):
     loaded = paceline.load_result(document["run"])
     if loaded.traced.is_off:  # on a busy machine, steps are marked as doubtful
         assert "do not reproduce the traced step" in " ".join(loaded.findings) and loaded.verdict != "use"
-    else:  # its own buckets are reproduced
+    else:  # the prediction reproduces the traced buckets
         assert own["step_s"] == pytest.approx(document["traced_step_s"], rel=1e-3)
     assert loaded.to_json()["caps"] == document["caps"] and loaded.answer == document["answer"]
     assert (Path(document["run"]) / "caps.png").stat().st_size > 0

@@ -209,7 +209,7 @@ def compare_exact() -> None:
     with paceline.init(announce=None) as world:
         # With one sample on each rank, matrix gradients have rank 6 at most, and a tied matrix is used twice.
         models = [DDP(Mixed(), strategy=text, bucket_cap_mb=0.001) for text in (None, "topk:1", "powersgd:7")]
-        assert all(as_matrix(shape, 7) for shape in ((31, 54), (31, 31)))  # they are compressed
+        assert all(as_matrix(shape, 7) for shape in ((31, 54), (31, 31)))  # these matrices are compressed
         for step in range(4):
             for model in models:
                 model.zero_grad()

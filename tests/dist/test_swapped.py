@@ -75,7 +75,7 @@ def compare_framework(name: str, folder: Path, options: dict[str, Any], backend:
         resumed = [call(program, is_ours, folders[other], True) for is_ours in folders for other in folders]
         for losses in resumed[1:]:
             assert losses == pytest.approx(resumed[0], rel=TOLERANCE, abs=0)
-        assert resumed[0][0] != pytest.approx(begun[False][0])  # it did not start from scratch
+        assert resumed[0][0] != pytest.approx(begun[False][0])  # the resumed run did not start from scratch
 
 
 NEEDS = {"fabric": "lightning"}

@@ -123,7 +123,7 @@ def test_overlapping_groups_on_several_threads(forked):
 
 
 def wait_in_a_callback(rank: int, say: Any) -> float:
-    """As in torch's PowerSGD hook. On rank 0 the callback is added before the result, so it runs on another thread."""
+    """Chain callbacks like torch's PowerSGD hook. Rank 0 adds one before the result, so it runs on another thread."""
     first, second = torch.ones(3), torch.ones(50_000)
     if rank == 1:
         time.sleep(0.3)

@@ -212,7 +212,7 @@ def test_a_store_serves_only_clients_that_know_its_secret():
             link.sendall(store_server.pack(store_server.SET, [b"a", b"x" * 100]))
             link.settimeout(5.0)
             with contextlib.suppress(OSError):
-                while link.recv(1024):  # its nonce, and then the end of the stream
+                while link.recv(1024):  # the store's nonce, and then the end of the stream
                     pass
         wait_until(lambda: len(said) == 2)
         assert all("127.0.0.1, which does not know the secret of the job" in line for line in said)
@@ -231,7 +231,7 @@ ASKED = {
 
 @pytest.mark.parametrize("name", ASKED)
 def test_a_silent_store_is_abandoned_after_the_timeout(monkeypatch, name):
-    """For example on a host that vanished, or in a suspended process."""
+    """A silent connection may come from a host that vanished, or from a suspended process."""
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.1)
     near, far = socket.socketpair()
     store, ended = rendezvous.PrivateStore(lambda: near), list[BaseException]()

@@ -452,7 +452,7 @@ def open_and_close() -> list[str]:
         with paceline.init("gloo", "cpu", announce=None) as world:
             dist.all_reduce(torch.ones(1))
             open_group(Channel(dist.group.WORLD, world.device), owner)
-        del owner, world  # they hold groups
+        del owner, world  # both hold groups
     wait_until(lambda: [one.name for one in threading.enumerate()] == ["MainThread"])
     return [one.name for one in threading.enumerate()]
 

@@ -60,7 +60,7 @@ def train_two() -> None:
 def stop_one_of_two() -> None:
     with paceline.init(announce=None):
         first, second = DDP(Net()), DDP(Net())
-        assert second._gradient_group is not None  # its messages are separate from those of the first
+        assert second._gradient_group is not None  # the second wrapper's messages are separate from the first's
         first.stop()
         # From now on, other wrappers can share a group with it.
         assert first not in ddp._wrappers and second in ddp._wrappers

@@ -187,8 +187,8 @@ def fail_in_forward(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str
 
 
 def fail_while_words_are_read_late(asks: bool) -> list[tuple[str, str]]:
-    """As on a GPU after the first steps: control words are read one step later, when its buckets are in flight. With
-    `asks`, healthy ranks first check the last step."""
+    """Read control words one step late, when the next step's buckets are in flight, as on a GPU after the first steps.
+    With `asks`, healthy ranks first check the last step."""
     copy, streams.copy_to_host = streams.copy_to_host, lambda slots: (slots.clone(), NoEvent())
     found = []
     try:

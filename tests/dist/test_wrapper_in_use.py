@@ -383,7 +383,7 @@ def keep_buffers_for_a_second_backward() -> None:
                 model.module.scale.add_(world.rank)
                 one, two = loss(model, world.rank, 2 * step), loss(model, world.rank, 2 * step + 1)
                 one.backward()
-                two.backward()  # it needs the buffers as its forward saw them
+                two.backward()  # this backward needs the buffers as its forward saw them
                 check_equal(world, gradients(model).values(), (reducer, step))
 
 

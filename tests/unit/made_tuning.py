@@ -65,7 +65,7 @@ class MadeJob:
 
     @property
     def gradients(self) -> tuple[Gradient, ...]:
-        """In definition order, the reverse of the ready order."""
+        """The gradients in definition order, the reverse of the ready order."""
         names = [f"layer{place}" for place in range(len(self.sizes))]
         return tuple(Gradient(name, size) for name, size in reversed(list(zip(names, self.sizes, strict=True))))
 

@@ -372,7 +372,7 @@ def attached_to(late_ms: float = 0.0, cuts: tuple[int, ...] = (4,), **more: obje
             ready_s + rank * late_ms / 1e3 for ready_s in job.ready_s))  # fmt: skip
         made = made_on_cpu(given, costs, cuts, num_steps=6, marks=True, late_ms=late_ms * (1 - rank))
         steps = read_steps(read_ranks(build_document(made, rank=rank))[0])
-        if rank == 0:  # its messages last until the other rank joins
+        if rank == 0:  # messages of rank 0 last until the other rank joins
             steps = [_delay(step, late_ms / 1e3) for step in steps]
         records += steps
     times = [step.step_s for step in records[:6]]
@@ -574,10 +574,10 @@ def test_a_somewhat_slower_core_is_not_a_problem_of_the_program_but_more_work_is
     diffuse = build((result.steps, *records))
     assert [one.kind for one in diffuse.bottlenecks] == ["healthy"]
     assert any("1.50" in line for line in diffuse.findings)
-    # A GPU is not shared: its clock is lower.
+    # A GPU is not shared, so a diffuse slowdown means that its clock is lower.
     gpu = replace(result.steps, device="cuda", backend="nccl")
     assert build((gpu, *records)).bottleneck.kind == "late rank"
-    # Another program takes half of a core.
+    # Operators that take twice as long mean that another program takes half of a core.
     taken = attached_with(slower=2.0)
     assert (taken.bottleneck.kind, taken.bottleneck.rank, taken.bottleneck.operator) == ("late rank", 1, "")
     # A slower core explains 1.8 of the 20 ms, and one operator 17.
@@ -602,9 +602,9 @@ def test_an_interruption_of_another_operator_in_each_step_is_not_more_work():
     ("workers", "is_persistent", "delivered", "line"),
     [
         (0, False, 0.0, "num_workers=1"),
-        (3, False, 0.0, "num_workers=3"),  # the only change is that workers persist
+        (3, False, 0.0, "num_workers=3"),  # the advice changes only that workers persist
         (3, True, 0.0, "num_workers=6"),
-        (3, True, 0.9, ""),  # a batch that is there is only transferred
+        (3, True, 0.9, ""),  # a batch that has already been delivered is only transferred
     ],
 )
 def test_a_loader_is_not_advised_to_do_what_it_already_does(workers, is_persistent, delivered, line):

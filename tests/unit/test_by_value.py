@@ -56,7 +56,7 @@ def test_a_function_brings_only_the_globals_it_uses(session):
     f = travel(names["f"])
     assert f(4.0) == 6.0
     assert {"g", "k", "math"} <= set(f.__globals__) and "secret" not in f.__globals__
-    assert vars(sys.modules["__main__"])["f"] is f  # it can then be pickled by name there
+    assert vars(sys.modules["__main__"])["f"] is f  # so that `f` can be pickled by name there
 
 
 def test_defaults_closures_recursion_and_wrappers_survive(session):

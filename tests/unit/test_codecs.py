@@ -114,7 +114,7 @@ def test_top_k_sends_biases_and_norms_whole(num_large, either):
 
 
 def test_power_sgd_of_sufficient_rank_is_the_mean(either):
-    """For a product of thin matrices with a rank of at most that of the transmitted factors."""
+    """The average is exact for a product of thin matrices whose rank is at most that of the transmitted factors."""
     generator = torch.Generator().manual_seed(3)
     left = torch.randn(40, 3, generator=generator)
     grads = [[left @ torch.randn(3, 30, generator=generator), torch.randn(7, generator=generator)] for _ in range(3)]

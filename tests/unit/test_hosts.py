@@ -166,7 +166,7 @@ def test_reach_reports_an_error_per_address():
 
 
 def test_an_interrupt_does_not_wait_for_answers(tmp_path):
-    ssh = write_ssh(tmp_path, "exec cat > /dev/null")  # it never answers, and exits when its input closes
+    ssh = write_ssh(tmp_path, "exec cat > /dev/null")  # never answers, and exits when its input closes
     ended, is_waiting = [], threading.Event()
 
     def ask(one: remote.Agent) -> None:

@@ -36,7 +36,7 @@ def await_keepers(count: int) -> None:
 def hold_and_release() -> None:
     groups = [Group() for _ in range(3)]
     seen = [weakref.ref(group) for group in groups]
-    for group in (*groups, *groups):  # the second time as when the world is closed before the wrapper is destroyed
+    for group in (*groups, *groups):  # twice, as when the world is closed before the wrapper is destroyed
         keep_groups([group])
     del group
     Cycle(groups[0])
@@ -47,12 +47,12 @@ def hold_and_release() -> None:
     groups.clear()
     await_keepers(0)
     assert not any(one() for one in seen)
-    keep_groups([Group()])  # it starts again
+    keep_groups([Group()])  # the thread starts again
     await_keepers(0)
 
 
 def test_one_thread_holds_all_groups_until_nobody_else_does():
-    # In a new process: an earlier test may have left a group that is still referenced.
+    # Run in a new process, because an earlier test may have left a group that is still referenced.
     program = f"from {__name__} import hold_and_release; hold_and_release()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -412,7 +412,7 @@ def test_a_users_own_step_is_profiled_by_its_calls():
     before = [param.detach().clone() for param in model.parameters()]
 
     def step(model):
-        time.sleep(0.002)  # loads data
+        time.sleep(0.002)  # stands for loading data
         loss = model(torch.ones(3, 4), torch.ones(3, 4)).square().mean()
         loss.backward()
         for optimizer in optimizers:

@@ -49,7 +49,7 @@ def make_snapshot(phase: int = WAIT, num_started: int = 0, **changes: Any) -> Ra
 
 
 def test_a_rank_that_spins_in_its_own_collective_is_asked_for_its_stack():
-    assert look_for(10.0, make_snapshot(), make_snapshot(BETWEEN)) is None  # it is computing
+    assert look_for(10.0, make_snapshot(), make_snapshot(BETWEEN)) is None  # the rank is computing
     found = look_for(10.0, make_snapshot(num_started=70), make_snapshot(BETWEEN))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("collective", 1, False)
 
@@ -60,7 +60,7 @@ def test_a_rank_that_spins_in_its_own_collective_is_asked_for_its_stack():
 def test_the_rank_with_a_different_number_of_collectives_is_named(counts, rank):
     found = look_for(5.0, *(make_snapshot(num_started=count) for count in counts))
     assert found is not None and (found.kind, found.rank, found.is_certain) == ("desynchronised", rank, True)
-    assert found.ends and found.end_s is None  # it is certain, so nothing waits for the hang timeout
+    assert found.ends and found.end_s is None  # the fault is certain, so nothing waits for the hang timeout
 
 
 @pytest.mark.parametrize("counts", [(70, 70), (0, 70)])
@@ -113,7 +113,7 @@ class Group:
         self.aborted, self._together, self._error = threading.Event(), together, error
 
     def abort(self) -> None:
-        self._together.wait(100)  # they must be aborted together, otherwise none of them ends
+        self._together.wait(100)  # groups end only if they are aborted together
         self.aborted.set()
         if self._error:
             raise RuntimeError("it is being destroyed")

@@ -547,7 +547,7 @@ def test_marks_on_a_page():
             pulse.close_page()
         snapshot = monitor._processes[0].look()
         assert snapshot is not None and snapshot.phase == LEFT and snapshot.num_steps == 1
-        assert monitor.look() is None and not monitor.have_all_left()  # it failed
+        assert monitor.look() is None and not monitor.have_all_left()  # the rank failed
         assert monitor.describe(0) == "in step 8"
         with Monitor([0], 1) as other:
             pulse.open_page(*other.find_pages(0))

@@ -52,10 +52,10 @@ def reduce(dtype: int, op: int, out: Sequence[torch.Tensor], sources: Sequence[t
 
 
 def expected(op: int, sources: Sequence[torch.Tensor], divisor: int = 0) -> torch.Tensor:
-    """In source order; two-byte types in float32, rounded once. Written with torch's elementary operations."""
+    """Reduce in source order with torch's elementary operations; two-byte types in float32, rounded once."""
     dtype, divisor = sources[0].dtype, divisor or len(sources)
     wide = [source.float() if dtype in (torch.bfloat16, torch.float16) else source for source in sources]
-    # Of two zeros, the later one is kept; in torch's own minimum, the processor determines the sign.
+    # If both values are zero, the later one is kept; in torch's own minimum, the processor determines the sign.
     lower, higher = (
         (lambda a, b: torch.where((a < b) | (a != a), a, b)),
         (lambda a, b: torch.where((a > b) | (a != a), a, b)),

@@ -77,7 +77,7 @@ def test_a_healthy_run_and_one_without_messages_have_no_bottleneck():
 
 def test_a_late_rank_is_found_over_all_steps_not_by_the_recorded_ones_alone():
     rows = make_rows(Job(late_s=0.05))
-    for number, row in enumerate(rows):  # ranks are late in alternation
+    for number, row in enumerate(rows):  # the ranks are late alternately
         if number % 2:
             for times in row["ranks"].values():
                 times.reverse()

@@ -23,7 +23,7 @@ def _fill(pattern, ranks, dtype, count, repetition=REPETITION):
 
 
 def _reduce(vectors, op):
-    """What a correct collective computes, in the vectors' own type."""
+    """Compute the result of a correct collective, in the vectors' own type."""
     steps = {"sum": torch.add, "avg": torch.add, "min": torch.minimum, "max": torch.maximum, "prod": torch.mul}
     total = reduce(steps[op], vectors)
     return total / len(vectors) if op == "avg" else total.clone()

@@ -134,7 +134,7 @@ def kinds_of(build_collective, build_environment, build_samples):
         ({"num_wrong": None, "num_checked": None}, []),
         ({"num_wrong": 1}, ["wrong"]),
         ({"times_s": (1.0,) * 4}, ["few"]),
-        ({"times_s": (1.0, 9.0, 1.0, 9.0)}, ["few"]),  # too few to tell whether they are unstable
+        ({"times_s": (1.0, 9.0, 1.0, 9.0)}, ["few"]),  # too few repetitions to tell whether they are unstable
         ({"times_s": (1.0,) * 5}, []),
         ({"times_s": _swinging(0.7, 1.3)}, ["unstable"]),
         ({"times_s": _swinging(0.8, 1.2)}, []),

@@ -116,7 +116,7 @@ def test_row_counts_travel_in_the_control_words():
 
 
 def test_lookups_are_detected_on_a_bare_module():
-    """As in a profile: the gradient is dense, and the rows touched by lookups are known."""
+    """The gradient is dense, as in a profile, and the rows touched by lookups are known."""
     module = nn.ModuleDict({"words": nn.Embedding(4096, 16, padding_idx=1), "small": nn.Embedding(4, 16)})
     weight, ids, seen = module["words"].weight, torch.tensor([[5, 1, 5, 7]]), list[tuple[int, list[int]]]()
     lookups = Lookups(module, list(module.parameters()))

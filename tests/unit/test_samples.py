@@ -70,8 +70,8 @@ def test_times_of_zero_have_neither_noise_nor_drift(build_samples):
     [
         ((2.0, 2.0, 3.0, 3.0), 0.5),
         ((4.0, 4.0, 2.0, 2.0), -0.5),
-        ((1.0, 1.0, 50.0, 2.0, 4.0), 2.0),  # the middle of an odd number belongs to neither half
-        ((1.0, 9.0, 9.0), 0.0),  # too few to be halved
+        ((1.0, 1.0, 50.0, 2.0, 4.0), 2.0),  # with an odd count, the middle sample belongs to neither half
+        ((1.0, 9.0, 9.0), 0.0),  # too few samples to split
     ],
 )
 def test_drift_compares_the_halves(build_samples, times_s, drift):

@@ -306,7 +306,7 @@ def test_an_all_reduce_of_another_autograd_node_is_not_a_bucket():
 
 def test_ranks_are_compared_in_the_complete_steps_of_both():
     first, other = (read(made_on_cpu(JOB, FREE, CUTS), rank=rank) for rank in (0, 1))
-    cut = replace(other[-1], messages=other[-1].messages[:-1])  # its trace ended before the last message did
+    cut = replace(other[-1], messages=other[-1].messages[:-1])  # a trace that ended before the last message did
     both = TracedJob([*first, *other[:-1], cut])
     assert both.compared == [0, 1] and [step.number for step in both.steps] == [step.number for step in first[:-1]]
     assert TracedJob([*first, *other[:-1]]).compared == [0]  # traced for different durations

@@ -63,7 +63,7 @@ def test_pairs_that_differ_clearly_are_ordered_right_or_not(script):
 def script():
     spec = importlib.util.spec_from_file_location("validate_tuning", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look up their module there
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]

@@ -123,7 +123,7 @@ def test_a_signal_in_the_last_moments_of_a_run_starts_no_other(monkeypatch, tmp_
 
     def ask(session, function, arguments, saves, hang_timeout_s, recovery):
         asked.append(session.ranks)
-        session.signal = number  # the ranks had taken their last step and were not told
+        session.signal = number  # the ranks had already taken their last step and never got the signal
         return SimpleNamespace(signal=0, step=4, facts={}, notes=(), rows=())
 
     monkeypatch.setattr(Session, "ask", ask)

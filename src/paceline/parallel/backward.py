@@ -95,7 +95,7 @@ class GradientSync:
         self._task: int | None = None  # autograd's ID of the running backward
         self._syncing, self._warned, self._is_stopped = False, False, False
         self._completes = False
-        self._change = ""  # change to the model since it was wrapped, if any
+        self._change = ""  # how the model has changed since it was wrapped
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._can_defer = self.channel.device.type == "cuda"
         self._eager_until = _EAGER_STEPS  # the last step that reads control words immediately
@@ -803,7 +803,7 @@ class BucketedReducer:
         else:
             self.channel.wait(self.channel.start_sum(self._last[0].words), "the control words")
         del self._last
-        self._taken.clear()  # lets `zero_grad` free them
+        self._taken.clear()  # lets `zero_grad` free the gradients
         for pack in self._packs:
             pack.end_step()
         if not self.plan.rows:

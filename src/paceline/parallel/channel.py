@@ -266,7 +266,7 @@ def open_part(ranks: Sequence[Sequence[int]], backend: str, device: torch.device
 def _own(group: Any, device: torch.device, owner: object) -> dist.ProcessGroup:
     proof.check_group(group)
     if "nccl" in str(dist.get_backend(group)) and dist.get_world_size(group) > 1:
-        # NCCL connects in the first message. A rank that failed before it would leave the others waiting there, where
+        # NCCL connects in the first message. A rank that failed earlier would leave the others waiting there, where
         # they cannot look for failures.
         group.allreduce([torch.zeros(1, device=device)]).wait()
     weakref.finalize(owner, _destroy_group, group).atexit = False

@@ -172,7 +172,7 @@ class Codec:
         errors, common, finite = self._new_errors, self._new_common, self._finite
         self._new_errors, self._new_common, self._finite = {}, {}, []
         on_gpu = [mark for mark in finite if isinstance(mark, torch.Tensor)]
-        if on_gpu:  # select on the GPU, without waiting for it
+        if on_gpu:  # select on the GPU, so that the host does not wait
             is_finite = torch.stack([mark.view(()) for mark in on_gpu]).all()
             self._errors |= _choose(is_finite, errors, self._errors)
             self._common |= _choose(is_finite, common, self._common)
@@ -443,7 +443,7 @@ def run_together(exchanges: Sequence[Exchange]) -> None:
             total = tensors[0].clone()
             for tensor in tensors[1:]:
                 total += tensor
-            values = [total] * len(tensors)  # codecs do not modify it
+            values = [total] * len(tensors)  # codecs do not modify the shared total
         elif kind == GATHER:
             values = [torch.stack(tensors)] * len(tensors)
         else:

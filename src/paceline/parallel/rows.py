@@ -45,10 +45,10 @@ class Table:
         self.index, self.param, self.is_sparse = index, param, is_sparse
         self.modules: list[nn.Module] = []
         self.is_on = True  # lookups are intercepted
-        self.is_plain = True  # its layers use it for lookups only
+        self.is_plain = True  # the table's layers use it for lookups only
         self.has_other = False  # other uses of the weight contribute to its gradient
-        self.why = ""  # why it is sent dense
-        self.sent: Rows | None = None  # the plan's entry, if it is sent as rows
+        self.why = ""  # why the table is sent dense
+        self.sent: Rows | None = None  # the plan's entry, if the table is sent as rows
         self.pending: list[torch.Tensor] = []  # sparse gradients of this backward
         self.mine: tuple[torch.Tensor, torch.Tensor] | None = None  # this rank's distinct rows and their sums
         self.num_sent = 0  # rows sent by all ranks in the last step

@@ -327,7 +327,7 @@ class StrategyState:
         """`common` is the same on all ranks, and `rank` is this rank's part."""
         with self.exchanges.side.borrowed():
             common, errors = self.codec.common, self.codec.errors
-        # Copies on the caller's stream, so that later steps do not change them.
+        # Copy on the caller's stream, so that later steps do not change the returned state.
         common = {name: value.clone() for name, value in common.items()}
         errors = {name: self._reorder(name, error, is_saved=False) for name, error in errors.items()}
         rates = {name: float(rate) for name, rate in self._rates.items()}
@@ -497,7 +497,7 @@ def strategy_hook(state: StrategyState, bucket: Any) -> torch.futures.Future[tor
     return state.average(bucket)
 
 
-strategy_hook.__annotations__.clear()  # torch compares them with classes, but here they are strings
+strategy_hook.__annotations__.clear()  # torch expects classes, but these annotations are strings
 
 
 def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGroup | None = None) -> tuple[Any, Any]:

@@ -133,7 +133,7 @@ class Sharding:
         """Start over with this replica. `rounds`: the all-reduce rounds to bfloat16. Sends nothing."""
         self.wait()
         self.replica, self.channel, self.is_planned = replica, channel, False
-        self._rows.clear()  # they belong to the previous group
+        self._rows.clear()  # these rows belong to the previous group
         is_rounded = self.strategy.codec == "bf16"
         self.exchanges = Exchanges(channel, kinds=(SCATTER, SWAP, GATHER) if is_rounded else (SCATTER, GATHER))
         # Whether gradients are reduce-scattered. In shared memory an all-reduce is just as fast.

@@ -98,7 +98,7 @@ class TwoLevels:
         """Leave the group. Operations that have not run yet fail."""
         with self._lock:
             self._is_closing = True
-            self._works.put(None)  # after all operations, so that the thread finishes them before it ends
+            self._works.put(None)  # after all operations, so that the thread runs these before it ends
         self._inside.close()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -79,7 +79,7 @@ def check_pairs(backend: Any, name: str) -> None:
         text = f"rejected an unauthenticated connection: {text}; start the job again"
         if _store is not None:
             with contextlib.suppress(RuntimeError):
-                _store.set("stranger", text)  # the other ranks also raise it, because they may be waiting for this one
+                _store.set("stranger", text)  # the other ranks, which may be waiting for this one, also raise the error
     else:
         text = _read_refusal()
     if text:

@@ -262,7 +262,7 @@ class Futures:
                 self._provide_thread()
             assert work.future is not None
             _complete(work.future, work.result(), error)
-            del work, error  # otherwise they would live until the next operation
+            del work, error  # otherwise both would live until the next operation
             with self._lock:
                 self._num_free += 1
                 self._num_open -= 1

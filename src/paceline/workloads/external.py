@@ -132,7 +132,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
     try:
         folder = fetch_from_hub(is_complete, repo_id=name, allow_patterns=files)
     except Exception as error:
-        if damage is not None:  # the user can repair it
+        if damage is not None:  # the user can repair the folder
             raise damage from error
         reason = shorten_error(error)
     else:

@@ -568,7 +568,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._left_s = min(self._left_s, time.monotonic())
         # A rank with an error may be about to exit because of it; one that keeps running has handled it.
         failed = [one for one in self._processes.values() if one.error and not one.is_gone]
-        if any(one.words[pulse.IS_ENDING] for one in failed):  # until it has exited, or `find_ended` gives up on it
+        if any(one.words[pulse.IS_ENDING] for one in failed):  # until the rank exits or `find_ended` gives up
             return False
         return not failed or time.monotonic() - self._left_s > _HANDLED_S
 
@@ -582,12 +582,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 continue
             status, error = one.handle.find_status(), one.error
             has_left = one.words[pulse.PHASE] == LEFT
-            if status == 0 or (status is None and not error and has_left):  # it handled an error in its world
+            if status == 0 or (status is None and not error and has_left):  # the rank handled an error in its world
                 continue
             where = self.describe(rank)
             if error:
                 how = f"{error} {where}" + ("" if one.is_gone else ", and does not exit; Paceline ended it")
-            elif status is None:  # before Linux 6.15, if its parent has already reaped it
+            elif status is None:  # the parent has reaped the process (before Linux 6.15)
                 how = f"ended {where} with an unknown exit code"
             else:
                 how = self.describe_end(rank, os.waitstatus_to_exitcode(status))
@@ -661,7 +661,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             history.is_in_collective = is_inside
             again = self._detector.find() if is_inside and not is_certain else None
             return self._make_verdict(again) if again is not None and again.is_certain else None
-        if kind == "collective" and not is_inside:  # it has since left the collective
+        if kind == "collective" and not is_inside:  # the rank has since left the collective
             history.is_in_collective = False
             return None
         self._imports = kind in ("blocked", "loop", "disk") and since_s < _FIRST_S and is_importing(stack)

@@ -195,7 +195,7 @@ def attach() -> None:
 
 def serve() -> None:
     """Monitor the ranks of this host until all have left; reads the request from stdin and answers on stdout."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # sent by a terminal; the ranks handle them
+    for number in (signal.SIGINT, signal.SIGHUP):  # sent by a terminal; the ranks handle these signals
         signal.signal(number, signal.SIG_IGN)
     asked = json.loads(sys.stdin.buffer.read())
     ranks, places = asked["ranks"], asked["places"]
@@ -329,7 +329,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
 
     def __exit__(self, *_: object) -> None:
         for link in list(self._peers.values()):
-            with contextlib.suppress(OSError):  # its thread closes it, or already has
+            with contextlib.suppress(OSError):  # the connection's thread may have closed it
                 link.shutdown(socket.SHUT_RDWR)
         if self._gate is not None:
             self._gate.close()

@@ -198,7 +198,7 @@ class _Rank:
         _words[PID], _words[STEP] = os.getpid(), 1
         _words[SINCE_NS] = _words[BEAT_NS] = time.monotonic_ns()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # the signal must not kill the process after it has left
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # the signal must not kill a process that has left
         faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
         if not faulthandler.is_enabled():  # send crash stacks to the monitor, unless faulthandler is already in use
             faulthandler.enable(self.stacks)
@@ -282,7 +282,7 @@ def close_page() -> None:
         enter(LEFT)
         _rank.stop()
         _before, _rank = _rank.page, None
-        _is_done = _count_started = None  # they hold a group, which must end with its world
+        _is_done = _count_started = None  # these functions hold a group, which must end with its world
 
 
 def note_exit() -> None:

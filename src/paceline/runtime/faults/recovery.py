@@ -190,7 +190,7 @@ class RankProcess:
     stacks: Connection
     was_heard: bool = False
     step: int | None = None  # last completed step of a rank that waits for a new world
-    is_lost: bool = False  # it waits because it lost another rank
+    is_lost: bool = False  # the rank waits because it lost another rank
 
     @property
     def is_alive(self) -> bool:
@@ -505,7 +505,7 @@ class LocalWorld:
         for number in {failure.rank for failure in self.failures if failure.rank is not None}:
             self.ranks[number].process.kill()
             late.pop(self.ranks[number])
-        if self.failures and monitor is not None:  # as soon as it is dead, so that the others learn of it in time
+        if self.failures and monitor is not None:  # once the rank is dead, so that the others learn of it in time
             monitor.tell_lost()
         stay = {rank for rank in late if rank.step is not None}
 

@@ -118,7 +118,7 @@ def listen(address: str, port: int) -> dict[str, Any]:
 def close() -> dict[str, Any]:
     """Close the port, so that torchrun can use it."""
     while _listeners:
-        _listeners[-1].shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which would keep it open
+        _listeners[-1].shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which would keep the port open
         _listeners.pop().close()
     return {}
 
@@ -129,7 +129,7 @@ def _answer_messages(listener: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while True:
             link, _ = listener.accept()
-            with link, contextlib.suppress(OSError):  # the sender reports it
+            with link, contextlib.suppress(OSError):  # the sender reports the error
                 while head := link.recv(8, socket.MSG_WAITALL):
                     left = int.from_bytes(head, "big")
                     while left > 0:

@@ -117,7 +117,7 @@ def follow(job: str, log: Path, show: Show) -> int:
             now = state
             try:
                 found = _read_job(job)
-                log = Path(found.get("StdOut", log))  # --sbatch may have renamed it
+                log = Path(found.get("StdOut", log))  # --sbatch may have renamed the log
                 now = found.get("JobState", "UNKNOWN")
                 nodes = nodes if found.get("NodeList", "(null)") == "(null)" else found["NodeList"]
                 known, lost = lost, _find_lost_nodes(nodes)
@@ -127,7 +127,7 @@ def follow(job: str, log: Path, show: Show) -> int:
                 trouble = ""
             except LaunchError as error:
                 hint = "trying again"
-                if error.code == "no-job":  # Slurm has already forgotten it
+                if error.code == "no-job":  # Slurm has already forgotten the job
                     now = "UNKNOWN"
                     hint = f"its result is unknown; try `sacct -j {job}`"
                 if str(error) != trouble:

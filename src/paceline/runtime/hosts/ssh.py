@@ -36,7 +36,7 @@ _LOOK_S = 0.05
 _KILL_S = 3.0  # time for torchrun to kill ranks after their grace period
 _AFTERMATH_S = 1.0  # after the first failure, wait for reports of other hosts, one of which may be the cause
 _LEAVE_S = 3.0  # time for ssh to exit after its agent
-_HANG_UP_S = 0.5  # the same if no ranks were started, when killing ssh is harmless
+_HANG_UP_S = 0.5  # time for ssh to exit if no ranks were started, when killing ssh is harmless
 # Text that ssh prints, the error code, the finding, and the advice. The first match is used.
 _SSH_SAYS = (
     ("IDENTIFICATION HAS CHANGED", "host-key", "its host key has changed",
@@ -201,7 +201,7 @@ class Agent:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until_s - time.monotonic()))
         has_ended = self.code is not None
-        self._process.kill()  # does nothing once it has ended
+        self._process.kill()  # does nothing once ssh has exited
         self._process.wait()
         self._join(all_of_it=has_ended)
 

@@ -40,7 +40,7 @@ Show = Callable[[int, Any], None]  # a rank, and an Output, a Shown or a Cleared
 
 _OPEN_S = 180.0  # how long ranks may take to start and open their world
 _ABORT_S = 0.6  # how long an interrupted rank may take before its collectives are aborted
-_UNRESPONSIVE_S = 4.0  # and before it is reported as unresponsive
+_UNRESPONSIVE_S = 4.0  # how long an interrupted rank may take before it is reported as unresponsive
 _STUCK_S = 2.0  # after a rank has failed, one that has been blocked for this long counts as waiting for it
 _NOTICE_S = 10.0  # report a possible deadlock once every rank has been blocked for this long
 _TICK_S = 0.1  # how often to check these limits

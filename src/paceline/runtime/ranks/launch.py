@@ -119,7 +119,7 @@ class _Server:
 
 def _end_server(owner: int, process: subprocess.Popen[bytes], control: socket.socket) -> None:
     if os.getpid() == owner:
-        process.kill()  # it may be importing torch; the ranks it forked end with it
+        process.kill()  # the server may be importing torch; ranks that it forked end with it
         process.wait()
     control.close()  # closed last, because a live server reports the closed link
 
@@ -241,7 +241,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         if not 1 <= num_ranks <= self.num_ranks:
             raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
         if hang_timeout_s is None and num_ranks > 1 and is_wanted():
-            # Monitor here rather than in the ranks: the process that ends a rank must also report it.
+            # Monitor here rather than in the ranks: the process that terminates a rank must also report it.
             hang_timeout_s = find_hang_timeout()
         recovery = recovery or Recovery("stop", num_ranks)
         job = LocalJob(_pickle_job(fn, args), timeout_s, on_message, hang_timeout_s, recovery)
@@ -277,7 +277,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 policy = world.run(_job_variables(self._size, store))
                 if policy == "restart" or (policy == "stop" and world.is_certain):
                     for rank in [*self._ranks, *self._spares]:
-                        rank.process.kill()  # while the store is open: without it they would print their own errors
+                        rank.process.kill()  # while the store is open, because otherwise ranks print their own errors
                     _join(self._ranks, _GRACE_S)
             if policy == "stop":
                 if world.error is not None:
@@ -356,7 +356,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 process: Any = multiprocessing.get_context("spawn").Process(
                     target=serve_jobs_spawned, args=(number, far_link, far_stacks, is_main), name=preparation["name"]
                 )
-                multiprocessing.resource_tracker.ensure_running()  # starting it would undo the signal mask below
+                multiprocessing.resource_tracker.ensure_running()  # a later start would undo the signal mask below
                 with _sigint_blocked():
                     process.start()
             else:

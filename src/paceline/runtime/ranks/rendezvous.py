@@ -138,7 +138,7 @@ def _find_failure(store: Any) -> Failure | None:
 
 
 def _leave(store: Any, place: Place) -> None:
-    """On rank 0, which may serve the store, wait until the other ranks have read it."""
+    """On rank 0, which may serve the store, wait until the other ranks no longer need it."""
     left, deadline = store.add("left", 1), time.monotonic() + _LINGER_S
     while place.rank == 0 and left < place.world_size and time.monotonic() < deadline:
         time.sleep(0.01)

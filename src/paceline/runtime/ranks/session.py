@@ -279,7 +279,7 @@ class Session:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             numbers.append(signal.SIGHUP)
         with handle_requests(forward, end, *numbers):
             yield

@@ -219,7 +219,7 @@ class Gate:
             if host and len(self._unknown) >= MOST_UNKNOWN:
                 oldest = next(iter(self._unknown))
                 dropped = self._unknown.pop(oldest)
-                _hang_up(oldest)  # its thread closes it
+                _hang_up(oldest)  # the connection's thread closes it
             if host:
                 self._unknown[link] = host
             self._links[link] = thread
@@ -278,7 +278,7 @@ def _check_user(link: socket.socket) -> str:
 
 def _hang_up(link: socket.socket) -> None:
     """Wake threads that wait on a socket."""
-    with contextlib.suppress(OSError):  # it is already closed
+    with contextlib.suppress(OSError):  # the socket is already closed
         link.shutdown(socket.SHUT_RDWR)
 
 
@@ -307,7 +307,7 @@ class Server:
         probed = set[socket.socket]()
         while links := set(self._gate.list_links()):
             for link in links - probed:
-                with contextlib.suppress(OSError):  # it is already closed
+                with contextlib.suppress(OSError):  # the socket is already closed
                     keep_alive(link, _PROBES)
             probed |= links
             time.sleep(_PAUSE_S)

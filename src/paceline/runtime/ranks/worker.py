@@ -112,12 +112,12 @@ def _answer(kind: str, content: Any) -> None:
 def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
     """Take a job, answer with a value or a failure, and wait for the next, until the launcher closes the link."""
     global _link
-    for number in (signal.SIGINT, signal.SIGHUP):  # they reach all processes of a terminal; the launcher decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # sent to all processes of a terminal; the launcher decides
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked during the start of this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked while this process started
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     _link = link
-    from paceline.runtime.ranks.rendezvous import serve_env_for_torch  # imports torch, which makes a rank warm
+    from paceline.runtime.ranks.rendezvous import serve_env_for_torch  # imports torch in advance
 
     serve_env_for_torch()
 

@@ -279,7 +279,7 @@ def abort_groups(groups: Iterable[Any]) -> None:
 
 
 def _abort_group(group: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # it is being destroyed
+    with contextlib.suppress(RuntimeError):  # the group is being destroyed
         group.abort()
 
 
@@ -355,7 +355,7 @@ def _drop_unreferenced() -> None:
     """
     while not _arriving.empty():
         group = _arriving.get()
-        if all(group is not other for other in _kept):  # if it were held twice, neither reference would be the last
+        if all(group is not other for other in _kept):  # with two references here, neither would be the last
             _kept.append(group)
         del group
     (alone,) = _count_holders([object()])
