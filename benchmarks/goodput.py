@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file for all numbers")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the cleanup that ends the job
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through the cleanup that terminates the job
     rates = [float(one) for one in asked.mtbf.split(",")]
     source, measured = random.Random(asked.seed), {rate: list[Outcome]() for rate in rates}
     with tempfile.TemporaryDirectory(prefix="paceline-goodput-") as name:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Run a `paceline` command on two network namespaces of this machine, joined by a link of a given rate.
+"""Run a `paceline` command on two network namespaces of this machine, joined by a link of a chosen rate.
 
     benchmarks/limited_link.py [--rate 1gbit] OUT [-- tune --model gpt2-mini ...]
 

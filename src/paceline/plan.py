@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def partition(self) -> tuple[tuple[int, ...], ...]:
-        """The gradient indices of each bucket. Two caps that give the same partition are the same plan."""
+        """The gradient indices of each bucket. Two caps that produce the same partition are the same plan."""
         return tuple(tuple(piece.gradient for piece in bucket.pieces) for bucket in self.buckets)
 
     def without_rows(self, gradients: Collection[int]) -> Plan:

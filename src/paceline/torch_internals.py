@@ -145,7 +145,7 @@ def _has_member(path: str) -> bool:
 
 
 def list_groups() -> dict[Any, str]:
-    """The open groups of this rank, and their names."""
+    """The open groups of this rank and their names."""
     return dict(distributed_c10d._world.pg_names)
 
 

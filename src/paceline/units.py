@@ -41,7 +41,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes of a comma-separated list of sizes, in the given order, without duplicates."""
+    """Bytes of a comma-separated list of sizes, in the user's order, without duplicates."""
     sizes = tuple(dict.fromkeys(parse_size(part) for part in text.split(",") if part.strip()))
     if not sizes:
         raise ConfigError(f"no size in {text!r}: write a list such as 1MiB,10MiB,100MiB")
@@ -69,7 +69,7 @@ def size_range(first_bytes: int, last_bytes: int, factor: float, multiple: int =
 
 
 def parse_counts(text: str, what: str) -> tuple[int, ...]:
-    """The positive integers of a comma-separated list, in the given order, without duplicates."""
+    """The positive integers of a comma-separated list, in the user's order, without duplicates."""
     counts = []
     for part in text.split(","):
         if not re.fullmatch(r"\s*[0-9]{1,18}\s*", part) or int(part) < 1:

@@ -170,7 +170,7 @@ def test_measured_steps_need_the_step_in_the_tables(tables, tmp_path):
 
 
 def write_hidden(folder: Path) -> None:
-    """Eight gradients of 1 MB, with only the last message exposed: larger messages take hardly longer."""
+    """Eight gradients of 1 MB, with only the last message exposed: larger messages barely take longer."""
     rows = "".join(f"{n},Layer {n},250000\n" for n in range(8))
     (folder / "layer-sizes-model.csv").write_text(",Name,No. Params\n" + rows)
     rows = "".join(f"layer_{n} grad,0.01,0.01,0.01,0,0.01\n" for n in range(8))

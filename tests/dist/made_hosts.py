@@ -110,7 +110,7 @@ def make_hosts(folder: Path, names: tuple[str, ...] = ("a", "b")) -> Iterator[Ma
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(f"signal {number}")
 
-    # `timeout` or a closed terminal that ends the tests must end the hosts, too.
+    # `timeout` or a closed terminal that stops the tests must also stop the hosts.
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         try:

@@ -60,7 +60,7 @@ def trained(warm_pool) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_seeds_are_runs_of_one_task(trained):
-    """Synthetic data does not depend on the seed; initial weights do, and therefore so does the training."""
+    """Synthetic data does not depend on the seed; initial weights do, and so does training."""
     data = [rank[1] for of_cell in trained.values() for rank in of_cell]
     assert all(found == data[0] for found in data)
     weights = {(CELLS[name].settings.seed, rank[2]) for name, of_cell in trained.items() for rank in of_cell}

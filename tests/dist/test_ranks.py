@@ -18,7 +18,7 @@ def ask_everything() -> dict:
     with paceline.init(device="cpu", announce=None) as world:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         flat = DeviceMesh("cpu", [[0, 1, 2, 3]])
-        pair = DeviceMesh("cpu", [3, 1])  # in descending order; the group is ascending nevertheless
+        pair = DeviceMesh("cpu", [3, 1])  # in descending order, but the group is ascending
         answers = {
             "world": (get("rank"), get("ws"), get("grank"), get("lrank"), get("pg")),
             "mesh": (get("rank", mesh), get("ws", mesh), get("grank", mesh), get("pg", mesh) is dist.group.WORLD),

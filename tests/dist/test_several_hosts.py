@@ -338,7 +338,7 @@ except PacelineError as error:
 
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_setup_is_named_before_anything_starts(hosts, what):
-    """The command ends its checks after 5 s, so it must report a bad setup within that time."""
+    """The command stops its checks after 5 s, so it must report a bad setup within that time."""
     options, client, setup, code, sentence = BAD[what]
     folder = hosts.folder
     for name in ("same", "other/torch", "other/torch-1.0.0.dist-info", "late", "only-a", "full"):

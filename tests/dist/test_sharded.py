@@ -90,7 +90,7 @@ def follow(rank: int, kind: str, strategy: str | None, update: Any = None, **opt
 
 
 def is_same(one: tuple[Any, Any], other: tuple[Any, Any], **close: float) -> bool:
-    """Compare parameters after each step, and all states: bit-identical, or within the given tolerance."""
+    """Compare parameters after each step, and all states: bit-identical, or within this tolerance."""
     pairs = list(zip(one[0], other[0], strict=True))
     states = one[1]["state"], other[1]["state"]
     if states[0].keys() != states[1].keys() or one[1]["param_groups"] != other[1]["param_groups"]:

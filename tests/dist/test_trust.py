@@ -90,7 +90,7 @@ def attack(before: set[tuple[str, str]], loot: Path, place: Path) -> None:
                         file.write(link.recv(1024))
                     kept.append(link)
                     continue
-                # gloo accepts as a rank whoever sends the number of its pair, so try all numbers.
+                # gloo accepts anyone who sends the number of its pair as a rank, so try all numbers.
                 for number in range(8):
                     link = socket.create_connection(("127.0.0.1", int(name)), 0.5)
                     link.sendall(struct.pack("<q", number))

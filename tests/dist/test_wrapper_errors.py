@@ -425,7 +425,7 @@ def test_drift_is_detected_at_the_next_check(job):
         assert "left.bias on rank 1" in text
         assert "step 4" in text
         assert "right" not in text
-    # Without the check, nobody notices.
+    # Without the check, the mismatch goes unnoticed.
     assert job(3, drift, 0) == [[("", "")] * len(REDUCERS)] * 3
 
 

@@ -108,7 +108,7 @@ def expect_none(found: list[str]) -> None:
 
 
 def run_python(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run Python in a new process, with the package below `path` instead of the installed one if given."""
+    """Run Python in a new process, optionally with the package below `path` instead of the installed one."""
     colored = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")  # typer prints escape sequences if these are set
     environment = {name: value for name, value in os.environ.items() if name not in colored}
     if path is not None:

@@ -90,7 +90,7 @@ def made_on_gpu(
     job: Job, costs: MachineCosts, cuts: Sequence[int], *, num_steps: int = 3, shapes: bool = True,
     dtype: str = "Float", behind_ms: float = 0.0, marks: bool = False,
 ) -> MadeTrace:  # fmt: skip
-    """Steps on NCCL: the host launches a step in a millisecond and runs ahead of the GPU; the times given are the
+    """Steps on NCCL: the host launches a step in a millisecond and runs ahead of the GPU; times in `job` are the
     GPU's. For the first `behind_ms` the GPU is still working on steps from before the trace."""
     made, now, step, numbers = MadeTrace(), behind_ms, simulate(job, cuts, costs), itertools.count(1)
 

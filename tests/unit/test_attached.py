@@ -567,7 +567,7 @@ def attached_with(slower: float, **extra_s: float) -> AttachedResult:
 
 def test_a_somewhat_slower_core_is_not_a_problem_of_the_program_but_more_work_is():
     result, records = attached_to(late_ms=20.0), []
-    for step in result.only(TracedStepRecord):  # 40 ms of its own on rank 0, and 60 on rank 1
+    for step in result.only(TracedStepRecord):  # 40 ms of work on rank 0 and 60 ms on rank 1
         times = {name: (1.5 if step.rank else 1.0) * own_s for name, own_s in
                  {"mm": 0.018, "relu": 0.012, "copy_": 0.009}.items()}  # fmt: skip
         records.append(replace(step, operators=tuple(OperatorTime(*one) for one in times.items())))

@@ -216,7 +216,7 @@ GOOD = {
         (load_table, "gloo,2,1,4,inf,0.1", "mean_s is inf"),
         (load_table, "gloo,0,1,4,0.5,0.1", "world_size is 0"),
         (load_table, "gloo,2,1,0,0.5,0.1", "num_bytes is 0"),
-        (load_table, "gloo,2,1,4,0.000000,0.0", "."),  # a time that was rounded to zero gives no bandwidth
+        (load_table, "gloo,2,1,4,0.000000,0.0", "."),  # a time that was rounded to zero yields no bandwidth
         (load_layer_sizes, "0,a", "2 cells where the header has 3"),
         (load_layer_sizes, "0,a,many", "'many'"),
         (load_layer_sizes, "0,a,-5", "num_params is -5"),

@@ -270,7 +270,7 @@ def test_ranks_that_wait_for_the_same_message_may_only_wait_for_a_large_one():
 @pytest.mark.parametrize("other", [dict(state="", phase=BETWEEN), dict(state="S", phase=BETWEEN)])
 @pytest.mark.parametrize("slow", [dict(state="R", phase=BETWEEN, cpu=1.0), dict(state="R", phase=FORWARD, cpu=1.0)])
 def test_nothing_is_certain_while_a_rank_computes(slow, other):
-    """One of three ranks has left or is in a collective of its own, which it may share with the slow rank but not with
+    """One of three ranks has left or is in a separate collective, which it may share with the slow rank but not with
     the first."""
     scene = Scene(ranks=3)
     for _ in range(100):

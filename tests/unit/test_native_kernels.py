@@ -279,7 +279,7 @@ def test_sources_are_summed_in_order():
 
 
 def test_the_calling_threads_rounding_mode_does_not_matter():
-    """A rank may have called `torch.set_flush_denormal` or changed the rounding mode; ranks must agree nevertheless."""
+    """A rank may have called `torch.set_flush_denormal` or changed the rounding mode; ranks must still agree."""
     libm = ctypes.CDLL("libm.so.6")
     before = libm.fegetround()
     sources = [draw(native.F32, 300, seed) for seed in range(3)]

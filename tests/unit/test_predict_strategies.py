@@ -176,7 +176,7 @@ def test_second_messages_queue_behind_earlier_first_ones():
     job = make_job([1024 * 4, 1024 * 4], [0.0, 0.0], 0.0)
     step = simulate(job, [1, 2], costs("int8"))
     part = 2 * 260  # bytes of two blocks of 256 with their scales: half of a bucket
-    first, second = (ALPHA + part / RATE,) * 2  # an all-to-all of two parts moves as many bytes as an all-reduce of one
+    first, second = (ALPHA + part / RATE,) * 2  # an all-to-all of two parts moves the bytes of an all-reduce of one
     assert step.buckets[0].done_s == pytest.approx(2 * first + second)
     assert step.over_s == pytest.approx(2 * first + 2 * second + WORDS_S)
 

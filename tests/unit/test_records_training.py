@@ -194,7 +194,7 @@ def test_gradients_without_noise_have_the_noise_scale_0():
 
 @pytest.mark.parametrize(("b", "num_small"), [(1, 2), (4, 8), (32, 3)])
 def test_estimates_are_unbiased(b, num_small):
-    """Over many probes, the mean is within four of its own deviations of the true value."""
+    """Over many probes, the mean is within four standard errors of the true value."""
     rng = np.random.default_rng(1)
     gradient, deviations = rng.standard_normal(20), rng.uniform(1, 5, 20)
     probes = draw_probes(rng, 6000, num_small, b, gradient, deviations)

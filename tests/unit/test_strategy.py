@@ -1,4 +1,4 @@
-"""Strategy texts, rejected strategies, and the bytes that a strategy sends."""
+"""Strategies written as text, rejected strategies, and the bytes that a strategy sends."""
 
 import pytest
 

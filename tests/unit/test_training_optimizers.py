@@ -24,7 +24,7 @@ def make(seed: int = 0, shapes=SHAPES, dtype=torch.float64) -> list[nn.Parameter
 
 
 def give_gradients(params, step: int, scale: float = 1.0) -> list[np.ndarray]:
-    """Gradients that depend only on the step, to give two optimizers the same ones."""
+    """Gradients that depend only on the step, so that two optimizers get the same ones."""
     generator = torch.Generator().manual_seed(100 + step)
     for param in params:
         param.grad = (scale * torch.randn(param.shape, generator=generator, dtype=torch.float64)).to(param.dtype)

@@ -119,12 +119,12 @@ class RankMagics(Magics):
 
     @line_magic
     def dist_reset(self, line: str) -> None:
-        """%dist_reset: end the ranks and start new ones, with an empty namespace."""
+        """%dist_reset: terminate the ranks and start new ones, with an empty namespace."""
         self._start(self._need().settings)
 
     @line_magic
     def dist_shutdown(self, line: str) -> None:
-        """%dist_shutdown: end the ranks; cells run in the notebook process again."""
+        """%dist_shutdown: terminate the ranks; cells run in the notebook process again."""
         ranks, self.ranks = self.ranks, None
         if ranks is not None:
             ranks.close()

@@ -221,7 +221,7 @@ class PairExchange:
 
 
 def start_exchange(rows: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
-    """Start an all-gather of a vector into `rows` or, given a matrix, an all-to-all of its rows."""
+    """Start an all-gather of a vector into `rows` or, for a matrix, an all-to-all of its rows."""
     one, is_gather = rows[0], given.dim() == 1
     if len(rows) == 2 and one.nbytes >= _CROSSING_BYTES and _is_gloo_on_cpu(rows, group):
         # gloo sends its data before it tells the peer that it is ready to receive, and that notice queues behind the

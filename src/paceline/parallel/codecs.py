@@ -93,7 +93,7 @@ class Codec:
             torch._foreach_mul_(found, factor)
 
     def discard(self, names: Sequence[str] | None = None) -> None:
-        """Undo the last step for the given parameters (default: all), because its averages are not applied."""
+        """Undo the last step for these parameters (default: all), because its averages are not applied."""
         if names is None:
             names = [key.rpartition(" ")[2] for key in (*self._new_errors, *self._new_common)]
             self._finite = []

@@ -135,7 +135,7 @@ class Finding(NamedTuple):
 
 
 def build_step_error(findings: Sequence[Finding], step: int, replica: Replica) -> PacelineError:
-    """The error for the findings of all ranks. Equal findings give equal errors, so every rank raises the same one."""
+    """The error for the findings of all ranks. Equal findings yield equal errors, so every rank raises the same one."""
     if failed := [f"rank {rank} failed in {finding.error}" for rank, finding in enumerate(findings) if finding.error]:
         code = "hook-failed" if any(finding.in_hook for finding in findings) else "rank-failed"
         return CollectiveError(f"step {step}: {'; '.join(failed)}", code=code)

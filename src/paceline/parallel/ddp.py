@@ -491,7 +491,7 @@ class DDP(DistributedDataParallel):
         return self._ready.reducer.memory
 
     def report(self) -> Report:
-        """Report where a recent step spent its time on this rank. Cheap, and sends no messages."""
+        """Report where a recent step spent its time on this rank. This is cheap and sends no messages."""
         sync = self._ready
         channel, reducer = sync.channel, sync.reducer
         times = reducer.timeline.read() if reducer.is_planned else None

@@ -1,4 +1,4 @@
-"""Message buffers for gradients: flat vectors with a view per parameter, and packed messages."""
+"""Message buffers for gradients: flat vectors with a view per parameter, or packed messages."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _note_arrival(arrived: list[int], index: int, *_: object) -> None:
 
 
 def is_nested() -> bool:
-    """Whether this hook runs in a nested backward, judging by the Python stack."""
+    """Whether this hook runs in a nested backward, according to the Python stack."""
     frame, depth = sys._getframe(1), 0
     while frame is not None:
         depth += frame.f_code is _RUN_BACKWARD

@@ -40,7 +40,7 @@ class HookBucket:
         self._index, self._is_last = number, number == len(plan.buckets) - 1
         # A separate version counter, so that a write by the hook does not count as a late change of a gradient.
         buffer = self._buffer = alias(flat.ranges[number])
-        # As in torch: contiguous in memory order, whatever the strides of the parameter.
+        # As in torch: contiguous in memory order, regardless of the parameter's strides.
         views = [flat.views[index] for index in plan.partition[number]]
         self._gradients = [
             buffer.as_strided((view.numel(),), (1,), view.storage_offset()).view(view.size()) for view in views

@@ -30,7 +30,7 @@ from paceline.units import MIB, name_ranks
 # On gloo, a message needs about this many bytes per rank to reach full bandwidth.
 _GLOO_BYTES_PER_RANK = 4 * MIB
 # Buckets are limited to about this fraction of the model, so that communication also overlaps with backward in small
-# models. This gives about four messages; with more, the added latency would cancel the gain from overlap.
+# models. This yields about four messages; with more, the added latency would cancel the gain from overlap.
 _SHARE = 2 / 7
 # On NCCL over sockets, the latency of a message costs as much as about this many bytes per rank, for up to 8 ranks (not
 # measured beyond). The first bucket has at least this size, the others at least four times this size.
@@ -47,7 +47,7 @@ class NothingToTrainError(ConfigError, RuntimeError):
 
 
 def list_some(items: Sequence[str], separator: str = "; ", most: int = 5) -> str:
-    """List the first items, and count the rest."""
+    """List the first items and count the rest."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
 

@@ -365,7 +365,7 @@ class EmbeddingRows(Lookups):
         return [Rows(table.index, 0, True) for table in sparse] if len(sparse) < len(self.replica.params) else []
 
     def choose(self, dense: set[int], num_params: int) -> list[Rows]:
-        """Tables worth sending as rows, given the last step's counts. `dense` parameters also get dense gradients."""
+        """Tables worth sending as rows, by the last step's counts. `dense` parameters also get dense gradients."""
         found = []
         for number, table in enumerate(self.tables):
             most = max(one[number] for one in self._seen)

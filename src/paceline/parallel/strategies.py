@@ -338,7 +338,7 @@ class StrategyState:
 
     @property
     def sent(self) -> Sent:
-        """The number of messages so far, and their bytes."""
+        """The number of messages so far and their total bytes."""
         return Sent(self.exchanges.num_messages, self.exchanges.num_bytes)
 
     @property
@@ -442,7 +442,7 @@ class StrategyState:
         return value.copy_(error.as_strided(shape, old)).as_strided(error.shape, error.stride())
 
     def discard(self, params: Sequence[torch.Tensor] | None) -> None:
-        """Undo the step for the given parameters (default: all), because its averages are not applied."""
+        """Undo the step for these parameters (default: all), because its averages are not applied."""
         self.codec.discard(None if params is None else [self._names[id(param)] for param in params])
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -501,7 +501,7 @@ class ShardedOptimizer(Optimizer):
         self._sharding.wait()
 
     def compute_norms(self, params: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norms of whole parameters, given this rank's ranges of them. Collective. Summed in float64, so that the
+        """The norms of whole parameters, from this rank's ranges of them. Collective. Summed in float64, so that the
         cuts change at most the last bit in float32."""
         own: Any = params
         indices = torch.tensor([self._parts[param][1].param for param in own], device=tensors[0].device)

@@ -36,7 +36,7 @@ class _AllReduce(threading.Event):
 
 
 class TwoLevels:
-    """Ranks on several `hosts`, given in rank order. The ranks of this host share memory in `inside`. Collective.
+    """Ranks on several `hosts`, listed in rank order. The ranks of this host share memory in `inside`. Collective.
 
     `names` are the rank numbers in error messages. All-reduces run one after another on a thread. The interface is that
     of `native.Lanes`, with tensors instead of addresses.

@@ -176,7 +176,7 @@ class Mapping:
 
 
 def _send(descriptor: int, peers: dict[int, int], pass_name: Callable[[str], str], timeout_s: float) -> None:
-    """Pass a file descriptor to the processes of these ranks (by pid), and to no others."""
+    """Pass a file descriptor to the processes of these ranks (by pid) and to no others."""
     deadline, was_reported = time.monotonic() + timeout_s, False
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         address = f"paceline-{secrets.token_hex(16)}"

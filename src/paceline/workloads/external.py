@@ -224,7 +224,7 @@ _RETURNS = "a torch.nn.Module, (model, step), (model, data, step), or a dict wit
 
 
 def open_own(name: str, form: DataForm | None, **facts: Any) -> tuple[OwnParts, frozenset[str]]:
-    """Call the user's function for `--model`. Returns its result, and the names of the arguments that it took."""
+    """Call the user's function for `--model`. Returns its result and the names of the arguments that it took."""
     from torch import nn
 
     found, taken = call_own(name, "model", form=form, **facts)
@@ -261,7 +261,7 @@ def build_own(name: str, form: DataForm) -> nn.Module:
 
 
 def call_own(name: str, what: str, **facts: Any) -> tuple[Any, frozenset[str]]:
-    """Call the user's function with the arguments that it takes. Returns its result, and their names."""
+    """Call the user's function with the arguments that it takes. Returns the result and the arguments' names."""
     path, function = _split(name, what)
     with own_errors(name, what, always=True):
         stat = path.stat()

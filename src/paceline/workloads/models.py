@@ -1,4 +1,4 @@
-"""The built-in models in plain torch, their loss, and their blocks."""
+"""The built-in models in plain torch, their loss and their blocks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +64,7 @@ def build_tiny(depth: int, width: int) -> nn.Module:
 
 
 class _BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions with BatchNorm, and a shortcut."""
+    """Two 3 x 3 convolutions with BatchNorm and a shortcut."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class GPT2(nn.Module):
         at the end, where causal attention never sees it."""
         length, context = ids.shape[1], self.positions.num_embeddings
         if length > context:
-            # On a GPU a failed lookup gives no useful error.
+            # On a GPU, a failed lookup raises no useful error.
             raise ConfigError(f"a sequence of {length} tokens: this model has {context} positions; use fewer tokens")
         x = self.drop(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
         for block in self.blocks:

@@ -524,7 +524,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
 
     def announce(self, text: str, rank: int | None = None, stack: str = "") -> None:
         """Print `text` on stderr with the main thread's stack, and have ranks with a different stderr print it, so that
-        it appears in every rank's log. The given `rank` may be unable to print, so it comes last."""
+        it appears in every rank's log. The process `rank` may be unable to print, so it comes last."""
         frames = "".join(f"\n  {name} ({file}:{line})" for file, line, name in find_frames(stack)[:_MOST_FRAMES])
         print(f"paceline: {text}{frames}", file=sys.stderr, flush=True)
         outputs = {None, _find_output("self")}
@@ -603,8 +603,8 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return history.phase.lasted_s > max(_EXIT_S, self._detector.hang_timeout_s)
 
     def find_step(self, rank: int | None = None) -> tuple[int, int] | None:
-        """The current or last step of a rank, and how many steps the furthest rank has completed; None before the first
-        step of this world. Without a rank, or before its first step, the step of the furthest rank."""
+        """The current or last step of a rank, and how many steps the leading rank has completed; None before the first
+        step of this world. Without a rank, or before its first step, the step of the leading rank."""
         pages = {number: one.words for number, one in self._processes.items() if one.words[pulse.COUNTED]}
         if not pages:
             return None
@@ -625,12 +625,12 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return self._processes[rank].describe()
 
     def describe_end(self, rank: int, code: int) -> str:
-        """How a rank ended, from its exit code, and where it was."""
+        """Describe how a rank ended, from its exit code, and where it was."""
         is_oom = count_oom_kills() > self._oom_kills[0][1]
         return describe_end(code, self.describe(rank), is_oom, self._processes[rank].read_fatal())
 
     def describe_waiting(self, rank: int | None) -> str:
-        """Which ranks wait, and for what."""
+        """Describe which ranks wait and for what."""
         waiting: dict[str, list[int]] = {}
         for other, one in self._detector.seen.items():
             if other != rank and one.is_there and one.snapshot.phase == WAIT:

@@ -99,7 +99,7 @@ def _await(store: Any, key: str) -> str:
 def _start_process(
     ranks: Sequence[int], places: Sequence[str], token: str, hub: str, hang_timeout_s: float
 ) -> dict[str, Any]:
-    """Start this host's monitor process in its own session, and return its answer."""
+    """Start this host's monitor process in its own session and return its answer."""
     global _started
     asked = {"ranks": list(ranks), "places": list(places), "token": token, "hub": hub}
     asked |= {"address": os.environ.get("MASTER_ADDR", ""), "hang_timeout_s": hang_timeout_s}
@@ -123,7 +123,7 @@ def _start_process(
 
 
 def _note_errors(rank: int) -> None:
-    """If an error ends this process, report it to the monitor, and close the world as failed: with NCCL, a normal close
+    """If an error terminates this process, report it to the monitor and close the world as failed: on NCCL, normal closing
     at exit would wait for collectives that never end."""
     from paceline.runtime.ranks.world import current_world
 
@@ -415,7 +415,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
         return None
 
     def _read(self, link: socket.socket, number: int = -1) -> None:
-        """Read a connection in a thread until it is closed; the first line gives the host's number if unknown."""
+        """Read a connection in a thread until it is closed; the first line has the host's number if it is unknown."""
         try:
             with contextlib.suppress(OSError, ValueError, TypeError), link, link.makefile("rb") as lines:
                 for line in lines:

@@ -165,7 +165,7 @@ class Failure:
     summary: str
     trace: str = ""
     error: PacelineError | None = None
-    is_secondary: bool = False  # merely reports that another rank failed
+    is_secondary: bool = False  # only reports that another rank failed
     code: str = ""
 
 

@@ -249,8 +249,8 @@ def serve(logs: str) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Serve in a child process. If either process is killed, the other ends the ranks: the parent adopts and kills the
-    child's orphans, and the child sees its stdin close. If both are killed, the guards end the programs."""
+    """Serve in a child process. If either process is killed, the other kills the ranks: the parent adopts and kills the
+    child's orphans, and the child sees its stdin close. If both are killed, the guards kill the programs."""
     logs = ""
     with contextlib.suppress(OSError):  # a full disk is reported with the facts
         logs = tempfile.mkdtemp(prefix="paceline-run-")

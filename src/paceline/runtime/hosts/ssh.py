@@ -74,7 +74,7 @@ def split_words(option: str, text: str) -> list[str]:
 
 
 def explain_end(host: str, code: int, said: str, python: str) -> LaunchError:
-    """Why a connection ended before the agent answered, given ssh's exit code and output."""
+    """Why a connection ended before the agent answered, from ssh's exit code and output."""
     if code in (126, 127):
         text = f"no Python at {python}: install it there, or use another with --python"
         return LaunchError(f"host {host}: {text}", code="no-python")
@@ -191,7 +191,7 @@ class Agent:
             time.sleep(_LOOK_S / 10)
 
     def hang_up(self) -> None:
-        """Close our end, which makes the agent end its ranks and exit."""
+        """Close our end, which makes the agent terminate its ranks and exit."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -253,7 +253,7 @@ def ask_all(agents: Sequence[Agent], ask: Callable[[Agent], T]) -> list[T | Pace
 
 
 def build_program(command: Sequence[str], python: str) -> list[str]:
-    """The command of a rank, with `python`, `paceline` and scripts run by the given interpreter."""
+    """The command of a rank, with `python`, `paceline` and scripts run by this interpreter."""
     first, *rest = command
     name = first.rpartition("/")[2]
     if name in ("torchrun", "accelerate", "deepspeed", "mpirun", "srun"):

@@ -98,7 +98,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
         self._inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._is_busy = False
         self._has_ended = False
-        self._error: BaseException | None = None  # the error of the rank whose failure ended all ranks
+        self._error: BaseException | None = None  # the error of the rank whose failure terminated all ranks
         self._numbers = itertools.count(1)
         self._devices = [""] * settings.num_ranks
         self._gpu_memory: list[int | None] = [None] * settings.num_ranks  # after the last cell
@@ -131,7 +131,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
         """End the ranks; idempotent."""
         atexit.unregister(self.close)
         if self.is_alive:
-            with contextlib.suppress(IndexError):  # the pool has already ended the ranks
+            with contextlib.suppress(IndexError):  # the pool has already terminated the ranks
                 self._send(range(self.settings.num_ranks), None)
             self._thread.join(1.0)
         self._pool.close(at_once=self._thread.is_alive())

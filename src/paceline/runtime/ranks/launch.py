@@ -497,7 +497,7 @@ def defer_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unwind_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP unwind this process, as Ctrl-C does, instead of ending it immediately."""
+    """Make SIGTERM and SIGHUP unwind this process, as Ctrl-C does, instead of terminating it immediately."""
 
     def unwind(number: int, frame: FrameType | None) -> None:
         forget_terminal(number)
@@ -520,7 +520,7 @@ def forget_terminal(number: int) -> None:
 
 @contextlib.contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """Block SIGINT while a process starts, which inherits the mask: Ctrl-C must not end it before it ignores SIGINT."""
+    """Block SIGINT while a process starts, which inherits the mask: Ctrl-C must not kill it before it ignores SIGINT."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

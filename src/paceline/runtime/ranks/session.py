@@ -86,7 +86,7 @@ class Task:
     `follow` builds its arguments from the records of earlier tasks. `on_death` provides its records if its ranks were
     killed; if it is None or returns None, the error ends the run. A function that `saves` receives the first Ctrl-C,
     SIGTERM or SIGUSR1 as SIGTERM and returns (recorded in `Session.signal`); a second one ends the ranks immediately.
-    With `hang_timeout_s`, a rank that is suspended or hangs for that long also ends them, unless `recovery` continues.
+    With `hang_timeout_s`, a rank that is suspended or hangs for that long also stops them, unless `recovery` continues.
     """
 
     name: str
@@ -267,7 +267,7 @@ class Session:
 
     @contextlib.contextmanager
     def _forward_signals(self, pool: RankPool) -> Iterator[None]:
-        """The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop; the second ends them."""
+        """The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop; the second terminates them."""
 
         def forward(number: int) -> None:
             self.signal = number

@@ -354,7 +354,7 @@ class Server:
 
 
 def main() -> None:
-    """Serve the socket given in the first line of stdin, until stdin is closed and all ranks are gone."""
+    """Serve the socket named in the first line of stdin, until stdin is closed and all ranks are gone."""
     about = json.loads(sys.stdin.readline())
     server = Server(socket.socket(fileno=about["listener"]), bytes.fromhex(about["secret"]))
     while sys.stdin.buffer.read(1 << 10):

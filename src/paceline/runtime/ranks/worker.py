@@ -170,7 +170,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def find_function(fn: Callable[..., Any] | str) -> Callable[..., Any]:
-    """The function itself, imported if given as "package.module:name"."""
+    """Return the function, imported if `fn` is a name such as "package.module:name"."""
     found: Callable[..., Any] = pkgutil.resolve_name(fn) if isinstance(fn, str) else fn
     return found
 

@@ -588,7 +588,7 @@ get = _Get()
 def set_seed(seed: int, per_rank: bool = False) -> int:
     """Seed torch (every device), numpy and random, and return the seed used.
 
-    `per_rank` gives each rank its own seed, for noise that must differ between ranks; the default gives equal models.
+    `per_rank` gives each rank its own seed, for noise that must differ between ranks; the default yields equal models.
     Rank 0 uses `seed` itself.
     """
     if not 0 <= seed < 2**32:

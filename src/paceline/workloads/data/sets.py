@@ -277,7 +277,7 @@ def _tokens(form: DataForm, count: int, rule: torch.Generator, draw: torch.Gener
     leaps = torch.randint(len(ring), size, generator=draw, device=device)
     leaps[torch.rand(size, generator=draw, device=device) < 0.9] = 0
     starts = torch.randint(len(ring), (count, 1), generator=draw, device=device)
-    # A running sum gives the positions on the ring without a loop over the context.
+    # A running sum yields the positions on the ring without a loop over the context.
     blocks = ring[(starts + (leaps + 1).cumsum(1)) % len(ring)].to(torch.int32)
     return TokenData(form=replace(form, num_classes=form.vocabulary), inputs=blocks, targets=blocks, **labels)
 
