@@ -117,7 +117,7 @@ def test_ranks_missing_from_a_table_follow_from_its_bandwidths(load, ranks):
         (write_row(1024, 4), "line 1: nccl-tests results without the header"),
         ("", "and no nccl-tests output"),
         (TWO_NODES.replace(write_row(2**20, 8), write_row(2**20, 8, more="  3")),
-         "line 14: 3 values of 1 MiB are wrong (#wrong)"),
+         "line 14: 3 wrong values at size 1 MiB (#wrong)"),
         (NAMES, "no results below"),
     ],
 )  # fmt: skip

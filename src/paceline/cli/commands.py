@@ -1,4 +1,4 @@
-"""Commands: their options are the arguments of a verb, and the settings of its job. Also prints results."""
+"""CLI commands, whose options are a verb's arguments and the settings of its job. Also prints results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _read_drops(text: str, flag: str) -> tuple[float, ...]:
         raise ConfigError(f"{flag} {text!r} is not understood: use fractions of the run, such as 0.5,0.75") from None
 
 
-# By text in an annotation (the first match counts): the type that the command line parses, and its conversion.
+# The type that the command line parses and its conversion, by text in an annotation (the first match counts).
 _KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
     "tuple[Path, Path]": (tuple[Path, Path], None),
     "Growths": (str, lambda text, _: parse_growths(text)),
@@ -155,7 +155,7 @@ class _Parameter:
         """The verb's argument, parsed from the typed text."""
         if self.name != "command":  # a command after -- is passed on unchecked
             check_typed(value, self.flag)
-        if self.default is True:  # a switch that turns it off
+        if self.default is True:  # a flag that turns the option off
             return not value
         convert = self._conversion[1]
         return value if convert is None else convert(value, self.flag)
@@ -202,13 +202,13 @@ def _load(place: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that calls a verb with `always` and the options that the user gave; the verb has the other defaults.
+    """A command that calls a verb with `always` and the options that the user typed; the verb has the other defaults.
 
     Its options are the arguments of `adapter` and of the verb, except `without`. A verb with `**job` also takes
     `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. `help`, `flags` and `panels` override those of
-    individual options, and `quick` has what `--quick` sets unless it is given. The help of all other options comes from
-    the first of these that has one: the docstring of `adapter`, the settings, the docstring of the verb, or that of a
-    function in `like`.
+    individual options, and `quick` has the values that `--quick` sets for options that the user omits. The help of all
+    other options comes from the first of these that has one: the docstring of `adapter`, the settings, the docstring of
+    the verb, or the docstring of a function in `like`.
     """
 
     verb: str
@@ -293,7 +293,7 @@ class Command:
         return typer.main.get_command(alone)
 
     def run(self, context: typer.Context, values: Mapping[str, Any]) -> None:
-        """Call the verb with the given options, and print its result."""
+        """Call the verb with the typed options and print its result."""
         given = dict(self.always)
         for name, parameter in self.parameters.items():
             source = context.get_parameter_source(name)

@@ -41,7 +41,7 @@ _NETWORKS = (
     "h100-rdma, gh200-slingshot, ..."
 )
 _STRATEGIES = "Compare strategies: all, or a list: bf16,powersgd:4,diloco:100+int8"
-_COMMAND = "The command, after --: -- python train.py"
+_COMMAND = "The command to run, after --, as in -- python train.py"
 
 
 def _allreduce(
@@ -285,7 +285,7 @@ def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **g
     """Tunes a built-in job, or a command.
 
     Args:
-        command: The command, after --: -- torchrun --nproc-per-node 2 train.py
+        command: The command to run, after --, as in -- torchrun --nproc-per-node 2 train.py
         steps: For a command after --: number of steps to observe first. Default: 48.
     """
     from paceline.verbs.attach import attach

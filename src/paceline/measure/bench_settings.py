@@ -41,10 +41,10 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """Settings shared by all process-group benchmarks. With `iters` or `warmup` None, the time budget decides."""
+    """Settings shared by all process-group benchmarks. If `iters` or `warmup` is None, the time budget decides."""
 
     memory_advice: ClassVar[str] = "use smaller sizes"
-    cell_s: ClassVar[float] = 2.0  # time budget of a cell, unless `iters` is given
+    cell_s: ClassVar[float] = 2.0  # time budget of a cell, unless `iters` is set
 
     backends: tuple[str, ...] = option(("gloo",), choices=BACKENDS)
     ranks: tuple[int, ...] = (2,)
@@ -169,7 +169,7 @@ class CollectiveSettings(GroupSettings):
 
     @property
     def has_shares(self) -> bool:
-        """Whether the collective splits the vector into one share per rank."""
+        """Whether the collective splits the vector into one part per rank."""
         return self.collective in ("all_gather", "reduce_scatter")
 
     def memories_of(self, backend: str) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class CollectiveSettings(GroupSettings):
 
     @property
     def bytes_per_rank(self) -> int:
-        """One vector per memory kind, plus a copy target for the limit; or a vector, a share, and gloo's copies of
+        """One vector per memory kind, plus a copy target for the limit; or a vector, a part, and gloo's copies of
         both."""
         if self.has_shares:
             return 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)

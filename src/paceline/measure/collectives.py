@@ -83,8 +83,8 @@ class _Vector(Timed):
 
 
 class AllReduce(_Vector):
-    """Reduces a vector in place. Other collectives override `prepare`, `call` and `check`; some also use `share`, 1/n
-    of the vector."""
+    """Reduces a vector in place. Other collectives override `prepare`, `call` and `check`; some also use `share`, which
+    is 1/n of the vector."""
 
     def __init__(
         self, settings: CollectiveSettings, group: Group, num_bytes: int, allocate: Allocator, memory: str
@@ -104,7 +104,7 @@ class AllReduce(_Vector):
 
 
 class AllGather(AllReduce):
-    """Gathers every rank's share into the vector."""
+    """Gathers every rank's part into the vector."""
 
     def prepare(self, repetition: int) -> None:
         self.pattern.fill(self.share, self.rank, repetition)
@@ -119,7 +119,7 @@ class AllGather(AllReduce):
 
 
 class ReduceScatter(AllReduce):
-    """Reduces the vectors and leaves each rank one share of the result."""
+    """Reduces the vectors and leaves each rank one part of the result."""
 
     def prepare(self, repetition: int) -> None:
         super().prepare(repetition)

@@ -34,7 +34,8 @@ _CHUNK = 1 << 18  # elements per copy, as in a collective
 
 class Traffic:
     """Sends messages from `memory`. `send` starts a burst and immediately returns its start and end as device
-    timestamps; the end is valid once `wait` has returned. `is_free`: timing the messages does not slow the step."""
+    timestamps; the end is valid once `wait` has returned. `is_free` means that timing the messages does not slow the
+    step."""
 
     is_free = True
 
@@ -103,7 +104,7 @@ class _Messages(Traffic):
 
 
 class _Copies(Traffic):
-    """A separate thread, like a backend's, reads, adds and copies the bytes. numpy releases the GIL meanwhile."""
+    """A separate thread, like a backend's, that reads, adds and copies the bytes. numpy releases the GIL meanwhile."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)
@@ -136,8 +137,8 @@ class _Copies(Traffic):
 
 
 class _Kernels(Traffic):
-    """Kernels on a separate stream read, add and copy the bytes. One launch represents several messages, to keep the
-    host from slowing the step."""
+    """Kernels on a separate stream that read, add and copy the bytes. One launch represents several messages, to keep
+    the host from slowing the step."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__(memory)

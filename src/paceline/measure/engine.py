@@ -1,4 +1,4 @@
-"""One measurement, top to bottom: groups, cells, rounds, repetitions, the timed call, the check, the samples.
+"""A measurement, top to bottom: groups, cells, rounds, repetitions, the timed call, the check, the samples.
 
 The engine times any multi-rank operation; `collectives` and `wrappers` define the operations.
 """
@@ -264,10 +264,10 @@ def run_rounds(
     end_warmup: Callable[[int], None] = lambda number: None,
     is_over: Callable[[int], bool] = lambda number: False,
 ) -> None:
-    """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
+    """Call `run_round(number)`, which returns its seconds on this rank, for every warm-up and every repetition.
 
-    Calls `end_warmup` with the number of warm-ups, `report` with the finished fraction of repetitions, and, after each
-    repetition, `is_over` with their number so far; it returns whether to stop, with the same answer on all ranks.
+    Calls `end_warmup` with the number of warm-ups and `report` with the finished fraction of repetitions. After each
+    repetition, calls `is_over` with their number so far; `is_over` must return the same answer on all ranks.
     Collective: call on every rank of `control`.
     """
     with pause_collection():  # a garbage collection would add to a timed call

@@ -88,7 +88,7 @@ def _check_host() -> Iterator[CheckRecord]:
 
 
 def _check_load(environment: Environment) -> CheckRecord:
-    """Check for other load that would distort measurements, worded like the warning about a run."""
+    """Check for other load that would distort measurements. Uses the wording of the warning about a run."""
     busy, quiet = [part for found in describe_load(environment) for part in found], "not known"
     if environment.load_average is not None:
         quiet = f"{environment.load_average:.1f} on {format_number_of(environment.cores, 'core')}"
@@ -111,7 +111,7 @@ def _check_launcher() -> CheckRecord:
 
 
 def _check_interface() -> CheckRecord:
-    """gloo listens on GLOO_SOCKET_IFNAME or, without it, on the address that the host's own name resolves to."""
+    """Check gloo's address: that of GLOO_SOCKET_IFNAME or, if unset, the one that the host's name resolves to."""
     interfaces, loopback = psutil.net_if_addrs(), machine.loopback_interface()
     others = [name for name, stats in psutil.net_if_stats().items() if stats.isup and name != loopback]
     choose = f"set GLOO_SOCKET_IFNAME to one of: {', '.join(others)}" if others else "bring up a network interface"
@@ -159,9 +159,9 @@ def _check_torch() -> Iterator[CheckRecord]:
     yield _report("torch", found, advice and f"{advice}: {_INSTALL}", "fail" if is_unsupported else "warn")
     cores, asked = machine.count_cores(), os.environ.get("OMP_NUM_THREADS")
     found = f"{torch.get_num_threads()} in one process" + (f" (OMP_NUM_THREADS={asked})" if asked else "")
-    is_more, advice = asked and asked.isdigit() and int(asked) > cores, "slow each other down: unset it"
+    is_more, advice = asked and asked.isdigit() and int(asked) > cores, "slow each other down: unset OMP_NUM_THREADS"
     found += "" if is_more else "; ranks divide the cores evenly"
-    yield _report("threads", found, f"more threads than the {cores} cores {advice}" if is_more else "")
+    yield _report("threads", found, f"more threads than cores ({cores}) {advice}" if is_more else "")
     if dist.is_available() and dist.is_gloo_available():
         names = {"gloo": True, "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
         yield _report("backends", ", ".join(name for name, there in names.items() if there))

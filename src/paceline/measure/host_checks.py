@@ -187,7 +187,7 @@ def _listen(host: Agent, facts: Mapping[str, Facts], wanted: Wanted) -> int:
 
 
 def _reach(sender: Agent, ports: Mapping[Agent, int], facts: Mapping[str, Facts]) -> dict[Agent, LaunchError]:
-    """The hosts that this one cannot reach at these ports, with the reasons."""
+    """The hosts that this host cannot reach at these ports, with the reasons."""
     others = {agent: port for agent, port in ports.items() if agent is not sender}
     if not others:
         return {}

@@ -49,7 +49,7 @@ Given = TrainSettings | tuple[OwnModel, OwnStep | None, str, dict[str, Any]]
 
 
 class LayerTimes(NamedTuple):
-    """Times of one step: `took_s` of each phase, `ready_s` of each gradient since the start of backward, and of blocks.
+    """Times of one step: `took_s` of each phase and each block, and `ready_s` of each gradient since backward began.
 
     If lookups contribute rows to an embedding's gradient, `num_rows` counts them, and `rest_s` is the ready time of the
     gradient's other part.
@@ -110,7 +110,7 @@ class LayerClock:
         return PhaseTimes(self.marks)
 
     def read(self) -> LayerTimes:
-        """Read the step's times, once it has finished on the GPU."""
+        """Read the step's times once the GPU has finished the step."""
         # Measure from the first timestamp: event times are rounded, and a part must not exceed the whole.
         at_s = functools.partial(between_s, self.marks[0][1])
         spans = [(phase, at_s(begin), at_s(end)) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
@@ -295,8 +295,8 @@ def measure_profile(
     """Profile the layers of the bare model ("layers"), its step phases ("phases"), or both on several ranks ("all").
     `with_costs` also measures the cost of messages and of the wrapper.
 
-    This is job `number` of `total`. The data must suffice for the `largest` batch per rank of all these jobs: otherwise
-    rejecting a later one would lose earlier results. Collective: call on every rank.
+    This is job `number` of `total`. There must be enough data for the `largest` batch per rank of all these jobs:
+    otherwise, rejecting a later job would lose earlier results. Collective: call on every rank.
     """
     records: list[Record] = []
     with open_job(given, is_bare=kind == "layers") as (world, job):
@@ -379,8 +379,8 @@ def measure_layers(
 
 
 def _has_room(world: World, replica: Replica) -> bool:
-    """Whether every GPU has enough memory for two more models with gradients, optimizer moments and buckets, plus
-    traffic; or for the codecs' buffers. Collective: call on every rank."""
+    """Whether every GPU has enough memory for two more models with gradients, optimizer moments and buckets plus
+    traffic, or for the codecs' buffers. Collective: call on every rank."""
     device = replica.device
     num_bytes = sum(param.nbytes for param in replica.parameters)
     return device.type != "cuda" or all(world.share(torch.cuda.mem_get_info(device)[0] > 16 * num_bytes))

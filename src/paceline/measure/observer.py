@@ -1,9 +1,9 @@
-"""Observes the ranks of a user's unmodified program: times all steps, and traces a few.
+"""Observes the ranks of a user's unmodified program: times all steps and traces a few.
 
-`paceline.autoload` calls `attach` if PACELINE_ATTACH is set. A step ends with its optimizer step; on a GPU, when the
-GPU has finished it. torch's profiler records a few steps in detail. The program's messages pass through no extra hook,
-so its results do not change. Each rank writes its own files, sends nothing, and never makes the program wait for its
-GPU. Needs only torch.
+`paceline.autoload` calls `attach` if PACELINE_ATTACH is set. A step ends with its optimizer step (on a GPU, when the
+GPU has finished that). torch's profiler records a few steps in detail. The program's messages pass through no extra
+hook, so the program's results do not change. Each rank writes its own files, sends nothing, and never makes the program
+wait for its GPU. This module needs only torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_RECORDED = 16  # maximum number of traced ranks
 _FINAL_BUCKETS_STEP = 4  # step after which wrappers have their final buckets
 _WRITE_EVERY_S = 0.25
 _STOP_S = 60.0  # timeout for the GPU's last steps when stopping the program
-_CLOSE_S = 5.0  # the same timeout when the program ends by itself
+_CLOSE_S = 5.0  # the same timeout when the program exits by itself
 _POLL_S = 1e-3
 _MOST_EXITS = 3  # number of times that a program may catch the SystemExit raised for `--stop`
 _LEAST_TOKENS = 8  # minimum length of integer rows to count as sequences
@@ -89,7 +89,7 @@ class _LaunchedStep(NamedTuple):
 
 
 class Observer:
-    """Observes the steps of this process: their number, duration, data loading time and host time.
+    """Observes the steps of this process: their number, duration, data-loading time and host time.
 
     On a GPU, duration and data loading time are measured on the GPU: data loading time is GPU idle time while the host
     is in a data loader, so loading that overlaps GPU work does not count. All optimizers that step before one of them
@@ -546,8 +546,8 @@ def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _read_usage() -> dict[str, float]:
-    """Cumulative seconds of wall time, this process's CPU time, this thread's wait for a core, and its container's
-    throttling; 0 if the system does not report it."""
+    """Cumulative seconds of wall time, this process's CPU time, this thread's wait for a core, and the container's
+    throttling; 0 for values that the system does not report."""
     found = {"wall_s": time.perf_counter(), "cpu_s": sum(os.times()[:2]), "queued_s": 0.0, "throttled_s": 0.0}
     with contextlib.suppress(OSError, ValueError, IndexError):
         ran_ns, queued_ns, *_ = map(int, Path("/proc/thread-self/schedstat").read_text().split())

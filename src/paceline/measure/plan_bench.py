@@ -1,7 +1,7 @@
-"""Runs one training job under many bucket plans, interleaved with the measurements that calibrate its prediction.
+"""Runs one training job under many bucket plans, interleaved with the measurements that calibrate the prediction.
 
 Each round has one all-reduce of every size and one turn of every variant, on all ranks. `predict` evaluates the
-records; its calibration never uses steps of the job itself.
+records; the calibration never uses steps of the job itself.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def list_blocks(listed: dict[str, Any], device: torch.device) -> tuple[tuple[int
 
 
 def _clock_offset_ns() -> tuple[int, int]:
-    """Duration of reading both clocks, and the Unix clock minus `time.perf_counter`, both in nanoseconds."""
+    """The time that reading both clocks takes, and the Unix clock minus `time.perf_counter`, both in nanoseconds."""
     before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
     return after - before, unix - (before + after) // 2
 

@@ -119,7 +119,7 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
 
 class TrainingJob:
     """A job built from settings. `labels` are fields of its records. Steps use full global batches and a learning rate
-    of 0, which keeps replicas identical. A user's own step may update parameters; each replica then has a new model."""
+    of 0, which keeps replicas identical. A user's step may update parameters, so each replica then has a new model."""
 
     steps_per_turn = 1
 
@@ -135,7 +135,7 @@ class TrainingJob:
 
     def build(self, wrap: Wrap | None = None, windows: Windows | None = None, num_ranks: int = 0) -> Replica:
         """Build a replica, bare or wrapped, with the job's parameter values. `windows` and `num_ranks` default to the
-        job's. Collective if building the wrapper is."""
+        job's. Collective if building the wrapper is collective."""
         bare = dataclasses.replace(self.job.settings, wrapper="none")
         like = self.module if self.job.learner.own_step is None else None
         learner = build_learner(bare, self.job.world, self.job.train, like=like)
@@ -145,7 +145,7 @@ class TrainingJob:
         return self._take_steps(learner, windows or cycle_windows(self.job))
 
     def build_own(self) -> Replica:
-        """Build a replica in the job's own wrapper. Collective if building the wrapper is."""
+        """Build a replica in the job's own wrapper. Collective if building the wrapper is collective."""
         job = self.job
         wrapper = job.settings.wrapper
         if job.learner.own_step is not None and wrapper != "none":
@@ -164,8 +164,7 @@ class TrainingJob:
 
 
 class OwnJob:
-    """A user's own module and step: `step(model)` runs one forward and backward on any inputs, and may update
-    parameters.
+    """A user's module and step: `step(model)` runs one forward and backward on any inputs, and may update parameters.
 
     A factory builds a new (model, step) pair for each replica. Without one, all replicas share the module: each replica
     rewraps it before its turn and takes a few untimed steps. The state of the module and of the optimizers in `step` is
@@ -173,7 +172,7 @@ class OwnJob:
     """
 
     def __init__(self, model: OwnModel, step: OwnStep | None = None, wrapper: str = "none") -> None:
-        self.is_shared = isinstance(model, nn.Module)  # all replicas share the given module
+        self.is_shared = isinstance(model, nn.Module)  # all replicas share this module
         self._factory: Callable[[], Any] = (lambda: (model, step)) if isinstance(model, nn.Module) else model
         self._spare: tuple[nn.Module, OwnStep] | None = self._make()
         self.module, self._step = self._spare
@@ -583,9 +582,9 @@ def draw_turns(count: int, repetition: int, seed: int) -> list[int]:
 def order_turns(count: int, repetition: int) -> list[int]:
     """Order the turns of one round. Over many rounds, each turn follows every other turn equally often.
 
-    A Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition, and reversed in every second cycle, which also
-    balances odd numbers. Relabeling turns at random after each such block prevents periodic disturbances from favoring
-    any turn. The first block keeps its labels: a probe may need an earlier probe's results.
+    The order is a Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition, and reversed in every second
+    cycle, which also balances odd numbers. Relabeling turns at random after each such block prevents periodic
+    disturbances from favoring any turn. The first block keeps its labels: a probe may need an earlier probe's results.
     """
     zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
     order = [(place + repetition) % count for place in zigzag]

@@ -94,8 +94,8 @@ def measure_wrappers(settings: WrapperSettings) -> Measured:
 
 
 class _ReplicaCheck(Probe):
-    """Checks one replica on this rank: the number of parameters that deviate from training under torch's wrapper and,
-    on GPUs, the memory held between steps and the peak added by a step."""
+    """Checks one replica on this rank: counts parameters that deviate from training under torch's wrapper and, on GPUs,
+    measures the memory held between steps and the peak added by a step."""
 
     def __init__(self, replica: Replica, held_bytes: int) -> None:
         self.replica = replica
@@ -173,8 +173,8 @@ class _Cell:
         return variant
 
     def _build_replica(self, group: Group, wrapping: Wrapping, is_exact: bool = False) -> tuple[Replica, int]:
-        """Build a wrapped replica, and count the bytes held by both; the count is exact only with `is_exact`, which is
-        slower.
+        """Build a replica and its wrapper, and count the bytes that both hold. The count is exact only with `is_exact`,
+        which is slower.
 
         Ranks start with different parameters to detect a wrapper that does not broadcast those of rank 0.
         Collective: call on every rank of the group.
@@ -203,7 +203,7 @@ class _Cell:
         return Replica(model, module, device, run), held_bytes
 
     def _check_gpu_memory(self) -> None:
-        """Reject replicas that do not fit into the GPU memory of every rank; raises on all ranks."""
+        """Reject replicas that do not fit in the GPU memory of every rank; raises on all ranks."""
         on_gpu = [group for group in self.groups if group.device.type == "cuda"]
         for group in on_gpu:
             sharing = math.ceil(group.world_size / torch.cuda.device_count())  # an overestimate with several hosts

@@ -148,7 +148,7 @@ class Levels:
             like = next(part[name] for part in parts if name in part)
             if shape is None or torch.Size(self.strategy.cut(shape, self.per_host)[0]).numel() != like.numel():
                 text = f"the state of strategy {self.strategy.text!r} has {like.numel()} elements for {name}"
-                raise ConfigError(f"{text}, which this model does not have", code="strategy")
+                raise ConfigError(f"{text}, which does not match this model", code="strategy")
             total = torch.zeros(shape, dtype=torch.float64)
             for host in self.hosts:
                 rows = torch.stack([parts[rank].get(name, torch.zeros_like(like)).cpu() for rank in host])

@@ -415,7 +415,7 @@ class StrategyState:
         for name, error in errors.items():
             if not self._fits(name, error):
                 text = f"the state of strategy {self.strategy.text!r} has a residual of {error.numel()} elements"
-                raise ConfigError(f"{text} for {name}, which this model does not have", code="strategy")
+                raise ConfigError(f"{text} for {name}, which does not match this model", code="strategy")
         self._keep(common, errors)
 
     def _keep(self, found: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:

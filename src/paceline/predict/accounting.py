@@ -1,8 +1,8 @@
 """Where a step's time goes on each rank: phases that add up to the step, with waits for other ranks separate.
 
-`PhaseFinder` splits a recorded step of one rank. `account_steps` compares the ranks: the transfer of a collective takes
-as long as it does on the last rank to reach it; on other ranks, the rest of its time is waiting for that rank. It
-compares durations, not timestamps, so the ranks' clocks need not agree.
+`PhaseFinder` splits a recorded step of one rank. `account_steps` compares the ranks: the last rank to reach a
+collective shows how long the transfer takes, and the rest of the collective's time on other ranks is waiting for that
+rank. Only durations are compared, not timestamps, so the ranks' clocks need not agree.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LOADING, _FORWARD, _OPTIMIZER = (
     "Optimizer.step#",
 )
 _LAUNCH = "c10d::"
-# Share of the longest steps excluded from the mean wait for data, because a restart of the workers is not typical.
+# Fraction of steps, the longest ones, excluded from the mean wait for data: a restart of the workers is not typical.
 _TRIM = 0.05
 _MOST_OPERATORS = 20  # how many to keep of each step, besides `_KEPT`
-# Share of a rank's lateness that one operator must explain to be its cause, and the slowdown above which another
+# Fraction of a rank's lateness that one operator must explain to be its cause, and the slowdown above which another
 # program must be competing for the core. Competition takes half of a core; a busy sibling hyperthread, a hypervisor and
 # a lower clock cost up to about 40 %.
 _EXPLAINS, _COMPETING = 0.4, 1.75
@@ -128,14 +128,15 @@ class RankRow:
 
 
 def build_rank_row(rank: int, step_s: float, data_s: float, parts: Mapping[str, float], rest_s: float = 0.0) -> RankRow:
-    """The row of a step of `step_s`, with the parts and the rest scaled to fill the time that data leaves."""
+    """The row of a step that takes `step_s`, with the parts and the rest scaled to fill the time not spent on data."""
     data_s = min(data_s, step_s)
     factor = (step_s - data_s) / max(1e-12, sum(parts.values()) + rest_s)
     return RankRow(rank, step_s, data_s, **{name: factor * seconds for name, seconds in parts.items()})
 
 
 def average_data(timing: Samples, waits: Samples) -> list[float]:
-    """The mean share of time that each rank waits for data. A median would fail: workers deliver batches in groups."""
+    """The mean fraction of time that each rank waits for data. A median would not work, because workers deliver batches
+    in groups."""
     found = []
     for rank in range(timing.num_ranks):
         both = sorted((step[rank], wait[rank]) for step, wait in zip(timing.seconds, waits.seconds, strict=True))
@@ -146,7 +147,7 @@ def average_data(timing: Samples, waits: Samples) -> list[float]:
 
 def account_steps(records: Sequence[TracedStepRecord]) -> dict[int, list[dict[str, float]]]:
     """The parts of each recorded step of each rank, without data; waiting includes only time in which the rank did
-    nothing else. Steps that some rank lacks count only if no step was recorded on all ranks."""
+    nothing else. Steps that some rank did not record count only if no step was recorded on all ranks."""
     by_number = group_by(records, lambda record: record.number)
     whole = [same for same in by_number.values() if len(same) == len({record.rank for record in records})]
     found: dict[int, list[dict[str, float]]] = {}
@@ -159,7 +160,7 @@ def account_steps(records: Sequence[TracedStepRecord]) -> dict[int, list[dict[st
 
 
 def _find_least(same: Sequence[TracedStepRecord], read: Callable[[TracedStepRecord], list[float]]) -> list[float]:
-    """The shortest time of each collective over the ranks; empty if the ranks ran different numbers of them."""
+    """The shortest time of each collective over the ranks; empty if the ranks ran different numbers of collectives."""
     rows = [read(step) for step in same]
     return [min(times) for times in zip(*rows, strict=True)] if len({len(row) for row in rows}) == 1 else []
 
@@ -195,7 +196,7 @@ def _split_step(step: TracedStepRecord, moved: Sequence[float], stalled: Sequenc
 
 
 def average_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means add up to the mean step; medians would not."""
+    """Average each part of a step. Means add up to the mean step; medians would not."""
     return {name: statistics.fmean(step[name] for step in steps) for name in steps[0]} if steps else {}
 
 
@@ -209,7 +210,8 @@ def list_waits(records: Sequence[TracedStepRecord]) -> list[dict[int, float]]:
 
 class SlowPart(NamedTuple):
     """Where a late rank spends more time than the others. All its operators take `slower` times as long, which explains
-    the share `diffuse` of its lateness; beyond that, the operator `name` takes `more_s` longer, the share `share`."""
+    the fraction `diffuse` of the lateness. Beyond that, the operator `name` takes `more_s` longer, which explains the
+    fraction `share`."""
 
     name: str
     more_s: float

@@ -18,13 +18,13 @@ from paceline.records.samples import group_by
 from paceline.records.steps import Stall, TracedMessage, TracedStepRecord
 from paceline.units import format_duration
 
-# Gains below these shares of the step are within run-to-run noise and lead to no advice. The last is for a changing
-# late rank, because ranks also wait for each other when their steps merely vary.
+# Gains below these fractions of the step are within run-to-run noise and lead to no advice. The last one is for a
+# changing late rank, because ranks also wait for each other when their steps merely vary.
 WORTH, _IDLE_WORTH, _TURNS_WORTH = 0.05, 0.2, 0.1
 # Assumed time of a shared-memory message during compute, relative to gloo on one host: typical, longest and shortest.
 # Without compute, the ratios in `results` are 0.05 to 0.36.
 _SHM_TIMES = (0.35, 0.6, 0.15)
-# Kinds whose gain rests on assumptions about messages: the lower end of its interval must exceed the noise.
+# Kinds whose gain depends on assumptions about messages: the lower end of its interval must exceed the noise.
 _ASSUMED = ("backend", "network", "batch")
 _EXACT, _CHANGING = ("backend", "buckets"), ("network", "batch")  # cures that leave the training as it is or change it
 _MORE = 4  # recommended factor on the samples per message
@@ -52,9 +52,9 @@ class StepFacts:
 
 
 class MessageShare(NamedTuple):
-    """The share of messages in kernel time, or in the step if no kernel sends them, and the optimizer's share, which is
-    0 if unknown. `rank` is the rank that waits least for messages: on the other ranks, messages include the time they
-    wait for it."""
+    """The fraction of kernel time (or of the step, if no kernel sends messages) that messages take, and the optimizer's
+    fraction, 0 if unknown. `rank` is the rank that waits least for messages: on the other ranks, messages include the
+    time that those wait for this rank."""
 
     share: float
     of: str
@@ -62,8 +62,8 @@ class MessageShare(NamedTuple):
     rank: int
 
     def estimate(self, times: float) -> float:
-        """The share of messages in a step of `times` as many micro-batches, with the same messages and optimizer
-        work."""
+        """The fraction of a step spent on messages, for a step of `times` as many micro-batches with the same messages
+        and optimizer work."""
         once = self.share + self.optimizer
         return self.share / (once + times * (1 - once))
 
@@ -81,7 +81,7 @@ def _pick_first(overviews: Sequence[Overview]) -> Overview:
 
 
 def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness | None = None) -> list[Finding]:
-    """Recommendations, largest gain first; if nothing is worth doing, the bottleneck."""
+    """Recommendations, largest gain first, or the bottleneck if nothing is worth doing."""
     if not overviews:
         raise RecordError("no rank was recorded, so there is no advice to give: record at least one")
     first = _pick_first(overviews)
@@ -150,7 +150,7 @@ def blame_changing_rank(
     waits: Sequence[float], late: Lateness, step_s: float, slow: SlowPart | None = None
 ) -> Iterator[Finding]:
     """The finding for a late rank that changes, from the waits of the rank that waits least, one per step. Ranks also
-    wait for each other by chance, so less is worth it only if one part of the work explains the lateness."""
+    wait for each other by chance, so a small gain counts only if one part of the work explains the lateness."""
     gain_s, is_named = statistics.fmean(waits or [0.0]), slow is not None and slow.is_named
     if gain_s < (WORTH if is_named else _TURNS_WORTH) * step_s:
         return
@@ -289,9 +289,9 @@ def _name_bound(overview: Overview) -> Finding:
 
 def remove_recording(records: Sequence[TracedStepRecord], step_s: float) -> list[TracedStepRecord]:
     """Remove the cost of recording: make each rank's median recorded step as long as its unrecorded steps. The cost is
-    subtracted from the rank's own work, which recording slows evenly, and from the time a GPU waits for the host;
-    messages start that much earlier and take the same time. If the recorded steps were shorter, everything is stretched
-    instead."""
+    subtracted from the rank's own work, which recording slows evenly, and from the time a GPU waits for the host.
+    Messages start earlier by the same amount and take the same time. If the recorded steps were shorter, everything is
+    stretched instead."""
     found = []
     for steps in group_by(records, lambda record: record.rank).values():
         recorded_s = statistics.median(step.step_s for step in steps)
@@ -329,8 +329,9 @@ def blame_messages(
     is_ours: bool, fixed_s: float = 0.0, spread: tuple[float, float] = (1.0, 1.0),
 ) -> list[Finding]:  # fmt: skip
     """The cures for exposed communication that this backend allows, each with the simulated gain: another transport on
-    one host, fewer bytes, or fewer messages per sample. `cuts` are the buckets in use. `fixed_s` is what a step takes
-    whatever its batch, 0 if the batch is large enough. `spread` is the interval of `exposed_s` relative to it."""
+    one host, fewer bytes, or fewer messages per sample. `cuts` are the buckets in use. `fixed_s` is the time of a step
+    that does not depend on its batch, 0 if the batch is large enough. `spread` is the interval of `exposed_s` as
+    multiples of `exposed_s`."""
     share = f"{format_duration(exposed_s)} of communication per step is exposed ({exposed_s / step_s:.0%} of the step)"
     found = []
 
@@ -363,7 +364,7 @@ def blame_messages(
 def simulate_messages(
     traced: Predictor, cuts: Sequence[int], factor: float = 1.0, bytes_factor: float = 1.0
 ) -> tuple[float, float, float]:
-    """The share of exposed communication that shorter messages save, with its 90 % interval."""
+    """The fraction of exposed communication that shorter messages save, with its 90 % interval."""
     gains = []
     for one in (traced.best, *traced.draws):
         curve = one.costs.curve
@@ -376,9 +377,9 @@ def simulate_messages(
 
 
 def rank_findings(found: Iterable[Finding], step_s: float, noise: float = 0.0) -> list[Finding]:
-    """The findings above the noise, largest predicted gain first; `healthy` if there are none. `step_s` is the step of
-    findings without one. Cures of exposed communication that change the training come after one that saves at least
-    half as much and does not."""
+    """The findings above the noise, largest predicted gain first; `healthy` if there are none. `step_s` is the step for
+    findings that have none. Cures of exposed communication that change the training come after a cure that leaves it
+    unchanged and saves at least half as much."""
     worth = max(WORTH, noise)
     kept = [one for one in (replace(one, step_s=one.step_s or step_s) for one in found) if one.is_worth(worth)]
     low_s = {one: one.gain_interval_s[0] for one in kept if one.kind in _ASSUMED and one.gain_interval_s}

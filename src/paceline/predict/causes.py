@@ -1,7 +1,7 @@
 """Causes of slow steps besides data, late ranks and messages: a table of detectors, each with its cure.
 
-A detector reads the evidence of a profile and returns the `Loss` that it explains, if any. `find_causes` makes findings
-of them; `advice.rank_findings` drops those below the noise.
+A detector reads the evidence of a profile and returns the `Loss` that it explains, if any. `find_causes` turns losses
+into findings, and `advice.rank_findings` drops those below the noise.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paceline.records.steps import RESENT, RankRecord, TracedStepRecord
 from paceline.units import format_bytes, format_duration, format_number_of
 
 _Interval = tuple[float, float]
-# Assumed share of an optimizer's time that remains with a fused kernel: typical, longest and shortest.
+# Assumed fraction of an optimizer's time that remains with a fused kernel: typical, longest and shortest.
 _FUSED, _FUSED_ADAM, _FUSED_ON_GPU = (0.5, 0.75, 0.3), (0.3, 0.45, 0.15), (0.6, 0.9, 0.3)
-# Assumed share of compute that each doubling of threads beyond the cores costs: typical, least and most; and the share
-# of the cores that ranks must use before that costs anything.
+# Assumed fraction of compute that each doubling of threads beyond the cores costs: typical, least and most; and the
+# fraction of the cores that ranks must use before extra threads cost anything.
 _CROWDING, _LEAST_USED = (0.15, 0.03, 0.4), 0.85
-_LEAST_QUEUED = 0.15  # share of time that a thread may wait for a core without competition from other programs
-_OFTEN = 0.8  # share of steps in which the same rank must have the largest batch to be named
+_LEAST_QUEUED = 0.15  # fraction of time that a thread may wait for a core without competition from other programs
+_OFTEN = 0.8  # fraction of steps in which the same rank must have the largest batch to be named
 _STATIC = "DistributedDataParallel(model, find_unused_parameters=True, static_graph=True)"
 _SEARCH = "search_unused_parameters"
 _BROADCASTS = 2  # buffer broadcasts per forward: one per dtype
@@ -63,7 +63,7 @@ class Evidence:
         return [step for step in self.recorded if step.rank == self.critical.rank]
 
     def list_pauses(self) -> dict[str, list[float]]:
-        """The pause at each timed step, by kind: the longest on any rank, because the other ranks wait for it."""
+        """The pause at each timed step, by kind: the longest on any rank, because the others wait for that rank."""
         found = {}
         for name in ("collected_s", "evaluated_s", "saved_s"):
             times = zip(*(getattr(rank, name) for rank in self.ranks), strict=True)
@@ -91,7 +91,7 @@ class Cause(NamedTuple):
 
 
 def find_critical(rows: Sequence[RankRow]) -> RankRow:
-    """The row of the rank that limits the step: the one that waits least for the others."""
+    """The row of the rank that limits the step: the rank that waits least for the others."""
     return min(rows, key=lambda row: (row.waiting_s or 0.0, -row.step_s))
 
 
@@ -142,7 +142,7 @@ def _find_pauses(name: str, what: str) -> Callable[[Evidence], Loss | None]:
 
 
 def _find_unused(evidence: Evidence) -> Loss | None:
-    """The cost of searching the graph for unused parameters, and of exchanging which ones any rank used."""
+    """The cost of searching the graph for unused parameters and of exchanging which ones any rank used."""
     recorded, first = evidence.list_recorded(), evidence.ranks[0]
     if not first.find_unused or first.is_static or not recorded:
         return None
@@ -237,7 +237,7 @@ def _find_replicated(evidence: Evidence) -> Loss | None:
 
 
 def _find_crowding(evidence: Evidence) -> Loss | None:
-    """The host whose ranks have the most threads, if it has fewer cores than threads and they are busy."""
+    """Too many threads: the host whose ranks have the most, if it has fewer cores than that and they are busy."""
     worst = max(group_by(evidence.ranks, lambda rank: rank.host).values(), key=lambda rs: sum(r.threads for r in rs))
     threads, cores = sum(rank.threads for rank in worst), evidence.cores or max(rank.cores for rank in worst)
     used = sum(rank.cpu_share for rank in worst)
@@ -266,12 +266,12 @@ def _find_share(name: str, least: float, what: str) -> Callable[[Evidence], Loss
 
 
 def _find_uneven(evidence: Evidence) -> Loss | None:
-    """The rank with the largest batch of each step, because the others wait for it."""
+    """Uneven batches: in each step, the other ranks wait for the rank with the largest batch."""
     steps = [row for row in zip(*(rank.elements for rank in evidence.ranks), strict=True) if min(row) > 0]
     if not steps or len(evidence.ranks) < 2:
         return None
     mean, longest = statistics.fmean(map(statistics.fmean, steps)), statistics.fmean(map(max, steps))
-    # The row of the rank that limits the step has the compute of its own batches.
+    # The compute in the row of the rank that limits the step is for that rank's own batches.
     place = [rank.rank for rank in evidence.ranks].index(evidence.critical.rank)
     gain_s = evidence.compute_s * (longest - mean) / statistics.fmean(row[place] for row in steps)
     counts = [sum(row[k] == max(row) > min(row) for row in steps) for k in range(len(evidence.ranks))]

@@ -1,4 +1,4 @@
-"""The cost of an all-reduce as a function of its bytes: one interface with its implementations, one fit, one bootstrap.
+"""The cost of an all-reduce as a function of its bytes: an interface with its implementations, a fit, and a bootstrap.
 
 A `CostCurve` applies to a fixed number of ranks; `networks` chooses the curve for a network on n ranks.
 """
@@ -40,7 +40,7 @@ _MOST_ON_ONE_HOST = 512
 
 
 class CostCurve(ABC):
-    """Seconds of an all-reduce by its size in bytes, and whether the estimate can be trusted."""
+    """All-reduce time in seconds by size in bytes, and whether the estimate can be trusted."""
 
     @abstractmethod
     def estimate_s(self, num_bytes: float) -> float:
@@ -93,7 +93,7 @@ def median_noise(timing: Samples) -> float:
 
 
 def find_nearest(counts: Iterable[int], world_size: int) -> int:
-    """The nearest count by ratio; on a tie the larger one, since large worlds tell more about large ones."""
+    """The nearest count by ratio; on a tie the larger one, since large worlds say more about other large worlds."""
     return min(counts, key=lambda count: (abs(math.log(count / world_size)), -count))
 
 
@@ -131,7 +131,7 @@ def find_interval(value: float, draws: Sequence[float]) -> tuple[float, float]:
 
 
 def _find_quantile(ordered: Sequence[float], p: float) -> float:
-    """The p-quantile of sorted draws. As in `_draw_errors`, draws are midpoints of equal shares: the k-th of n (from 0)
+    """The p-quantile of sorted draws. As in `_draw_errors`, draws are midpoints of equal strata: the k-th of n (from 0)
     is the quantile (k + 0.5) / n."""
     last = len(ordered) - 1
     position = min(max(p * len(ordered) - 0.5, 0), last)
@@ -210,8 +210,8 @@ def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
 
 
 def smooth_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
-    """A line fitted to (bytes, seconds), at their sizes, because otherwise the noise of single points would determine
-    the bucket size. If times do not grow, the curve through the points themselves."""
+    """A line fitted to (bytes, seconds), as a curve through the fitted times at these sizes. Otherwise the noise of
+    single points would determine the bucket size. If times do not grow, the curve uses the points themselves."""
     curve = fit_curve(points)
     with contextlib.suppress(MeasurementError):
         line = fit_line(zip(curve.sizes, curve.seconds, strict=True))
@@ -296,7 +296,7 @@ class FamilyCurve(CostCurve):
 def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str, launch: float = 0.0) -> FamilyCurve:
     """Fit `t = latencies * alpha + bytes / rate` to the (bytes, ranks, seconds) points of all rank counts above 1 at
     once. Minimizes the squared *relative* errors, with alpha >= 0: sizes span decades, and with absolute errors the
-    largest message would dominate the fit. `launch` is the share of the latencies on the fewest ranks that does not
+    largest message would dominate the fit. `launch` is the fraction of the latencies on the fewest ranks that does not
     grow with the ranks."""
     points = [point for point in points if point[1] > 1]
     work = [FAMILIES[algorithm](num_bytes, ranks) for num_bytes, ranks, _ in points]
@@ -376,7 +376,7 @@ def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
     """Reduce-scatter inside each node, all-reduce between the nodes, and all-gather inside each node. The two inner
     phases together cost as much as a ring. Between nodes, each of the m ranks of a node sends 1/m over the node's
     shared link, so all bytes pass through it; `between` is a curve over nodes. The latencies add, while transfers
-    overlap in part: their root of squares lies between the longer one (a full pipeline) and their sum."""
+    overlap in part: the root of their squares lies between the longer one (a full pipeline) and their sum."""
 
     def estimate_s(num_bytes: float) -> float:
         latencies_s, moving_s = zip(*(_split_latency(curve, num_bytes) for curve in (inside, between)), strict=True)

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel, as in torch's `fully_shard`: its step, and memory per rank, also of other strategies.
+"""Fully sharded data parallel, as in torch's `fully_shard`: its step time. Also the memory per rank of any strategy.
 
 The schedule: each block is a unit, and all other parameters form the root unit. A rank holds a shard of every unit. It
 gathers the root first and keeps it; it gathers each other unit while the unit before it computes, in forward and again
@@ -25,8 +25,8 @@ _STATES = {"sgd": 1, "lars": 1, "adamw": 2, "lamb": 2}
 
 @dataclass(frozen=True)
 class Unit:
-    """The parameters that are gathered together: their bytes, their share of the time before backward, and the seconds
-    of backward between the previous unit's last gradient and their own."""
+    """Parameters that are gathered together: their bytes, their fraction of the time before backward, and the seconds
+    of backward between the previous unit's last gradient and theirs."""
 
     num_bytes: int
     forward_share: float
@@ -35,15 +35,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The block of each parameter, by name, and the share of forward of each block, in forward order. The root unit has
-    the empty name."""
+    """The block of each parameter, by name, and the fraction of forward that each block takes, in forward order. The
+    root unit has the empty name."""
 
     of_parameter: Mapping[str, str]
     forward_shares: Mapping[str, float]
 
     @classmethod
     def read(cls, record: LayerProfileRecord) -> Blocks:
-        """The repeated blocks of a profile, which have numbers; all others belong to the root unit."""
+        """The repeated blocks of a profile, whose names contain numbers; all others belong to the root unit."""
         names = [block.name for block in record.blocks if any(part.isdigit() for part in block.name.split("."))]
         if not names:  # no layer is repeated: each one is a unit
             names = [block.name for block in record.blocks]

@@ -1,4 +1,4 @@
-"""Goodput: the productive share of a job's time, given random faults and the cost of checkpoints and recovery.
+"""Goodput: the productive fraction of a job's time, given random faults and the cost of checkpoints and recovery.
 
 Faults occur at a constant rate, one per `mtbf_s` seconds on average, also while the job recovers. A period is
 `interval_s` seconds of steps and the stall of a save. The checkpoint is written in the background and counts once it is
@@ -15,8 +15,8 @@ The mean times are exact for such faults. The derivation, in words, with r = 1 /
 - So a period takes e^rR (e^r(interval + save) - 1) (1 / r + D): Daly's formula (2006), with D. For rare faults, its
   optimum is Young's interval, sqrt(2 save mtbf).
 - With a write of B seconds, consider the moments at which a checkpoint reaches the disk. Without a fault, the next one
-  is a period away; after a fault it is B further, since the job returns to where the checkpoint was taken. The sum of
-  both cases gives a factor of e^rB.
+  is a period away; after a fault it is B seconds further away, since the job returns to the step at which the
+  checkpoint was taken. The sum of both cases gives a factor of e^rB.
 - If replicas survive, a step is the stretch that starts again, and a fault without a replica ends the period. Each
   step has a probability of finishing without one, and the same sums are taken over steps.
 
@@ -40,17 +40,17 @@ ALL_LOST = 0.05
 _DRAWS, _SEED = 100, 1
 _MOST_FAULTS = 100  # maximum number of faults simulated in one draw
 _ONCE = 0.2  # relative standard deviation assumed for a single measurement
-_FOUND = 0.99  # share of faults that find a ready spare
-_FAST = 0.001  # an interval is as good as the best if it costs at most this share of the time
+_FOUND = 0.99  # fraction of faults that find a ready spare
+_FAST = 0.001  # an interval counts as optimal if it loses at most this fraction of the time
 _MOST_EXPONENT = 600.0  # beyond this, no period ever finishes
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Costs of saves and faults, in seconds. The share `lost` of faults leaves no replica.
+    """Costs of saves and faults, in seconds. A fraction `lost` of faults leaves no replica.
 
-    Such a fault is detected after `detect_s`; the lost rank can be started after `wait_s`, and that takes `restart_s`.
-    After any other fault the living ranks need `takeover_s`, which starts again if another fault occurs, and lose
+    Such a fault is detected after `detect_s`; the lost rank can be started after `wait_s`, which takes `restart_s`.
+    After any other fault, the living ranks need `takeover_s`, which begins again if another fault occurs, and lose
     `slower_s` in total while a rank is missing. `num_idle` ranks are spares that wait for a fault.
     """
 
@@ -114,8 +114,8 @@ class Policy:
         return interval_s / (period_s - math.expm1(done) * (self.recovery_s + again_s))
 
     def find_best_interval(self) -> float:
-        """The best interval, by golden-section search on a log axis, where the share has a single maximum. It is at
-        least the time to write a checkpoint and at least one step."""
+        """The best interval, by golden-section search on a log axis, where the goodput has a single maximum. The result
+        is at least the time to write a checkpoint and at least one step."""
         low = math.log(max(self.write_s, self.step_s))
         high = max(low + 0.1, math.log(max(self.mtbf_s, self.step_s) / self.lost))
         ratio = (math.sqrt(5) - 1) / 2
@@ -245,8 +245,8 @@ def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: r
 
 @dataclass(frozen=True)
 class Faults:
-    """Fault statistics of a job of `ranks`. `all_lost` is the share of faults that leaves no replica. `repair_s` is the
-    time until a lost rank's place can be used again. `usable` is how many ranks can share the global batch equally
+    """Fault statistics of a job of `ranks`. `all_lost` is the fraction of faults that leave no replica. `repair_s` is
+    the time until a lost rank's place can be used again. `usable` is how many ranks can share the global batch equally
     while one is missing; None means all others."""
 
     mtbf_s: float
@@ -303,8 +303,8 @@ def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
 @dataclass(frozen=True)
 class Goodput:
     """The prediction for one policy at its best interval or the requested one. `low` and `high` bound 90 % of runs of
-    the requested length, including the uncertainty of the costs. `of_ranks` is the useful share of the time of all
-    ranks, including idle ones, and `draws` are draws of it."""
+    the requested length, including the uncertainty of the costs. `of_ranks` is the useful fraction of all ranks' time,
+    including idle ranks, and `draws` are draws of `of_ranks`."""
 
     policy: Policy
     interval_s: float
@@ -321,12 +321,12 @@ class Goodput:
 
     @property
     def saving(self) -> float:
-        """The share of the time in which steps wait for saves."""
+        """The fraction of time in which steps wait for saves."""
         return self.share * self.policy.stall_s(self.interval_s) / self.interval_s
 
     @property
     def failing(self) -> float:
-        """The share of time lost to faults: detection, recovery and repeated work."""
+        """The fraction of time lost to faults: detection, recovery and repeated work."""
         return max(0.0, 1.0 - self.share - self.saving)
 
     @property
@@ -357,7 +357,8 @@ def average_costs(records: Sequence[CostRecord], source: random.Random | None = 
 def estimate_goodput(
     records: Sequence[CostRecord], faults: Faults, horizon_s: float, interval_s: float | None = None
 ) -> list[Goodput]:
-    """Each policy at its best interval or the given one, sorted by the useful share of all ranks' time, best first."""
+    """Each policy at its best interval or at `interval_s`, sorted by the useful fraction of all ranks' time, best
+    first."""
     centers = build_policies(average_costs(records), faults)
     intervals = [interval_s or policy.find_best_interval() for policy in centers]
     shares, runs = ([list[float]() for _ in centers] for _ in range(2))
@@ -385,6 +386,6 @@ def is_ahead(first: Goodput, second: Goodput) -> bool:
 
 
 def estimate_save_interval(stalls_s: Sequence[float], write_s: float, mtbf_s: float, lost: float = 1.0) -> float:
-    """The best time between the end of a save and the next one, in seconds, from the stalls of the last saves. A share
-    `lost` of the faults needs a checkpoint. The recovery time hardly matters."""
+    """The best time between the end of a save and the next one, in seconds, from the stalls of the last saves. A
+    fraction `lost` of the faults needs a checkpoint. The recovery time hardly matters."""
     return Policy("", mtbf_s, statistics.fmean(stalls_s), write_s, lost=lost).find_best_interval()

@@ -26,7 +26,7 @@ GRADIENT_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
 
 @dataclass(frozen=True)
 class Lookup:
-    """The part of a gradient that comes from embedding lookups: rows on each rank, ready at the end of backward.
+    """The part of a gradient that comes from embedding lookups: some rows per rank, ready at the end of backward.
     `rest_s` is when the contribution of the weight's other uses is ready; None if the weight has no other uses."""
 
     name: str
@@ -193,7 +193,7 @@ def read_parameters(
 
 
 def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float, float]:
-    """The times before and after backward in the plain step; time outside any phase counts as before backward."""
+    """The times before and after backward in the plain step. Time outside any phase counts as before backward."""
     forward_s, after_s = resample.median(record.forward), resample.median(record.optimizer)
     rest_s = max(0.0, resample.median(record.timing) - forward_s - resample.median(record.backward) - after_s)
     return forward_s + rest_s, after_s
@@ -303,7 +303,7 @@ def _find_width(record: LayerSizeRecord) -> int:
 
 
 def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:
-    """(name, parameters, share of the layer's backward) for each tensor; a weight and its bias are ready together."""
+    """(name, parameters, fraction of the layer's backward) per tensor. A weight and its bias are ready together."""
     width = _find_width(record)
     if not width:
         return [(record.layer, record.num_params, 1.0)]

@@ -2,8 +2,8 @@
 
 Recording (`measure.recorder`) sets marks in a step and lists the live tensors and their categories at each. In between,
 torch reports allocations and frees as `[memory]` events of the trace. A block has the category that any mark lists for
-it. Unmarked blocks are activations if forward allocates and leaves them, temporary if they are freed by the end of the
-step, and other in all remaining cases.
+it. Blocks that no mark lists are activations if forward allocates and keeps them, temporary if they are freed by the
+end of the step, and other in all remaining cases.
 """
 
 import math
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 CATEGORIES = ("parameters", "optimizer", "buckets", "gradients", "data", "activations", "temporary", "other")
 MARK = "memory mark"  # name of a mark in the trace, followed by its number
-# categories by precedence: a gradient may be a view of a bucket
+# Categories by precedence: a gradient may be a view of a bucket.
 _SEEN_FIRST = ("parameters", "buckets", "gradients", "optimizer")
 _MAX_INTERVALS = 300  # maximum number of intervals in a stored timeline
 _DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # torch's numbers
@@ -45,7 +45,8 @@ class MemoryMarks:
 
 @dataclass(frozen=True)
 class MemoryPhase:
-    """`largest_bytes` is the peak of each category within the phase, then that of their sum."""
+    """A phase of the step. `largest_bytes` has the peak of each category within the phase, then the peak of their
+    sum."""
 
     name: str
     begin_s: float
@@ -67,7 +68,7 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Allocated memory over one step, with times since its start. For a step with many allocations it keeps the highest
+    """Allocated memory over one step, with times since its start. A timeline of many allocations keeps only the highest
     and the last point of each short interval. `operator` made the last allocation before the peak; empty if no operator
     did."""
 

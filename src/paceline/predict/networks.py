@@ -48,8 +48,8 @@ class Correction:
 Errors = Sequence[tuple[int, float]]
 SHEET_ERRORS: Errors = ((MIB // 4, 0.65), (4 * MIB, 0.45), (128 * MIB, 0.45))
 SITE_ERRORS: Errors = ((MIB // 4, 0.6), (4 * MIB, 0.55), (128 * MIB, 0.45))
-# Factor on published times at other sites. nccl-tests takes as long there on average, but a message of a torch program
-# takes about 1.5 times as long, because messages do not follow each other immediately.
+# Factor on published times at other sites. nccl-tests takes equally long there on average, but a message of a torch
+# program takes about 1.5 times as long, because messages do not follow each other immediately.
 SITE_FACTOR = 1.3
 CORRECTION = Correction(overhead_s=7e-6, latency=1.9, efficiency=0.76, ramp=1.0)
 # We found no table for a link of up to 25 Gb/s. Our own 1 Gb/s link shows that TCP saturates it but starts slowly.
@@ -60,7 +60,7 @@ ERROR_PER_DOUBLING = 0.27
 FIRST_NODE, FIRST_NODE_ERROR = ((MIB // 4, 1.5), (4 * MIB, 2.5)), 0.5
 # Few nodes have more GPUs, so more NCCL ranks than this are assumed to span nodes.
 _MOST_GPUS = 8
-# The share of the latency inside a node that does not grow with the ranks: NCCL's launch. Between nodes it is small.
+# The fraction of the latency inside a node that does not grow with the ranks: NCCL's launch. Between nodes it is small.
 _LAUNCH = 0.7
 # By family: the number of threads per rank that move its messages, and the exponent of (threads / cores) with which
 # messages slow down when threads wait for a core. A barrier in shared memory waits for all threads.
@@ -69,7 +69,7 @@ _CROWDING = {"gloo": (2, 0.8), "shared": (1, 1.3)}
 
 @dataclass(frozen=True)
 class PublicSweep:
-    """A published table: out-of-place averages of nccl-tests for `first_bytes`, twice as many, and so on."""
+    """A published table: out-of-place averages of nccl-tests for `first_bytes`, 2 `first_bytes`, and so on."""
 
     source: str
     ranks: int
@@ -194,7 +194,7 @@ def find_network(text: str) -> Network:
 
 
 def find_networks(text: str) -> list[Network]:
-    """Distinct networks from a comma-separated list; a network given by rate and latency itself contains a comma."""
+    """Distinct networks from a comma-separated list. A network specified by rate and latency also contains a comma."""
     parts = [part.strip() for part in re.findall(r"[^,]*/s\s*,[^,]+|[^,]+", text)]
     found = [find_network(part) for part in dict.fromkeys(filter(None, parts))]
     if not found:
@@ -213,7 +213,7 @@ def find_links(text: str) -> list[Network]:
 
 
 def describe_uncertainty(networks: Iterable[Network]) -> str:
-    """The uncertainties in the intervals (one standard deviation), in words; only those of the networks in use."""
+    """The uncertainties (one standard deviation) that the intervals include, in words, for the networks in use."""
     used = {bool(network.sweeps) for network in networks}
     kinds = ((False, "data-sheet networks", SHEET_ERRORS), (True, "published networks", SITE_ERRORS))
     named = [
@@ -463,9 +463,9 @@ def build_measured_fabric(
     records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto", memory: str = "shared",
     ranks_per_node: int = 0, cores: int = 0,
 ) -> MeasuredFabric:  # fmt: skip
-    """The sweep of one backend, with its algorithm's known family or the given one. `memory` selects the records if a
-    backend was measured on both ordinary and shared memory; the buckets of Paceline's wrapper are in shared memory.
-    `ranks_per_node` applies if the records do not give it, and `cores` if they were measured on one host."""
+    """The sweep of one backend, with its algorithm's known family unless one is specified. `memory` selects the records
+    if a backend was measured on both ordinary and shared memory; the buckets of Paceline's wrapper are in shared
+    memory. `ranks_per_node` applies if the records lack it, and `cores` if they were measured on one host."""
     curves.check_algorithm(algorithm)
     if algorithm == "two-level":
         raise ConfigError("algorithm two-level cannot be fitted to one sweep: use a --network with --ranks-per-node")
@@ -504,7 +504,7 @@ def build_measured_fabric(
 
 
 def find_ranks_per_node(records: Sequence[CollectiveRecord], given: int = 0) -> int:
-    """How many ranks share a node: from the records, otherwise the given value; 0 if neither is known."""
+    """The number of ranks that share a node: from the records, otherwise the argument; 0 if neither is known."""
     found = max((math.ceil(record.world_size / record.nodes) for record in records if record.nodes > 1), default=0)
     least = max((record.world_size for record in records if record.nodes == 1), default=0)
     for record in records:

@@ -38,7 +38,7 @@ from paceline.units import MIB, format_bytes, format_duration, format_ms
 
 # Number of candidate factors between two bounds.
 _FACTORS = 1 << 20
-# A free plan that does not beat a single cap by this share is not worth its complexity.
+# A free plan that does not beat a single cap by this fraction is not worth its complexity.
 _WORTH = 0.002
 # Lower bound for the relative speed of compute and messages while they overlap.
 _LEAST_RATE = 0.02
@@ -216,8 +216,8 @@ def _find_overlap(record: StepRecord, resample: Resample, backward_s: float) -> 
 def _fit_contention(
     evidence: Evidence, curve: CostCurve | None, resample: Resample, backward_s: float
 ) -> Contention | None:
-    """Contention from backward passes that overlap messages: how much each slows the other. None without such steps. If
-    no curve is given, the same rounds also timed the messages alone."""
+    """Contention from backward passes that overlap messages: how much each slows the other. None without such steps.
+    Without a curve, the same rounds also timed the messages alone."""
     rates: dict[int, tuple[float, float, float]] = {}
     for record in evidence.disturbed:
         under_way_s, overlapped_s, delay_s = _find_overlap(record, resample, backward_s)
@@ -241,10 +241,10 @@ def _fit_contention(
 
 @dataclass(frozen=True)
 class Draw:
-    """All inputs of a step: the best estimates, or a draw. `error` is the model's own error as a share of the exposed
+    """All inputs of a step: the best estimates, or a draw. `error` is the model's own error as a fraction of exposed
     communication, and `noise` the logarithm of the error of the measured median that a prediction is compared with.
     `wait_s` is the random wait for the slowest rank, `slow_s` the part of the job that is due to a rank that is always
-    slower, and `local_s` the step of one rank alone. `layout` gives the buckets if they are fixed."""
+    slower, and `local_s` the step of one rank alone. `layout` has the buckets if they are fixed."""
 
     job: Job
     costs: MachineCosts
@@ -285,8 +285,8 @@ def calibrate(
     steps: Sequence[tuple[Layout | Sequence[int], float]],
     bounds: tuple[float, float],
 ) -> Calibration:
-    """Calibrate to measured steps, given as buckets and seconds: for each, the factor between these bounds for which a
-    step with the costs `scale(factor)` takes as long as measured."""
+    """Calibrate to measured steps (buckets and seconds): for each step, find the factor between these bounds for which
+    a step with the costs `scale(factor)` takes as long as measured."""
 
     def find(place: int) -> float:
         return bounds[0] * math.pow(bounds[1] / bounds[0], place / _FACTORS)
@@ -396,7 +396,7 @@ class Prediction:
 
     @property
     def overhead(self) -> float:
-        """The share of communication in a step without any overlap."""
+        """The fraction of a step that communication would take without any overlap."""
         return self.message_s / (self.message_s + self.local_s)
 
     @property
@@ -415,7 +415,7 @@ class Prediction:
 
     @property
     def best_s(self) -> float:
-        """The best estimate of the step: measured if available, otherwise predicted."""
+        """The best estimate of the step time: measured if available, otherwise predicted."""
         return self.step_s if self.measured_s is None else self.measured_s
 
     @property
@@ -424,7 +424,7 @@ class Prediction:
 
     @property
     def error(self) -> float | None:
-        """The predicted step over the measured one, minus 1; None if that is missing or disturbed."""
+        """The predicted step divided by the measured one, minus 1; None if the latter is missing or disturbed."""
         return None if self.measured_s is None or self.is_disturbed else self.step_s / self.measured_s - 1
 
     @property

@@ -24,8 +24,8 @@ VERDICTS = ("use", "default", "flat", "undecided")
 
 @dataclass(frozen=True)
 class Limit:
-    """Upper bounds for every plan, as shares of the default's step and from the upper ends of 90 % intervals: `share`
-    is the largest possible saving, and `adds` is the exposed communication, which no plan can save entirely."""
+    """Upper bounds for every plan, as fractions of the default's step and from the upper ends of 90 % intervals:
+    `share` is the largest possible saving, and `adds` is the exposed communication, which no plan can save entirely."""
 
     share: float = math.inf
     adds: float = math.inf
@@ -53,7 +53,7 @@ class Interval:
 
     @property
     def saved(self) -> tuple[float, float, float]:
-        """The share of the other time that is saved, with its bounds."""
+        """The fraction of the other time that is saved, with its bounds."""
         return 1 - self.value, 1 - self.high, 1 - self.low
 
     @property
@@ -85,7 +85,7 @@ def spend(look: int, num_pairs: int) -> float:
 
 
 def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float) -> Interval:
-    """The ratio of my times to theirs in the rounds that both have; `error` is the error probability on each side.
+    """The ratio of `mine` to `theirs` in the rounds that both have; `error` is the error probability on each side.
 
     The number of ratios below the true median follows a binomial(n, 1/2) distribution.
     """
@@ -137,9 +137,9 @@ def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Itera
 @dataclass(frozen=True)
 class Race:
     """A comparison after its last test. `left` are the plans that were not shown to be slower than another; the default
-    keeps running as the reference even if it was. The leader has the smallest median among the plans shown to be faster
-    than the default, or otherwise among those left. `ratios` maps each pair of plans to the ratio of their times.
-    `limit` is a bound for any plan."""
+    keeps running as the reference even if it was shown to be slower. The leader has the smallest median among the plans
+    shown to be faster than the default, or otherwise among those left. `ratios` maps each pair of plans to the ratio of
+    their times. `limit` is a bound for any plan."""
 
     default: str
     leader: str
@@ -222,7 +222,7 @@ def judge_race(times: Mapping[str, Sequence[float]], default: str, limit: Limit 
 
 
 def _narrow(before: Interval, now: Interval) -> Interval:
-    """The intersection of two intervals, each valid at its own share of the error; the later one if they are
+    """The intersection of two intervals, each valid with its own part of the error; the later one if they are
     disjoint."""
     low, high = max(before.low, now.low), min(before.high, now.high)
     return Interval(min(high, max(low, now.value)), low, high) if low <= high else now

@@ -30,8 +30,8 @@ from paceline.units import format_ms
 
 # Bounds of the factor on message times, relative to the sweep.
 _FACTORS = (1 / 3, 1.0)
-# Standard deviation of an extrapolated slowdown: a share per doubling of the ranks, plus half of its growth. The last
-# number applies if only one rank was measured: the effect of neighbors is then unknown, and can only slow it down.
+# Standard deviation of an extrapolated slowdown: a fraction per doubling of the ranks, plus half of its growth. The
+# last number applies if only one rank was measured: the effect of neighbors is then unknown and can only slow it down.
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
 # A wrapper's overhead is mostly copies. Ranks share memory bandwidth more than compute, so copies slow down by the
 # slowdown of compute to this power.
@@ -40,9 +40,9 @@ _COPIES_POWER = 2.0
 
 @functools.lru_cache(maxsize=256)  # each call evaluates a thousand strata, and a curve has many draws
 def estimate_wait(spread: float, count: int, slow: float = 0.0) -> float:
-    """The extra time of the slowest of `count` ranks over an average rank, as a share of the median, for lognormal
+    """The extra time of the slowest of `count` ranks over an average rank, as a fraction of the median, for lognormal
     times. `spread` is the standard deviation of a rank's time relative to the median. If one rank is always slower by
-    the share `slow`, the extra time is relative to that rank."""
+    the fraction `slow`, the extra time is relative to that rank."""
     if not slow >= 0:
         raise ConfigError(f"a slow rank takes longer than the others by 0 % or more, not {slow:.0%}")
     if not 0 <= spread < 1 or count < 1:
@@ -102,7 +102,7 @@ class ScalingEvidence:
         self.local = next((record for record in mine if record.role == "local"), None)
         if up_to:
             own = [record for record in own if record.world_size <= up_to]
-            # One rank sends nothing, so the smallest sweep is kept for it.
+            # A single rank sends nothing, so keep the smallest sweep for it.
             most = max(up_to, min((record.world_size for record in sweeps), default=0))
             sweeps = [record for record in sweeps if record.world_size <= most]
         # With communication off, steps are the same in every wrapper, so all wrappers contribute.
@@ -120,7 +120,7 @@ class ScalingEvidence:
         self.most_on_host = max(at_hand, *self.ranks)
         self.profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
         self.jobs = [build_job_from_profile(profile) for profile in self.profiles]
-        # The sweeps in this wrapper's kind of message memory; None without sweeps.
+        # The sweeps in the kind of memory that this wrapper's messages use; None without sweeps.
         memory, wanted = "shared" if wrapper == "paceline" else "ordinary", canonical_backend(backend)
         sweeps = [r for r in sweeps if r.collective == "all_reduce" and canonical_backend(r.backend) == wanted]
         cores = at_hand * self.alone.threads if self.alone.device == "cpu" else 0
@@ -159,7 +159,7 @@ def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord
 
 
 def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> float:
-    """Linear interpolation on log axes through sorted points. Beyond the ends the nearest line continues, but grows at
+    """Linear interpolation on log axes through sorted points. Beyond the ends, the nearest line continues but grows at
     most in proportion to `place`, as it does from a single point."""
     if len(points) == 1:
         return points[0][1] * place / points[0][0]
@@ -294,7 +294,7 @@ class _ScalingCurve:
         return Draw(job, costs, error=error, noise=self.noise, local_s=self.alone_s, layout=layout)
 
     def _build_job(self, world_size: int) -> tuple[Job, Layout]:
-        """The profiled job, stretched to the step without communication, and its buckets."""
+        """The profiled job, scaled to the step time without communication, and its buckets."""
         evidence, accumulate = self.evidence, [self.evidence.alone, *self.evidence.shared][-1].accumulate
         samples = evidence.count_samples(world_size) / accumulate
         sizes = [abs(math.log(profile.batch_size / samples)) for profile in evidence.profiles]
@@ -304,7 +304,7 @@ class _ScalingCurve:
         slowed = estimate_slowdown(self.slowed, min(world_size, evidence.most_on_host), self.slowed_shift)
         after_s = min(job.after_s * slowed, compute_s / 2)
         job = replace(job.stretch((compute_s - after_s) / job.computing_s), after_s=after_s)
-        # A bucket is complete once the profiled job has produced the same share of its gradient bytes.
+        # A bucket is complete once the profiled job has produced the same fraction of its gradient bytes.
         buckets = evidence.list_buckets(world_size)
         ends = list(itertools.accumulate(buckets))
         places = [bisect.bisect_left(job.totals, end / ends[-1] * job.num_bytes) - 1 for end in ends]

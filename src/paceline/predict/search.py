@@ -22,7 +22,7 @@ from paceline.predict.simulate import (
     simulate_cuts,
 )
 
-# Sizes whose times are within this share of the best form one plateau: measurements cannot tell them apart.
+# Sizes whose times are within this fraction of the best form one plateau: measurements cannot tell them apart.
 PLATEAU = 0.01
 _MOST_SWEEPS = 30
 # Number of partitions used to show how the best bucket size moves.
@@ -34,7 +34,7 @@ _EPSILON = 1e-12
 def enumerate_caps(sizes: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, int]]:
     """Every distinct partition that one cap produces from gradients of these sizes (in ready order, of one dtype), with
     the smallest and the largest cap that produces it. The cuts stay the same up to the size of the smallest closed
-    bucket, so the next cap to try is one byte larger and no partition is missed."""
+    bucket, so the next cap to try is one byte larger than that size and no partition is missed."""
     totals = [0, *itertools.accumulate(sizes)]
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     low, cuts = 1, tuple[int, ...]()
@@ -113,7 +113,7 @@ class CapCurve:
         return self.list_ranges(self.is_fast)
 
     def list_ranges(self, is_in: Callable[[CapPoint], bool]) -> list[tuple[int, int]]:
-        """All ranges of caps whose points satisfy `is_in`."""
+        """All ranges of consecutive caps whose points satisfy `is_in`."""
         runs = [list(run) for is_true, run in itertools.groupby(self.points, is_in) if is_true]
         return [(run[0].low_bytes, run[-1].high_bytes) for run in runs]
 

@@ -29,10 +29,10 @@ _WORDS_BYTES = 64
 @dataclass(frozen=True)
 class Sending(Schedule):
     """How ranks send with a strategy. `parts` is the codec's work for a bucket: pairs of fixed seconds and seconds per
-    byte of gradients, one before the first message and one after each; empty if it is free. `is_in_place`: the ranks
-    share memory. `large_factor` multiplies the codec's cost for a bucket above `LARGE_BYTES`, whose vectors are
-    allocated anew in each step. `ranks_per_host` ranks share the link of their host. `round_s_per_byte` is the time
-    of the remaining work in a schedule's round or a sharded update, in seconds per byte of parameters."""
+    byte of gradients, one before the first message and one after each; empty if it is free. `is_in_place` means that
+    the ranks share memory. `large_factor` multiplies the codec's cost for a bucket above `LARGE_BYTES`, whose vectors
+    are allocated anew in each step. `ranks_per_host` ranks share the link of their host. `round_s_per_byte` is the
+    remaining work in a schedule's round or a sharded update, in seconds per byte of parameters."""
 
     strategy: Strategy
     world_size: int
@@ -64,7 +64,7 @@ class Sending(Schedule):
         return tuple(loads)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
-        """Codec seconds before the first of `count` messages of a bucket, and after each."""
+        """Codec seconds before the first of a bucket's `count` messages, and after each of them."""
         if self.has_levels:  # the codec runs between the messages inside a host, on a part of the bucket
             between = replace(self, ranks_per_host=1)
             return [0.0, *between.list_works(num_bytes // self.ranks_per_host, count - 2), 0.0]

@@ -37,13 +37,13 @@ _EPSILON = 1e-12
 _MANY_BUCKETS = 16
 # Maximum number of buckets that are simulated at once.
 _MOST_CELLS = 200_000
-# Standard deviation of the model's own error, as a share of the exposed communication. The same for all predictions.
+# Standard deviation of the model's own error, as a fraction of exposed communication. The same for all predictions.
 MODEL_ERROR = 0.10
 # How much longer a GPU computes while NCCL moves a message: published mean and maximum, arXiv 2507.03114.
 _SLOWED_MEAN, _SLOWED_MOST = 0.189, 0.40
 # The speed of an NCCL message while the GPU computes: least, most likely and most.
 _MESSAGE_RATES = (0.35, 0.60, 0.85)
-# Standard deviation of an assumed share of a core.
+# Standard deviation of an assumed fraction of a core.
 _SHARE_ERROR = 0.15
 _SIZES = tuple(4096 << 2 * power for power in range(11))  # up to 4 GiB
 # Codec work that follows a message shares the rank's core with backward.
@@ -101,9 +101,9 @@ class Contention:
         return min(self.compute_rates) == min(self.message_rates) == 1
 
     def spread_over(self, curve: CostCurve) -> Contention:
-        """Adapt to a link on which messages take longer than the measured ones: compute loses the same number of
-        seconds, and delays the message by the same number, over a longer time. If contention is by bytes, a message's
-        latency costs nothing."""
+        """Adapt to a link on which messages take longer than the measured ones. Compute and a message delay each other
+        by the same number of seconds as measured, spread over the longer message. If contention is by bytes, the
+        latency part of a message causes none."""
         if self.is_by_bytes:
             wait_s = curve.estimate_s(1)
             moving = [1 - wait_s / max(wait_s, curve.estimate_s(size), 1e-12) for size in _SIZES]
@@ -147,7 +147,7 @@ class Schedule:
 
     @property
     def has_buckets(self) -> bool:
-        """Whether the buckets matter; otherwise the strategy defines its own messages."""
+        """Whether the strategy uses the buckets; otherwise it defines its own messages."""
         return True
 
     @property
@@ -165,7 +165,7 @@ class Schedule:
         return (Load(sum(gradient.num_bytes for gradient in gradients)),)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
-        """Seconds of compute before the first of `count` messages of a bucket, and after each."""
+        """Seconds of compute before the first of a bucket's `count` messages, and after each of them."""
         return [0.0] * (count + 1)
 
     def simulate(self, job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
@@ -281,7 +281,7 @@ def simulate_buckets(job: Job, buckets: Buckets, costs: MachineCosts) -> Simulat
 
 
 def simulate_cuts(job: Job, partitions: Sequence[Sequence[int]], costs: MachineCosts) -> list[float]:
-    """`simulate(job, cuts, costs).over_s` for many cuts; faster than one by one if there is a closed form."""
+    """`simulate(job, cuts, costs).over_s` for many cuts; faster than separate calls if there is a closed form."""
     if not has_closed_form(costs):
         return [simulate(job, cuts, costs).over_s for cuts in partitions]
     found, place = list[float](), 0
@@ -345,8 +345,8 @@ class MessageTimes(NamedTuple):
 
 class Queue:
     """The model in closed form, for one message at a time; one row per step, with its buckets in launch order. The
-    clock is the compute done so far, with launches and copies. `ready_s` is when each bucket is complete without
-    these; buckets for which `is_bucket` is false pad shorter rows."""
+    clock counts the compute done so far, including launches and copies. `ready_s`, when each bucket is complete,
+    excludes them. Shorter rows are padded with buckets for which `is_bucket` is false."""
 
     def __init__(
         self, costs: MachineCosts, sizes: Floats, ready_s: Floats, backward_s: float, is_bucket: NDArray[np.bool_]
@@ -452,14 +452,14 @@ class Timeline:
     waiting: tuple[deque[_Task], deque[_Task]] = field(default_factory=lambda: (deque(), deque()))
     moving: list[_Task] = field(default_factory=list)
     # State of the work in progress: the number of messages, whether a codec is computing, and the speed of all compute.
-    # Two messages share a core, so together they use only as much of it as the more demanding of the two.
+    # Two messages share a core, so together they use only as much of the core as the more demanding one alone.
     num_messages: int = 0
     is_coding: bool = False
     compute_rate: float = 1.0
 
     def compute_and_send(self, job: Job, layout: Layout, buckets: Sequence[BucketSpan]) -> float:
-        """Compute, launch buckets as they are complete, and wait for the messages; returns the end of backward. Buckets
-        are launched in order, so each waits for the latest gradient so far. Launching a bucket also counts as
+        """Compute, launch buckets as they become complete, and wait for the messages; return the end of backward.
+        Buckets are launched in order, so each waits for the latest gradient so far. Launching a bucket also counts as
         compute."""
         computed_s = 0.0
         messages = layout.messages or tuple((Load(size),) for size in layout.num_bytes)
@@ -475,7 +475,7 @@ class Timeline:
         return backward_s
 
     def compute(self, work_s: float) -> None:
-        """Compute for this many undisturbed seconds; messages progress meanwhile, and the two slow each other down."""
+        """Do work that takes this many undisturbed seconds. Messages progress meanwhile; both slow each other down."""
         while work_s > _EPSILON:
             rate = self.compute_rate * (_CALLBACK_RATE if self.is_coding else 1.0)
             work_s -= self._move(work_s / rate, True) * rate

@@ -21,7 +21,7 @@ _FACTORS = (0.5, 4.0)
 class TabledJob:
     """The job with its costs: `costs` from the tables alone, and `slowed` with the contention assumed for NCCL.
     `calibration` fits one rate, at which messages and compute slow each other down, to the `measured` times; None
-    without any."""
+    without measured times."""
 
     def __init__(
         self, sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord], sweep: Sequence[CollectiveRecord],
@@ -34,7 +34,7 @@ class TabledJob:
         self.curve = smooth_curve(points)
         self.line = fit_line(points)
         self.costs = MachineCosts(curve=self.curve)
-        self.is_on_gpu = "nccl" in sweep[0].backend or sweep[0].device == "cuda"  # tables of layers do not name it
+        self.is_on_gpu = "nccl" in sweep[0].backend or sweep[0].device == "cuda"  # layer tables name no device
         self._device = "cuda" if self.is_on_gpu else sweep[0].device
         self.contention = Contention.assume(self._device, is_on_host=False)
         self.slowed = replace(self.costs, contention=self.contention.spread_over(self.curve))
@@ -49,7 +49,7 @@ class TabledJob:
 
     @property
     def unexplained(self) -> float:
-        """The largest share of a measured time that no rate explains."""
+        """The largest fraction of a measured time that no rate explains."""
         rests_s = self.calibration.rests_s if self.calibration else ()
         pairs = zip(rests_s, self.measured, strict=True)
         return max((abs(rest_s) / record.timing.center_s for rest_s, record in pairs), default=0.0)

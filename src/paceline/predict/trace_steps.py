@@ -27,7 +27,7 @@ from paceline.records.steps import SERVERS, TracedMessage, TracedStepRecord
 
 _NODE, _ACCUMULATE = "autograd::engine::evaluate_function: ", "torch::autograd::AccumulateGrad"
 _LAUNCH, _ALL_REDUCE = re.compile(r"c10d::_?all_?reduce"), re.compile(r"(?i)all_?reduce")
-# At most one backward lies between two of these events. The second alternative of each is Paceline's.
+# At most one backward lies between two of these events. The second alternative of each pattern is Paceline's.
 _FORWARDS, _MARKS = ("DistributedDataParallel.forward", "forward"), re.compile(r"ProfilerStep#\d+|step \d+")
 _OPTIMIZER = "Optimizer.step#"
 # torch.profiler's names of element types, in lower case and without namespace.
@@ -246,7 +246,7 @@ def _pair(
     launched = sorted(zip(moments, messages, strict=True), key=lambda pair: pair[0])
     sent = [event for moment, event in launched if backward.begin <= moment < backward.limit]
     own = [e for e in calls if backward.begin <= e["ts"] <= (backward.limit if e["cat"] == BUCKET else backward.end)]
-    # If no hook launched one, those after the nodes belong to the end of backward.
+    # If no hook launched an all-reduce, those after the nodes belong to the end of backward.
     rest = [] if any(_is_of_hook(backward, e) for e in own) else [None] * max(0, len(sent) - len(own))
     pairs = list[_Pair]()
     for call in [*own, *rest][: len(sent)]:
@@ -272,7 +272,7 @@ def _build_step(
     trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], named: _ByName, device: _Device,
     window: tuple[float, float], span: tuple[float, float],
 ) -> TracedStepRecord:  # fmt: skip
-    """`window` is the host's time of the step, `span` the device's."""
+    """Build the record of one step. `window` is the step in host time, `span` in device time."""
     begin, end = device.place(backward)
     handed = [pair.handed for pair in pairs]
     hooks = [node for node in backward.nodes if node["name"].endswith(_ACCUMULATE)]
@@ -335,7 +335,7 @@ def _distribute(sent: Sequence[int], bucket_of: Sequence[int], weights: Floats) 
     """Distribute the bytes of each message over its gradients by these weights."""
     shares = np.zeros(len(weights), dtype=np.int64)
     for number, size in enumerate(sent):
-        # If buckets are launched together, all gradients map to the first; the others' bytes go to its last gradient.
+        # If buckets are launched together, all gradients map to the first, whose last gradient gets the others' bytes.
         own = [k for k, bucket in enumerate(bucket_of) if bucket == number]
         own = own or [max((k for k, bucket in enumerate(bucket_of) if bucket < number), default=0)]
         ends = np.round(np.cumsum(weights[own]) / weights[own].sum() * size / 4).astype(np.int64) * 4

@@ -193,13 +193,13 @@ class TracedJob:
 
     @property
     def rank_costs(self) -> RankCosts:
-        """The costs that also apply to other networks. Ranks on a CPU host were traced while running side by side."""
+        """The costs that also apply to other networks. Ranks on a CPU host were already sharing it when traced."""
         costs, count = self.fit.costs, self.world_size if self.is_on_host else 1
         contention = costs.contention if self.has_contention else None
         return RankCosts(costs.launch_s, contention=contention, neighbours=((count, 1.0),))
 
     def build_fabric(self, algorithm: str = "auto", ranks_per_node: int = 0) -> MeasuredFabric:
-        """Its messages as an all-reduce sweep, for other rank counts; `ranks_per_node` is 0 if unknown."""
+        """The job's messages as an all-reduce sweep, for other rank counts; `ranks_per_node` is 0 if unknown."""
         curve = self.fit.costs.curve
         assert isinstance(curve, MeasuredCurve)
         points = [
@@ -265,7 +265,7 @@ class TracedJob:
 
     def _find_least_rate(self, parts: Floats) -> float:
         """A lower bound for the speed of messages during compute: undisturbed, they would not be faster per byte than
-        messages after compute that are as large or larger. 0 if the trace has none to compare."""
+        messages after compute of at least the same size. 0 if the trace has none to compare."""
         sizes, took_s = np.array(self.layout), np.median(parts, axis=0)
         is_next = took_s[:, 0] > took_s[:, 1]
         if is_next.all() or not is_next.any() or sizes[is_next].mean() > _ALIKE * sizes[~is_next].mean():
@@ -274,7 +274,7 @@ class TracedJob:
         return float(np.clip((other[1] - first[1]) / max(1e-15, first[0] - other[0]), 0.0, 1.0))
 
     def _fit_curve(self, seconds: Floats, resample: Resample) -> MeasuredCurve:
-        """The cost curve of messages, from one row of times per step. Beyond the traced sizes it is a line; at them it
+        """The cost curve of messages, from one row of times per step. Beyond the traced sizes it is a line; there it
         lies between that line and the times, and is closer to the times the less they vary."""
         sizes, times = np.array(self.layout), np.maximum(np.median(seconds, axis=0), 1e-9)
         noise = 1.25 * np.std(seconds, axis=0) / math.sqrt(len(seconds)) / times
@@ -325,7 +325,7 @@ class TracedJob:
 
 
 def _find_layout(rank: int, steps: Sequence[TracedStepRecord]) -> tuple[int, ...]:
-    """The buckets of most steps; on a tie, those of the later ones."""
+    """The most frequent buckets over the steps; on a tie, those of later steps."""
     found = Counter(step.layout for step in reversed(steps) if step.messages)
     if not found:
         raise RecordError(f"no step of rank {rank} sent gradients: trace steps outside no_sync")
@@ -341,7 +341,7 @@ def _sum_messages(steps: Sequence[TracedStepRecord]) -> float:
 
 
 def _halve(size: int) -> list[int]:
-    """Half the size, a quarter, and so on down to 1 KiB; and one byte."""
+    """Half the size, a quarter, and so on down to 1 KiB, followed by one byte."""
     return [1, *(part for part in (size >> n for n in range(1, 64)) if part >= KIB)]
 
 
@@ -360,7 +360,7 @@ def _merge_alike(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]
 
 def _pool_rates(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
     """Sorted points whose rates do not fall with size: a message that seems faster per byte than a larger one gets the
-    common rate of both. An idle link may pass the first bytes in a burst, which a busy link does not."""
+    common rate of both. An idle link may pass the first bytes in a burst; a busy link does not."""
     groups: list[list[tuple[int, float]]] = []
     for point in points:
         groups.append([point])

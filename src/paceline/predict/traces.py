@@ -258,8 +258,8 @@ def sum_clipped(starts: Floats, ends: Floats, weights: Floats, windows: Floats) 
 
 
 def find_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
-    """A lane for each interval, in the given order, such that intervals in a lane do not overlap; uses as few as
-    possible."""
+    """A lane for each interval, in the order passed, such that intervals in a lane do not overlap. Uses as few lanes
+    as possible."""
     free_at: list[float] = []
     lanes = []
     for start, end in intervals:
@@ -383,10 +383,10 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """GPU utilization. Shares are from 0 to 1: `busy` and `sm_efficiency` are relative to the wall time, the others to
-    kernel time. `sm_efficiency` weights each instant by min(1, blocks / SMs) of the running kernels; `occupancy` is the
-    kernels' estimated occupancy, weighted by time. `missed_s` is the time per step of kernels that could use tensor
-    cores but do not."""
+    """GPU utilization, as fractions: `busy` and `sm_efficiency` of wall time, the others of kernel time.
+    `sm_efficiency` weights each instant by min(1, blocks / SMs) of the running kernels; `occupancy` is the kernels'
+    estimated occupancy, weighted by time. `missed_s` is the time per step of kernels that could use tensor cores but
+    do not."""
 
     name: str
     busy: float
@@ -405,7 +405,7 @@ class GpuUse:
 class Overview:
     """The steps of one rank's trace. Everything not about a single step is a mean per step. `message_s` is the time
     with at least one message in flight, hidden or not; `host_s` is the time the host worked. `optimizer_passes` counts
-    the kinds of operators that take most of the optimizer's time: a fused one has one."""
+    the kinds of operators that take most of the optimizer's time: a fused optimizer has one."""
 
     rank: int
     world_size: int
@@ -615,7 +615,7 @@ def overview_to_json(overview: Overview) -> dict[str, Any]:
 
 
 def overview_from_json(document: Mapping[str, Any]) -> Overview:
-    """The overview that `overview_to_json` wrote; RecordError says what is wrong with another document."""
+    """The overview that `overview_to_json` wrote. For any other document, RecordError says what is wrong with it."""
     fields = {key: value for key, value in document.items() if key not in name_format(_FORMAT)}
     check_format(document, _FORMAT, "an overview")
     overview: Overview = decode(Overview, fields, "overview")
@@ -624,8 +624,8 @@ def overview_from_json(document: Mapping[str, Any]) -> Overview:
 
 @dataclass(frozen=True)
 class Lateness:
-    """The rank that is most often last, and its share of the steps. `mean_s` is how long the other ranks waited on
-    average, as a median over steps."""
+    """The rank that is most often last, and the fraction of steps in which it is. `mean_s` is how long the other ranks
+    waited on average, as a median over steps."""
 
     rank: int
     share: float
@@ -654,7 +654,7 @@ def find_late(steps: Iterable[Iterable[Mapping[int, float]]]) -> Lateness | None
 def _list_arrivals_ns(trace: RankTrace) -> list[list[float]]:
     """For each step, when this rank reached each message, in order."""
     found = find_messages(trace.events)
-    # On gloo, a bucket appears twice, from the wrapper and from gloo; use the same one on every rank.
+    # On gloo, a bucket appears twice, from the wrapper and from gloo; use the same event on every rank.
     found = [event for event in found if event["cat"] == BUCKET] or found
     messages = sorted(trace.origin_ns + event["ts"] * 1e3 for event in found)
     begins = [(trace.origin_ns + step["ts"] * 1e3, step["dur"] * 1e3) for step in find_steps(trace.events)]
@@ -662,8 +662,8 @@ def _list_arrivals_ns(trace: RankTrace) -> list[list[float]]:
 
 
 def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
-    """The late rank, from the times at which ranks reach messages. Their clocks must agree, as they do on one host.
-    None if there is nothing to compare: one rank, no messages, or ranks with different messages."""
+    """The late rank, from the times at which ranks reach messages. The ranks' clocks must agree, as they do on one
+    host. None if there is nothing to compare: one rank, no messages, or ranks with different messages."""
     ranks = [trace.rank for trace in traces]
     steps = []
     for arrivals in zip(*map(_list_arrivals_ns, traces), strict=False):

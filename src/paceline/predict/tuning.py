@@ -1,6 +1,6 @@
 """Turns the records of one tuning run into the recommended plan, the answer, and the accuracy of the prediction.
 
-Pure, so a saved run always gives the same answer; the measurements are taken in `measure.plan_bench`.
+This module is pure, so a saved run always gives the same answer. `measure.plan_bench` takes the measurements.
 """
 
 import hashlib
@@ -67,10 +67,10 @@ EFFORTS = {
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """Settings of a tuning. Without `caps_bytes` a range is chosen. `confirms` is whether to run the job itself, and
-    `race_s` limits the time of the plan comparison (by default the effort does). With a `network`, one rank sends to
-    `network_ranks - 1` ranks that do not exist. `takes_lists` is whether the wrapper accepts one cap per bucket. With
-    `strategies`, those that communicate in every step are compared as well; with `all`, only the best of them."""
+    """Settings of a tuning run. Without `caps_bytes`, a range is chosen. `confirms` is whether to run the job itself,
+    and `race_s` limits the time of the plan comparison (by default the effort does). With a `network`, one rank sends
+    to `network_ranks - 1` ranks that do not exist. `takes_lists` is whether the wrapper accepts one cap per bucket.
+    With `strategies`, those that communicate in every step are compared as well; with `all`, only the best of them."""
 
     wrapper: str = option("paceline", choices=("paceline", "torch"))
     effort: str = option("full", choices=EFFORTS)
@@ -120,7 +120,7 @@ class TuneSettings:
     def to_json(
         self, gradients: Sequence[Gradient], default_plan: Plan, predictions: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
-        """The data needed, besides the records, to analyze a saved run again."""
+        """The data that analyzing a saved run again requires in addition to its records."""
         return {
             "predictions": list(predictions),
             "tune": asdict(self) | {"caps_bytes": list(self.caps_bytes), "strategies": list(self.strategies)},
@@ -130,8 +130,8 @@ class TuneSettings:
 
 
 def score_predictions(points: Sequence[Prediction]) -> dict[str, float]:
-    """Prediction accuracy, as fractions: `coverage` is the share of measured steps inside their 90 % intervals, `width`
-    is the median half-width of those intervals."""
+    """Prediction accuracy, as fractions: `coverage` is the fraction of measured steps inside their 90 % intervals, and
+    `width` the median half-width of those intervals."""
     errors = [abs(point.error or 0.0) for point in points]
     return {
         "mape": statistics.fmean(errors),
@@ -144,10 +144,11 @@ def score_predictions(points: Sequence[Prediction]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Tuning:
     """The predictor fitted to the calibration records, and the compared plans (`candidates`), the default first. A
-    wrapper gets the cap of a candidate if it is not 0, no arguments for the default, and otherwise the plan; and always
-    the strategy. `choice` is the best plan, of those that ran if any did. `points` are a sweep of caps. `race` compares
-    the candidates that leave the update unchanged and is None if none was run; `whole` also includes the strategies
-    that change it. `predicted` has the prediction for every strategy at its best cap, as in `list_strategies`."""
+    wrapper gets the cap of a candidate if that is not 0, no arguments for the default, and otherwise the plan. It
+    always gets the strategy. `choice` is the best plan, among those that ran if any did. `points` are a sweep of caps.
+    `race` compares the candidates that leave the update unchanged, and is None if none was run; `whole` also includes
+    the strategies that change the update. `predicted` has the prediction for every strategy at its best cap, as in
+    `list_strategies`."""
 
     settings: TuneSettings
     records: tuple[Record, ...]
@@ -235,8 +236,8 @@ class Tuning:
     @cached_property
     def scores(self) -> dict[str, float | None]:
         """Prediction accuracy, as fractions; None if nothing was measured. `exposed_error` is the mean error relative
-        to the mean exposed communication, and `exposed_step_error` relative to the step; `coverage` is the share of
-        points inside their intervals, `width` is the median half-width of the intervals."""
+        to the mean exposed communication, and `exposed_step_error` relative to the step. `coverage` is the fraction of
+        points inside their intervals, and `width` the median half-width of the intervals."""
         points = self.measured
         if not points:
             names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "width", "kendall_tau")
@@ -302,9 +303,9 @@ def judge_tuning(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan,
     predictions: Sequence[Mapping[str, Any]] = (),
 ) -> Tuning:  # fmt: skip
-    """Derive a tuning from its records; the predictor uses only the calibration records. If no plan has run yet,
-    searches for the best ones. Otherwise `predictions` gives the cuts of each plan, which cannot be recovered from its
-    bucket sizes when dtypes are mixed."""
+    """Derive a tuning from its records. The predictor uses only the calibration records. If no plan has run yet, search
+    for the best ones. Otherwise `predictions` has the cuts of each plan, which cannot be recovered from its bucket
+    sizes when dtypes are mixed."""
     model = Predictor.fit(Evidence(records), settings.build_curve())
     jobs = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
     ran = {record.label: record for record in jobs if record.note}
@@ -371,7 +372,7 @@ def judge_tuning(
 
 
 def _sweep_caps(settings: TuneSettings, model: Predictor, jobs: Sequence[StepRecord]) -> tuple[Prediction, ...]:
-    """The caps that the job was run with; without any, those that it would be run with."""
+    """The caps that the job was run with or, if it was not run, would be run with."""
     grid: list[tuple[int, StepRecord | None]] = [(record.cap_bytes, record) for record in jobs if not record.note]
     if not grid:
         caps = settings.caps_bytes or choose_caps(model.job.sizes, settings.amount.num_caps)

@@ -27,10 +27,10 @@ from paceline.records.samples import group_by
 from paceline.strategy import DENSE
 from paceline.units import format_bytes
 
-# How ranks send: a function of their number, their compute time relative to one rank alone, and a resample of the
+# How ranks send, as a function of their number, their compute time relative to one rank alone, and a resample of the
 # measurements.
 Send = Callable[[int, float, Resample], Schedule | None]
-# Below this share of a time, differences between plans and waits are negligible.
+# Below this fraction of a time, differences between plans and waits are negligible.
 _NOTHING = 1e-3
 
 
@@ -41,13 +41,13 @@ def _fill_contention(job: Job, fabric: Fabric, rank: RankCosts, source: random.R
 
 
 def _is_on_host(fabric: Fabric) -> bool:
-    """Whether the fabric connects the ranks of one host: a sweep does unless it is known to span several nodes, a named
-    network does not."""
+    """Whether the fabric connects the ranks of one host: a sweep does unless it is known to span several nodes, and a
+    named network does not."""
     return isinstance(fabric, MeasuredFabric) and not 0 < fabric.ranks_per_node < max(fabric.ranks)
 
 
 def count_per_host(fabric: Fabric, world_size: int) -> int:
-    """How many ranks share a host: all of them, unless a sweep is known to span several."""
+    """The number of ranks that share a host: all of them, unless a sweep is known to span several hosts."""
     given = fabric.ranks_per_node or world_size
     return min(world_size, given if isinstance(fabric, MeasuredFabric) else max(given, fabric.network.ranks_per_node))
 
@@ -91,9 +91,9 @@ def simulate_what_if(
 ) -> list[Prediction]:  # fmt: skip
     """One row per number of ranks, with the best bucket size. `draws` are draws of the measured job. A step has
     `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`; one of
-    several ranks is always slower by the share `slow`. `evidence` has the profile's measurements of copies, contention
-    and neighbors; without it they are `known`, or assumed. At most `most_caps` bucket sizes are tried (0 means all).
-    Calls that differ only in `send` use the same draws."""
+    several ranks is always slower by the fraction `slow`. `evidence` has the profile's measurements of copies,
+    contention and neighbors; without it, these costs are `known` or assumed. At most `most_caps` bucket sizes are tried
+    (0 means all). Calls that differ only in `send` use the same draws."""
     jobs = enumerate([job, *draws])
 
     def build(resample: Resample) -> Callable[[int], Draw]:
@@ -108,7 +108,7 @@ def simulate_what_if(
             mine = _stretch(alone, there, world_size, rank, resample.slowdown)
             codecs = Resample(random.Random(number) if number else None)
             wait_s, slow_s = estimate_wait(spread, world_size, slow) * mine.computing_s, 0.0
-            if slow and world_size > 1:  # the others wait for its messages, so all steps take as long
+            if slow and world_size > 1:  # the others wait for its messages, so their steps take equally long
                 slow_s, mine = slow * mine.local_s, mine.stretch(1 + slow)
             sending = send(world_size, mine.backward_s / alone.backward_s, codecs)
             # Paceline's wrapper sends embedding lookups as rows if that pays off; on a GPU only on request.
@@ -160,7 +160,7 @@ def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, 
 
 
 def _find_bound(step: SimulatedStep, straggler_s: float, neighbours_s: float = 0.0) -> str:
-    """The bottleneck of the step: follows the last message back while each message waited for the previous one."""
+    """The bottleneck of the step, found by going back from the last message while each waited for the previous one."""
     if max(step.exposed_s, straggler_s, neighbours_s) < _NOTHING * step.step_s:
         return "compute"
     if max(straggler_s, neighbours_s) > step.exposed_s:

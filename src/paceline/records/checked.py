@@ -20,7 +20,7 @@ from paceline.errors import RecordError
 
 
 class Rule(NamedTuple):
-    """A test for valid values, and the message for invalid ones, which `show` formats."""
+    """A test for valid values and the message for invalid values, which `show` formats."""
 
     is_valid: Callable[[Any], bool]
     needed: str

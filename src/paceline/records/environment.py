@@ -27,7 +27,7 @@ _PREFIXES = (
 @dataclass(frozen=True)
 class Environment:
     """The conditions of a run. Two runs are comparable if `differences` is empty. `load_average` is the load before the
-    run; `stolen` is the share of CPU time that the hypervisor gave to other virtual machines during it."""
+    run; `stolen` is the fraction of CPU time that the hypervisor gave to other virtual machines during the run."""
 
     host: str
     system: str

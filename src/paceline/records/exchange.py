@@ -1,7 +1,8 @@
 """Import and export of tables in other formats: CSV, Markdown and nccl-tests, detected by their content.
 
-All-reduce times (`allreduce-times.csv`), layer sizes (`layer-sizes*.csv`), layer times (`layer-times*.csv`), published
-all-reduce times, and Markdown tables of backend, processes, size and time. `store` reads run files.
+The tables are all-reduce times (`allreduce-times.csv`), layer sizes (`layer-sizes*.csv`), layer times
+(`layer-times*.csv`), published all-reduce times, and Markdown tables of backend, processes, size and time. `store`
+reads run files.
 """
 
 import csv
@@ -117,7 +118,7 @@ _TABLES: list[tuple[list[str], Callable[[Row], Any]]] = [
 
 
 def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]]]) -> list[Any]:
-    """The records of a CSV file, as the table that matches best. The file must have all columns of that table."""
+    """The records of a CSV file, parsed as the best-matching table. The file must have all columns of that table."""
     lines = _read_csv(path)
     header = lines[0][1]
     columns, parse = max(tables, key=lambda table: len(set(table[0]) & set(header)) / len(table[0]))

@@ -1,6 +1,6 @@
-"""The one type of finding: what slows a step or casts doubt on a measurement, and what to do about it.
+"""The type of all findings: what slows a step or casts doubt on a measurement, and what to do about it.
 
-`find_doubts` is the quality check that every verb shares: it uses the records and the machine's load.
+`find_doubts`, the quality check of every verb, uses the records and the machine's load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.units import format_bytes, format_duration, format_ms, format_numb
 NOISY = ("inconclusive", "unstable", "drifting", "few")
 # Up to this many doubtful measurements are listed by name; beyond that, only their number and the worst one.
 _MOST_NAMES = 3
-# Limits on the share of CPU time stolen by the hypervisor, and on the load per core before a run.
+# Limits on the fraction of CPU time stolen by the hypervisor and on the load per core before a run.
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
 _MOST_UNCERTAIN = 0.25  # of the median step of an observed program
 # Evidence and remedy (empty if there is none), most serious first. `_KINDS` merges kinds that differ only in their
@@ -61,12 +61,12 @@ HEALTHY = ("healthy", "computing", "bound")  # kinds without a remedy
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause, named by `kind`, with its evidence and its remedy, both as clauses; there may be no remedy. `line` is
-    the remedy as code to paste or a command, and `operator` the one that is slower on a late `rank`.
+    """A cause, named by `kind`, with its evidence and any remedy, both as clauses. `line` is the remedy as code to
+    paste or as a command, and `operator` the operator that is slower on a late `rank`.
 
     `gain_s` is the possible saving per step of `step_s`, and `certainty` says how it was derived: `measured`,
     `computed` from the trace, `at most` (a bound), `estimated` (under an assumption that the text states), or
-    `withdrawn` (the machine was too busy to claim one).
+    `withdrawn` (the machine was too busy to claim a gain).
     """
 
     kind: str
@@ -97,11 +97,11 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """The gain as a share of the step."""
+        """The gain as a fraction of the step."""
         return self.gain_s / self.step_s if self.step_s else 0.0
 
     def is_worth(self, share: float) -> bool:
-        """Whether it saves at least this share of the step, with an interval that excludes 0."""
+        """Whether the gain is at least this fraction of the step, with an interval that excludes 0."""
         return self.share >= share and (self.gain_interval_s is None or self.gain_interval_s[0] > 0)
 
     @property
@@ -141,7 +141,7 @@ class Finding:
         return self.step_s / max(self.step_s - self.gain_s, 1e-12) if self.gain_s else 1.0
 
     def withdraw(self, doubt: Finding) -> Finding:
-        """The same cause without a gain, because of a doubt about the machine. Measured gains already allow for it."""
+        """The same finding without its gain, because the machine is suspect. Measured gains already allow for that."""
         if self.certainty == "measured":
             return self
         cure = doubt.cure or self.cure
@@ -153,7 +153,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Finding:
-        """Load a saved document; in the oldest documents the text is in one piece."""
+        """Load a saved document. The oldest documents have a single `text`."""
         given = {"evidence": found["text"]} | {name: found[name] for name in cls.__dataclass_fields__ if name in found}
         # Older documents have the speed-up instead of the step.
         factor = found.get("factor", 1.0)
@@ -190,7 +190,7 @@ def _name(record: _Timed) -> str:
 
 
 def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds, is_observed: bool) -> Iterator[_Reason]:
-    """Reasons to doubt a record. The steps of an observed program may differ by themselves, so only the uncertainty of
+    """Reasons to doubt a record. The steps of an observed program may differ in their work, so only the uncertainty of
     their median counts."""
     unstable = max(UNSTABLE, _MOST_UNCERTAIN / 2 * math.sqrt(timing.count)) if is_observed else UNSTABLE
     fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
@@ -288,7 +288,7 @@ def _join_reasons(timed: Sequence[_Doubted]) -> list[Finding]:
 def _find_unstable_steps(timed: Sequence[_Doubted], crowded: set[int]) -> list[str]:
     """Whether most variants of the step are unstable, and not only due to a lack of cores."""
     steps = [(r, reasons) for r, reasons in timed if isinstance(r, _Step)]
-    # The conclusion of a tuning run rests on the steps of its candidates.
+    # The conclusion of a tuning run depends on the steps of its candidates.
     steps = [(r, reasons) for r, reasons in steps if getattr(r, "role", "") == "job"] or steps
     unstable = [r for r, reasons in steps if any(_KINDS.get(kind, kind) == "unstable" for kind, *_ in reasons)]
     if 2 * len(unstable) <= len(steps) or all(_count_ranks(r) in crowded for r in unstable):

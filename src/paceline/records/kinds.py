@@ -1,4 +1,4 @@
-"""The base class of records, the records of collectives, hosts and faults, and the JSON of every record.
+"""The base class of records, the records of collectives, hosts and faults, and JSON conversion for all records.
 
 Nothing here measures or prints. Derived numbers are properties and are never stored.
 """
@@ -122,8 +122,8 @@ class CollectiveRecord(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecord(_Timed):
-    """One pass over memory: all ranks at once, each reading its own vector of `num_bytes` once and writing it once, in
-    place (`add`) or to another vector (`copy`)."""
+    """One pass over memory: at the same time, every rank reads its own vector of `num_bytes` once and writes it once,
+    in place (`add`) or to another vector (`copy`)."""
 
     kind: ClassVar[str] = "memory"
     operation: Annotated[str, one_of(("add", "copy"))]
@@ -154,7 +154,7 @@ class MemoryBounds:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunksRecord(_Timed):
-    """A fixed number of bytes, all-reduced in chunks, all launched before the first wait."""
+    """A fixed number of bytes, all-reduced in chunks that are all launched before the first wait."""
 
     kind: ClassVar[str] = "chunks"
     size_field: ClassVar[str] = "total_bytes"

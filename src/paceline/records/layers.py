@@ -178,11 +178,11 @@ class LayerProfileRecord(Record):
         return True
 
     def parameters_of(self, block: str) -> tuple[ParameterTimes, ...]:
-        """The parameters of a block, or for `OUTSIDE` those in no block, in ready order."""
+        """The parameters of a block or, for `OUTSIDE`, those outside any block, in ready order."""
         return tuple(parameter for parameter in self.parameters if (parameter.block or OUTSIDE) == block)
 
     def ready_of(self, block: str) -> float | None:
-        """When the last gradient of a block became ready; None if it has none."""
+        """When the last gradient of a block became ready; None if the block has no gradients."""
         return max((p.median_s for p in self.parameters_of(block) if p.median_s is not None), default=None)
 
     @property
@@ -197,7 +197,7 @@ class LayerProfileRecord(Record):
 
     @property
     def step_cost(self) -> Ratio:
-        """Overhead of the profiler: profiled over plain steps, in the same repetition."""
+        """Overhead of the profiler: profiled steps divided by plain steps of the same repetition."""
         return compare_times(self.profiled_step.reduced_s, self.timing.reduced_s)
 
     @property

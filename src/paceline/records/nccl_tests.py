@@ -21,7 +21,7 @@ from paceline.units import format_bytes
 _DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
 _DTYPES |= {name: name for name in ("bfloat16", "int8", "uint8", "int32", "int64")}
 _NEEDED = ("size", "type", "redop", "time", "algbw", "busbw")
-# Prefixes added by mpirun and srun: `[1,0]<stdout>:`, `[0] `, `0: `; and e-mail quote marks.
+# Prefixes added by mpirun and srun (`[1,0]<stdout>:`, `[0] `, `0: `), and e-mail quote marks.
 _PREFIX = re.compile(r"^\s*>?\s*(?:\[\d+(?:,\d+)?\](?:<\w+>)?:?|\d+:)?\s?")
 _RANK = re.compile(r"Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device")
 _STARTING = re.compile(r"Collective test starting:\s*(\S+)")
@@ -30,8 +30,8 @@ _LAUNCH_ONLY = "cputime is only the time of the launch: run nccl-tests without -
 
 
 class _Row(NamedTuple):
-    """One size: its place in the file, the fields of its record, and the range of busbw / algbw that its rounded
-    bandwidths allow."""
+    """The result for one size: its place in the file, the fields of its record, and the range of busbw / algbw that its
+    rounded bandwidths allow."""
 
     place: str
     fields: dict[str, Any]
@@ -133,14 +133,14 @@ def read_nccl_json(path: Path, document: Any) -> list[CollectiveRecord]:
 
 
 def _read_row(place: str, row: Mapping[str, Any]) -> _Row:
-    """One size from its values by text column; `each` has raw times, which only the JSON contains."""
+    """Parse the result for one size from its values by column; `each` has raw times, which only the JSON contains."""
     try:
         num_bytes, op, root = int(row["size"]), row["redop"], int(row.get("root", -1))
         num_wrong = None if row.get("wrong") in (None, "N/A") else int(float(row["wrong"]))
         if op == "none" or root >= 0:
             raise RecordError(f"redop {op} with root {root} is not an all-reduce: only all-reduces can be read")
         if num_wrong:
-            what = f"{num_wrong} values of {format_bytes(num_bytes)} are wrong (#wrong)"
+            what = f"{num_wrong} wrong values at size {format_bytes(num_bytes)} (#wrong)"
             raise RecordError(f"{what}: wrong results have no valid time; run nccl-tests again")
         each = row.get("each", {})
         stdev_s = float(each["stdev_us"]) * 1e-6 if "stdev_us" in each else None

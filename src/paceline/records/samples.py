@@ -39,7 +39,7 @@ def find_noise(values: Sequence[float]) -> float:
     return (quantile(values, 0.9) - quantile(values, 0.1)) / 2 / middle if middle else 0.0
 
 
-# How the times of all ranks are reduced to one per repetition. A collective ends when its last rank does.
+# How the times of all ranks are reduced to one time per repetition. A collective ends when its last rank does.
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
 
 
@@ -47,7 +47,7 @@ REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": mi
 class Samples(Checked):
     """Raw times `seconds[repetition][rank]`, with warm-ups stored separately.
 
-    `arrivals_s[repetition][rank]` is the delay of each rank behind the first to enter the timed call; empty unless all
+    `arrivals_s[repetition][rank]` is each rank's delay after the first rank to enter the timed call; empty unless all
     ranks share a clock, that is, run on one host.
     """
 
@@ -136,8 +136,8 @@ class Samples(Checked):
 
     @cached_property
     def from_last_arrival_s(self) -> tuple[float, ...] | None:
-        """Per repetition, from the arrival of the last rank until the last rank ends: the call itself, without the wait
-        for late ranks. None without a common clock."""
+        """Per repetition, from the arrival of the last rank until the last rank is done: the call itself, without the
+        wait for late ranks. None without a common clock."""
         if not self.arrivals_s:
             return None
         return tuple(

@@ -1,4 +1,4 @@
-"""Steps of a training job: the one record of timed steps, and the numbers derived from it.
+"""Steps of a training job: the only record type for timed steps, and the numbers derived from it.
 
 `measure.steps` decides which steps are interleaved.
 """
@@ -18,7 +18,7 @@ from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
 ROLES = ("job", "plain", "local", "disturbed", "together", "coded")
-RACED = "confirmed"  # the note of job steps that ran for a plan comparison
+RACED = "confirmed"  # the note on job steps that ran for a plan comparison
 # The samples of a record besides its timing. Those after the phases belong to further kinds of steps.
 EXTRA_SAMPLES = (
     "marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped", "alone", "host",
@@ -141,7 +141,7 @@ class StepRecord(Record):
 
     @property
     def samples_per_s(self) -> float:
-        """Over all ranks."""
+        """The number of samples over all ranks."""
         return self.global_batch_size / self.timing.median_s
 
     @property
@@ -161,7 +161,7 @@ class StepRecord(Record):
 
     @property
     def overhead(self) -> float:
-        """Exposed communication as a share of the step."""
+        """Exposed communication as a fraction of the step."""
         return self.exposed_s / (self.exposed_s + self.compute_s)
 
     @property
@@ -178,7 +178,7 @@ class StepRecord(Record):
 
     @property
     def overlap(self) -> float | None:
-        """1 - exposed / busy: the share of communication hidden behind backward."""
+        """1 - exposed / busy: the fraction of communication hidden behind backward."""
         return None if not self.busy_s else 1 - self.exposed_s / self.busy_s
 
     @property
@@ -210,12 +210,12 @@ class StepRecord(Record):
 
     @property
     def cost(self) -> Ratio:
-        """Overhead of the phase markers: marked over plain steps, in the same repetition."""
+        """Overhead of the phase markers: marked steps divided by plain steps of the same repetition."""
         return Ratio(1.0, 0.0) if self.marked is None else compare_times(self.marked.reduced_s, self.timing.reduced_s)
 
 
 def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
-    """Step time divided by the reference's in the same repetition: they are adjacent, so a slow period affects both."""
+    """Step time divided by the reference's in the same repetition. The two are adjacent: a slow period affects both."""
     if record is reference:
         return Ratio(1.0, 0.0)
     here, there = ((r.cell, r.job, r.timing.count) for r in (record, reference))
@@ -259,7 +259,7 @@ class Standing:
 
 
 def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
-    """Each record compared with its references, in the given order."""
+    """Each record compared with its references, in the original order."""
     known = {(record.wrapper, record.backend, record.job, record.cell): record for record in records}
     standings = []
     for r in records:
@@ -284,7 +284,7 @@ class ScalePoint:
 
     @property
     def share(self) -> int:
-        """The number of ranks that share the work of one."""
+        """The number of ranks that share the work of a single rank."""
         return 1 if self.record.mode == "weak" else self.record.world_size
 
     @property
@@ -294,7 +294,7 @@ class ScalePoint:
 
     @property
     def efficiency(self) -> float:
-        """The speed-up as a share of the ideal one."""
+        """The speed-up as a fraction of the ideal one."""
         return self.speedup / self.record.world_size
 
     @property
@@ -304,12 +304,12 @@ class ScalePoint:
 
     @property
     def slowdown(self) -> float:
-        """The slowdown of a rank's compute by other ranks: its compute time over its share of T(1)."""
+        """The slowdown of a rank's compute by other ranks: its compute time divided by its part of T(1)."""
         return self.record.compute_s / (self.alone.timing.median_s / self.share)
 
 
 def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
-    """Each record compared with the single rank of its cell, in the given order; cells without one are omitted."""
+    """Each record compared with the single rank of its cell, in the original order; omits cells without one."""
     alone = {(r.cell, r.job): r for r in records if r.world_size == 1 and r.wrapper == "none"}
     pairs = [(r, alone[r.cell, r.job]) for r in records if (r.cell, r.job) in alone]
     turns = attrgetter("cell", "job", "world_size", "source")
@@ -388,9 +388,9 @@ RESENT = "gradients"
 
 @dataclass(frozen=True)
 class Stall(Checked):
-    """A collective that is not one of those messages: its start in seconds since backward began, its time, and the part
-    of that in which the rank computed nothing. Its name is the operation's, or `RESENT` for gradients that an earlier
-    micro-batch of the step sent."""
+    """A collective that is not one of those messages: its start in seconds since backward began, its duration, and the
+    part of the duration in which the rank computed nothing. It is named after its operation, or `RESENT` for gradients
+    that an earlier micro-batch of the step sent."""
 
     start_s: float
     took_s: Seconds
@@ -467,7 +467,7 @@ class TracedStepRecord(Record):
 
     @property
     def exposed_s(self) -> float:
-        """From the end of the rank's own backward to that of the last message."""
+        """The time from the end of the rank's own backward to the end of the last message."""
         return self.over_s - self.backward_s
 
     @property
@@ -480,9 +480,9 @@ class RankRecord(Record):
     """One rank of an attached program: its work outside timed steps, and its configuration. Each tuple has one value
     per timed step: seconds in full garbage collections (host time), in evaluation and in saving checkpoints, which step
     times exclude, and the elements of the step's batches. `cpu_share` (above 1 with several threads), `queued_share`
-    (waiting for a core) and `throttled_share` (by a container's limits) are shares of wall time. `padded_share` is the
-    share of padding in the batches of recorded steps. `buffer_bytes` are broadcast in each forward. `delivered_share`
-    is the share of data-loader time spent on transferring batches that were already finished."""
+    (waiting for a core) and `throttled_share` (by a container's limits) are fractions of wall time. `padded_share` is
+    the fraction of padding in the batches of recorded steps. `buffer_bytes` are broadcast in each forward.
+    `delivered_share` is the fraction of data-loader time spent on transferring batches that were already complete."""
 
     kind: ClassVar[str] = "rank"
     rank: int

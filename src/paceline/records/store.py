@@ -96,8 +96,8 @@ def save_run(run: Run, path: Path) -> None:
 
 @contextlib.contextmanager
 def pause_collection() -> Iterator[None]:
-    """Turn garbage collection off while something is timed or a large document is read. While a document is read, each
-    collection scans everything read so far and frees nothing, which takes several times as long as parsing a trace."""
+    """Turn garbage collection off while something is timed or a large document is read. While reading, each collection
+    scans everything read so far and frees nothing, which takes several times as long as parsing a trace."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -164,8 +164,8 @@ def is_run_path(path: str | Path) -> bool:
 
 
 def load_json(file: Path, needed: str) -> Any:
-    """The document of a file, compressed or not. Raises RecordError: "missing", with a text that says what is `needed`,
-    or "damaged"."""
+    """The document of a file, compressed or not. Raises RecordError "missing", with a message that says what is
+    `needed`, or "damaged"."""
     try:
         return json.loads(read_file(file))
     except FileNotFoundError:
@@ -213,7 +213,7 @@ def load_run(path: str | Path) -> Run:
 @contextlib.contextmanager
 def create_folder(out: str | Path, verb: str, name: str = "") -> Iterator[Path]:
     """Make a new folder `out/TIME-verb`, or `out/name`, before the work begins, so that a bad path fails immediately.
-    It is removed again if it stays empty."""
+    Removes the folder again if it stays empty."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     name = name or f"{stamp}-{verb.replace(' --', '-').replace(' ', '-')}"
     try:
@@ -300,7 +300,7 @@ class Study:
             raise RecordError(text, code=code) from None
 
     def find_machine(self, cell: str) -> str:
-        """The machine that measured a finished cell."""
+        """The name of the machine that measured a finished cell."""
         found: str = json.loads(self._file(cell).read_text())["machine"]
         return found
 

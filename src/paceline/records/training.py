@@ -31,8 +31,8 @@ _ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord(Record):
     """Epochs on one rank at one batch size. `timing` has one repetition per epoch, without the wait for data
-    (`data_wait`). If the batch does not fit into memory, `failure` says so and there are no times. `peak_bytes` is the
-    peak memory of the process (on CUDA: of its tensors)."""
+    (`data_wait`). If the batch does not fit in memory, `failure` says so and there are no times. `peak_bytes` is the
+    peak memory of the process (on CUDA, of its tensors)."""
 
     kind: ClassVar[str] = "batch"
     model: str
@@ -72,8 +72,8 @@ class BatchRecord(Record):
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One evaluation of a run. `update`, `num_samples` and `seconds` count from its start; `train_loss` is the mean
-    since the last evaluation. Regression has no accuracy."""
+    """One evaluation of a run. `update`, `num_samples` and `seconds` count from the start of the run; `train_loss` is
+    the mean since the last evaluation. Regression has no accuracy."""
 
     update: int
     num_samples: int
@@ -170,7 +170,7 @@ class NoiseProbe(Checked):
 class NoiseEstimate:
     """The squared norm of the true gradient, and the trace of the covariance of per-sample gradients, both unbiased:
     the first can be negative. `interval` is the 90 % interval of the noise scale, with an infinite end if the probes
-    only give a lower bound; None with too few probes."""
+    only yield a lower bound; None with too few probes."""
 
     gradient_square: float
     noise_trace: float
@@ -178,7 +178,8 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self) -> float | None:
-        """In samples; None if only a lower bound is known, because the gradient estimate is not positive."""
+        """The noise scale in samples; None if only a lower bound is known, because the gradient estimate is not
+        positive."""
         return self.noise_trace / self.gradient_square if self.gradient_square > 0 else None
 
 
@@ -331,7 +332,7 @@ def list_ranks(row: Mapping[str, Any], name: str) -> list[float]:
 
 
 def count_usable_ranks(global_batch_size: int, most: int) -> int:
-    """The largest number of ranks, up to `most`, that can share a global batch equally."""
+    """The largest number of ranks, up to `most`, that can divide a global batch equally."""
     return next(count for count in range(most, 0, -1) if global_batch_size % count == 0)
 
 
@@ -354,7 +355,7 @@ def build_steps(rows: Sequence[dict[str, Any]], world_size: int, **labels: Any) 
 
 
 def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mapping[str, Any]) -> TracedStepRecord:
-    """Assumes that gradients become ready at a constant rate (bytes/s) between the ready times of two buckets."""
+    """Estimate ready times, assuming that gradients become ready at a constant rate between two buckets."""
     backward_s, ready, messages, last_s = one["backward_s"], list[float](), list[TracedMessage](), 0.0
     servers = SERVERS.get(one["backend"], 1)
     done = [0.0] * servers
@@ -409,7 +410,7 @@ class MetricsLog:
         self.close = self._file.close
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Write rows. Once this returns, they survive a kill of the process."""
+        """Write rows. Once this returns, they survive even if the process is killed."""
         data = memoryview(_render(rows))
         try:
             while data:
@@ -439,7 +440,7 @@ def _parse_row(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _cut_off(path: Path, after_step: float) -> int:
-    """Truncate a file, whose steps are in order, to its complete rows up to this step; returns the last step kept.
+    """Truncate a file, whose steps are in order, to its complete rows up to this step; return the last step kept.
     Reads from the end, so that a run recovers as fast after a million steps as after ten."""
     step = 0
     with path.open("rb+") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:

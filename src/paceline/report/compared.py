@@ -1,4 +1,4 @@
-"""Run comparison: numbers relative to the first run, which differences are significant, and settings that differ."""
+"""Run comparison: numbers relative to the first run, significant differences, and settings that differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.report.table import Column, Table, build_row, format_ratio, join_w
 from paceline.report.training_result import TrainRunResult
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
-# Settings whose differences are not reported: rows are matched by them, or they follow from results or other settings.
+# Settings whose differences are not reported: they match rows, or they follow from results or other settings.
 _PHASES_MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
 _TRAINING_MAY_DIFFER = ("ranks", "outcome", "faults")
 _TUNING_MAY_DIFFER = ("tune", "predictions", "gradients", "default_plan")  # fields of `tune` are compared singly
@@ -60,8 +60,8 @@ _Key = str | tuple[str, ...]  # identifies a number: its name, or its record's f
 
 
 class _Number(NamedTuple):
-    """One number of a run. Its ratios have an interval if it has `samples`, or if it is an accuracy over `num_tested`
-    samples."""
+    """One number of a run. Its ratios have an interval if the number has `samples`, or if it is an accuracy over
+    `num_tested` samples."""
 
     unit: str
     value: float | None
@@ -143,8 +143,8 @@ def _describe_field(name: str, value: str | int) -> str:
 
 @dataclass(frozen=True)
 class ComparedNumber:
-    """One number in the first run and in another one; None if a run lacks it. `unit` is `s`, `share`, `bytes` or
-    `count`, and `noise` the half-width of the ratio's 95 % interval, None if unknown."""
+    """One number in the first run and in another run; None if a run lacks it. `unit` is `s`, `share`, `bytes` or
+    `count`. `noise` is the half-width of the ratio's 95 % interval, None if unknown."""
 
     name: str
     unit: str
@@ -155,7 +155,7 @@ class ComparedNumber:
 
     @property
     def ratio(self) -> float | None:
-        """Second over first."""
+        """The second number divided by the first."""
         return self.second / self.first if self.first and self.second is not None else None
 
     @property
@@ -243,7 +243,7 @@ class ComparisonResult(Result):
     @property
     def answer(self) -> str:
         first, second, *more = self.config["runs"]
-        rows = {row.name.split(": ")[-1]: row for row in reversed(self.rows)}  # of several cells, keep the first
+        rows = {row.name.split(": ")[-1]: row for row in reversed(self.rows)}  # keep the first of several cells
         if more or not {"step", "samples/s"} <= set(rows):
             return describe_numbers(self.rows)
         step, speed = rows["step"], rows["samples/s"]
@@ -265,7 +265,7 @@ class ComparisonResult(Result):
         return [*differ, *self._explain(), drift]
 
     def _explain(self) -> Sequence[str]:
-        """How well the first trace's share of communication predicts the second's."""
+        """How well the first trace's communication fraction predicts the second's."""
         found = self.config.get("accumulation")
         if not found:
             return ()
@@ -327,7 +327,7 @@ def _list_differences(parts: Sequence[Result]) -> dict[str, list[Any]]:
 
 
 def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
-    """The settings that differ between runs, except those in `but`, with the value in each run."""
+    """The settings that differ between runs, except those in `but`, with their value in each run."""
     names = dict.fromkeys(name for config in configs for name in config if name not in but)
     values = {name: [config.get(name) for config in configs] for name in names}
     return {name: each for name, each in values.items() if len(set(map(json.dumps, each))) > 1}
@@ -364,8 +364,8 @@ def _compare_times(first: TraceResult, second: TraceResult, kind: str, time: str
 
 
 def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[str]) -> dict[str, Any] | None:
-    """The share of communication in two traces, and the second one predicted from the first; None if they differ in
-    anything but accumulation."""
+    """The fraction of each trace's step spent on communication, and the prediction of the second from the first; None
+    if the traces differ in anything but accumulation."""
     counts = [one.facts.accumulate for one in (first, second)]
     if counts[0] == counts[1] or first.facts.world_size == 1 or not set(unlike) <= {"accumulate", "global_batch_size"}:
         return None
@@ -419,7 +419,7 @@ class ComparedRun:
 
     @property
     def differences(self) -> list[float]:
-        """The loss difference of each common step, relative to the first run's mean loss; infinite if a loss is not
+        """The loss difference at each common step, relative to the first run's mean loss; infinite if a loss is not
         finite."""
         there, here = ({row["step"]: row["loss"] for row in run.rows} for run in (self.first, self.run))
         mean = statistics.fmean([loss for loss in there.values() if _is_number(loss)] or [1.0])
@@ -492,7 +492,7 @@ class TrainComparisonResult(ComparisonResult):
 
     @property
     def _num_equal(self) -> int:
-        """How many steps pass before the losses of the runs differ."""
+        """The number of steps before the losses of the runs differ."""
         return min(len([*itertools.takewhile(_SAME.__ge__, row.differences)]) for row in self.rows)
 
     @property
@@ -540,7 +540,7 @@ class TrainComparisonResult(ComparisonResult):
         return {"losses": lambda: plot_losses(self.rows, self.parts[0].title, self.parts[0].machine)}
 
     def _save_run(self, folder: Path) -> None:
-        """Save runs that have no folder yet inside this one's."""
+        """Save the runs that do not have a folder yet, inside this result's folder."""
         for number, part in enumerate(self.parts, 1):
             if part.folder is None:
                 part.save(folder / f"run-{number}")

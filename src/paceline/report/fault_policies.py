@@ -25,7 +25,7 @@ _NAMES = {
 
 
 def _percent(share: float) -> str:
-    """A percentage with enough digits to differ from 100 %."""
+    """A percentage with enough digits to differ visibly from 100 %."""
     return f"{share:.1%}" if share < 0.99 else f"{share:.2%}"
 
 
@@ -164,8 +164,8 @@ class GoodputResult(Result):
 
     def tables(self) -> list[Table]:
         costs = Table("costs", "Input costs", _COSTS, self.only(CostRecord))
-        at = "its best interval" if self.config.get("interval_s") is None else "the given interval"
-        title = f"Useful share of the time, each policy at {at}"
+        at = "its best interval" if self.config.get("interval_s") is None else "the specified interval"
+        title = f"Fraction of time spent on useful work, each policy at {at}"
         return [Table("table", title, _COLUMNS, self.rows, key="policies"), costs]
 
     def figures(self) -> Drawings:
@@ -175,7 +175,7 @@ class GoodputResult(Result):
     def next_steps(self) -> Sequence[str]:
         policy = self.best.policy
         every = f"auto --mtbf {max(1.0, policy.mtbf_s):.0f}s"
-        if policy.lost not in (1.0, ALL_LOST):  # auto does not know this share
+        if policy.lost not in (1.0, ALL_LOST):  # auto does not know this fraction
             every = f"{max(1.0, self.best.best_interval_s):.0f}s"
         train = " ".join(filter(None, ("paceline train", self.config.get("job"))))
         if self.is_on_one_host:
@@ -194,9 +194,9 @@ class GoodputResult(Result):
 
 
 def plot_goodput(result: GoodputResult) -> Figure:
-    """Useful time against the save interval: one line per policy, with a marker at the interval in the table."""
+    """Plot useful time against the save interval: one line per policy, with a marker at the interval in the table."""
     ranks, every = format_number_of(result.faults.ranks, "rank"), format_duration(result.faults.mtbf_s)
-    title = f"{ranks}, a fault every {every}: useful share of the time"
+    title = f"{ranks}, a fault every {every}: fraction of time spent on useful work"
     figure, axes = new_figure(title, "marker: the interval in the table; simulated")
     low_s = min(row.interval_s for row in result.rows) / 20
     high_s = max(row.interval_s for row in result.rows) * 20

@@ -65,9 +65,9 @@ from paceline.report.table import SIMULATED, Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
 _NUM_CAPS = 8
-# Steps that vary by more than this share were disturbed by other load.
+# Steps that vary by more than this fraction were disturbed by other load.
 _NOISY = 0.15
-_OFTEN = 0.8  # share of steps in which a rank must be last to be called late
+_OFTEN = 0.8  # fraction of steps in which a rank must be last to be called late
 _MOST_MESSAGES = 12  # last messages shown on the terminal; the CSV has all
 
 
@@ -94,7 +94,7 @@ class TracedResult(Result):
 
     def _derive(self) -> None:
         self.traced, self.measured = TracedJob(self.only(TracedStepRecord)), self.only(CapTimeRecord)
-        if self.measured:  # the profiler slows its steps down
+        if self.measured:  # the profiler slows down the traced steps
             job, model = self.traced.fit.job, self.traced.predictor
             changes = [one.timing.center_s / model.predict(job.cut(one.cap_bytes)).step_s for one in self.measured]
             step_s = statistics.geometric_mean(changes) * self.traced.step_s
@@ -109,7 +109,7 @@ class TracedResult(Result):
         self.now = self.build_row("traced, default" if self.is_default else "traced", self._now_cuts)
         choice = self.model.choose(self._now_cuts, only_caps=True)
         self.candidate = self.build_row("best", choice.best.cuts)
-        # A model that misses the traced step cannot limit the gain.
+        # A model that does not reproduce the traced step cannot bound the gain.
         self.limit = Limit() if self.traced.is_off else self.model.limit_gain(self._now_cuts)
         ratios, ratio = [row.ratios[TRACED] for row in self.rows], self.candidate.ratios[TRACED]
         self.verdict = judge(ratios, _is_sure(ratio), self.limit).replace("default", "keep")
@@ -225,8 +225,8 @@ class TracedResult(Result):
             lines.append(f"doubtful: the traced steps vary by {traced.spread:.0%}; trace again on an idle machine")
         if traced.is_off:
             lines.append(
-                f"doubtful: even message times multiplied by {traced.fit.factor:g}, the limit, do not reproduce the "
-                "traced step; trace more steps, and all ranks"
+                f"doubtful: even scaling message times by {traced.fit.factor:g}, the maximum, does not reproduce the "
+                "traced step; trace more steps, on all ranks"
             )
         if any(row.doubt for row in self.rows):
             sizes = [format_bytes(size) for size in (min(traced.layout), max(traced.layout))]
@@ -282,7 +282,7 @@ def round_cap(low_bytes: int, high_bytes: int) -> int:
 
 
 def plot_traced(result: TracedResult) -> Figure:
-    """Predicted step time for every cap, with intervals, and the traced steps as points."""
+    """Plot the predicted step time for every cap, with intervals, and the traced steps as points."""
     title = f"Step time against bucket size: the traced job on {result.traced.where}"
     figure, axes = new_figure(title, f"simulated from {len(result.traced.steps)} traced steps; band: 90 %")
     rows = sorted((row for row in result.rows if row.cap_bytes), key=lambda row: row.cap_bytes)
@@ -337,7 +337,7 @@ class AttachedResult(Result):
 
     `buckets` is the prediction from the recorded steps, None if nothing was sent, and `race` compares the plans that
     the program ran with. `verdict` comes from `race` if there is one, otherwise from `buckets`. `rival` is the bucket
-    size to compare with the current one, and `saves` the share of a step that it saves, with its bounds. `cap_mib` is
+    size to compare with the current one, and `saves` the fraction of a step that it saves, with bounds. `cap_mib` is
     the recommended `bucket_cap_mb`, None to keep the current buckets.
     """
 
@@ -452,7 +452,7 @@ class AttachedResult(Result):
             gain_s = share * max(0.0, late.mean_s - own_s)
             interval_s = estimate_mean([share * (s - own_s) for s in late_s], gain_s)
             uneven = (one for one in causes if one.kind == "uneven batches" and one.rank == late.rank)
-            others = max(1, len(self.rows) - 1) / len(self.rows)  # equal batches save this share of the delay
+            others = max(1, len(self.rows) - 1) / len(self.rows)  # equal batches save this fraction of the delay
             if all(2 * one.gain_s < others * gain_s for one in uneven):  # otherwise the batches explain it
                 yield blame_rank(late, gain_s, interval_s, slow)
         else:
@@ -461,7 +461,7 @@ class AttachedResult(Result):
             yield from blame_changing_rank(excess_s, late, self.step_s, slow)
 
     def _blame_loader(self, waits: Sequence[float]) -> Finding:
-        """The finding for the rank that loses most time to its data loader, excluding transfers of finished batches."""
+        """The finding for the rank that loses the most time to its data loader, without transfers of ready batches."""
         ranks = {one.rank: one for one in self.only(RankRecord)}
         shares = [1 - ranks[place].delivered_share if place in ranks else 1.0 for place in range(len(waits))]
         lost_s = [share * wait_s for share, wait_s in zip(shares, waits, strict=True)]
@@ -475,20 +475,20 @@ class AttachedResult(Result):
         return blame_data(data_s, self.step_s, rank, workers, interval_s)
 
     def _find_spread(self, recorded: Sequence[TracedStepRecord]) -> tuple[float, float]:
-        """The interval of the mean exposed communication, as factors of that mean."""
+        """The confidence interval of the mean exposed communication, as multiples of that mean."""
         steps = account_steps([step for step in recorded if step.messages]).get(self.critical.rank, ())
         times = [parts["exposed_s"] for parts in steps]
         low_s, high_s = (times and estimate_mean(times, mean_s := statistics.fmean(times))) or (1.0, 1.0)
         return (low_s / mean_s, high_s / mean_s) if times and mean_s > 0 and len(times) > 1 else (1.0, 1.0)
 
     def _find_fixed(self) -> float:
-        """What a step takes whatever its batch, if that is more than half of the time that grows with the batch."""
+        """The part of a step that does not depend on the batch, or 0 if it is at most half of the part that does."""
         row = self.critical
         fixed_s = (self.exposed_s or 0.0) + (row.optimizer_s or 0.0)
         return fixed_s if fixed_s > ((row.forward_s or 0.0) + (row.backward_s or 0.0)) / 2 else 0.0
 
     def _list_waits(self, recorded: Sequence[TracedStepRecord]) -> Sequence[Mapping[int, float]]:
-        """How long each rank waits for the others, for each step with known waits."""
+        """How long each rank waits for the others in each step with known waits."""
         return list_waits(recorded)
 
     def _find_idle(self, recorded: Sequence[TracedStepRecord]) -> float:
@@ -625,8 +625,8 @@ class AttachedResult(Result):
 
     def _list_race(self, race: Race) -> list[Prediction]:
         assert self.buckets is not None
-        # The machine may differ between two runs, so predictions are scaled to the current buckets in the comparison's
-        # run.
+        # The machine may differ between runs, so predictions are scaled to the step with the current buckets in the
+        # plan comparison.
         rows, factor = [], self.raced[NOW].timing.median_s / self.buckets.now.step_s
         for label, record in self.raced.items():
             row = self.buckets.build_row(label, self.buckets.model.cut_like(record.bucket_bytes))
@@ -670,7 +670,7 @@ class AttachedResult(Result):
 
 
 def build_row(step: int, *times: Sequence[float]) -> dict[str, Any]:
-    """A row of metrics: the first of `PARTS` on each rank, and their maximum over ranks."""
+    """A row of metrics: the first one of `PARTS` on each rank, and its maximum over ranks."""
     ranks = {name: list(of) for name, of in zip(PARTS, times, strict=False)}
     return {"step": step, "ranks": ranks} | {name: max(of) for name, of in ranks.items()}
 
@@ -680,7 +680,7 @@ def _format_gain(gain: tuple[float, float, float]) -> str:
 
 
 def plot_parts(rows: Sequence[RankRow], subtitle: str) -> Figure:
-    """The parts of a step as one stacked bar per rank. With many ranks, shows those with the longest steps."""
+    """Plot the parts of a step as one stacked bar per rank. With many ranks, shows those with the longest steps."""
     shown = sorted(sorted(rows, key=lambda row: -row.step_s)[:_MOST_RANKS], key=lambda row: row.rank)
     figure, axes = new_figure("Where a step's time goes, by rank", f"{subtitle}; measured")
     places, ends = range(len(shown)), [0.0] * len(shown)
@@ -698,7 +698,7 @@ def plot_parts(rows: Sequence[RankRow], subtitle: str) -> Figure:
 
 
 def plot_ranks(rows: Sequence[dict[str, Any]], subtitle: str) -> Figure:
-    """The times of every step on each rank, from rows of metrics. A line's `gid` names the row field that it shows."""
+    """Plot the times of every step on each rank, from rows of metrics. A line's `gid` names its row field."""
     rows = pick_like_last(rows)
     names = [name for name in PARTS if name in rows[-1]]
     panels = [name.removesuffix("_s").replace("_", " ").replace("comm", "communication") for name in names]

@@ -29,7 +29,7 @@ from paceline.strategy import Strategy
 from paceline.units import format_duration, format_memory, format_ms, format_number_of
 
 _CAPS = 16  # number of bucket sizes tried
-_WORTH = 0.01  # a lossy strategy is shown if it saves more than this share of the time
+_WORTH = 0.01  # a lossy strategy is shown if it saves more than this fraction of the time
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def format_cap(cap_mib: float) -> str:
 
 
 def get_saved(row: Prediction) -> tuple[float, float, float]:
-    """The share of the traced step that a prediction saves, with its bounds."""
+    """The fraction of the traced step that a prediction saves, with bounds."""
     return row.ratios[TRACED].saved
 
 
@@ -179,7 +179,7 @@ PREDICTED = (
 
 
 def compare_plans(race: Race, candidates: Sequence[Prediction], whole: Race | None = None) -> list[Prediction]:
-    """The plans that ran, each compared with the default; `whole` also includes plans that change the update."""
+    """The plans that ran, each compared with the default. With `whole`, also includes plans that change the update."""
     rows = []
     for one in candidates:
         ratio = (whole or race).to_default[one.label]
@@ -230,7 +230,7 @@ def draw_caps(
 
 
 def draw_measured(axes: Axes, points: Sequence[Sequence[Any]], label: str, **style: Any) -> None:
-    """Measured times in ms against sizes in MiB, each with its low and high end, and a star at the best."""
+    """Plot measured times in ms against sizes in MiB, each with its low and high end, and a star at the best."""
     draw_line(axes, 1, points, label, marker="o", **style)
     size, best_ms, *_ = min(points, key=lambda point: point[1])
     axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")

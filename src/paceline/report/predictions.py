@@ -187,8 +187,8 @@ class PredictResult(Result):
 
 
 def plot_efficiency(rows: Sequence[Prediction], title: str, subtitle: str) -> Figure:
-    """Weak-scaling efficiency against ranks: one line with its interval per network, hollow markers for doubtful
-    predictions."""
+    """Plot weak-scaling efficiency against ranks: one line with its interval per network, and hollow markers for
+    doubtful predictions."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     for number, (network, found) in enumerate(group_by(rows, lambda row: row.network).items()):
         line = sorted(found, key=lambda row: row.world_size)
@@ -240,8 +240,7 @@ SPLITS = (
 
 
 class Split(NamedTuple):
-    """A tied tensor sent in two parts: the head's gradient early, and the lookups' gradient as this many rows per
-    rank."""
+    """A tied tensor sent in two parts: the head's gradient early, and the lookups' gradient as `rows` rows per rank."""
 
     job: Job
     caps: CapCurve
@@ -319,8 +318,8 @@ class CapsResult(Result):
         self.interval = step.low_s - around_s, step.high_s - around_s
 
     def _recommend(self) -> tuple[list[tuple[int, int]], tuple[int, int], float]:
-        """The ranges of sizes within 1 % of the best on every curve behind the answer; the widest of them or, if there
-        is none, the sizes that lose least; and how much slower than the best those may be."""
+        """The ranges of sizes within 1 % of the best on every curve behind the answer; the widest range or, if there is
+        none, the sizes that lose least; and how much slower than the best the chosen sizes may be."""
         curves = list(self.bases.values())
         losses = {
             points[0].cuts: max(p.backward_s / c.best.backward_s - 1 for p, c in zip(points, curves, strict=True))
@@ -347,7 +346,7 @@ class CapsResult(Result):
 
     @property
     def curves(self) -> dict[str, CapCurve]:
-        """The predicted curves by the inputs they use."""
+        """The predicted curves, by the inputs that they use."""
         found = {"from the tables": self.caps} | ({"with contention": self.expected} if self.is_on_gpu else {})
         return found | ({} if self.fitted is None else {"fitted": self.fitted})
 
@@ -535,7 +534,7 @@ class CapsResult(Result):
 
 
 def plot_caps(result: CapsResult) -> Figure:
-    """Time against bucket size: the prediction with the plateau around its best, and any measurements."""
+    """Plot time against bucket size: the prediction with the plateau around its best, and any measurements."""
     curve, measured, best = result.caps, result.measured, result.caps.best
     of = measured[0].of if measured else "backward"
     subtitle = f"{result.config['csv']}; predictions are simulated"
@@ -559,7 +558,7 @@ def plot_caps(result: CapsResult) -> Figure:
     if measured:
         points = [(r.cap_bytes / MIB, r.timing.center_s * 1e3, None, None) for r in measured]
         draw_measured(axes, points, "measured (imported)")
-    # The axis starts just below the minimum so that differences of a percent are visible.
+    # The axis starts just below the minimum so that differences of one percent are visible.
     times = [alone_s, 1.3 * ends[1], *(record.timing.center_s for record in measured)]
     limits = (0.97e3 * min(times), 1.03e3 * max(times))
     axes.set(xlim=(least, most), ylim=limits, ylabel=f"{of} with communication (ms)")
@@ -597,7 +596,7 @@ def plot_sensitivity(result: CapsResult) -> Figure:
 
 
 def plot_split(result: CapsResult) -> Figure:
-    """Timeline of a tied tensor that is sent whole or in two parts: backward on top, messages below."""
+    """Plot the timeline of a tied tensor that is sent whole or in two parts: backward on top, messages below."""
     split, (cuts, whole) = result.splits[0], result.free_plan
     name = split.job.tail[0][0].name
     title = f"{name}, shared with the head: sent as one tensor and in two parts"
@@ -623,8 +622,8 @@ def plot_split(result: CapsResult) -> Figure:
 
 class TuneResult(Result):
     """Result of `tune`; `plan` is the answer. `verdict` is "use" (this plan), "default" (the default is best), "flat"
-    (all compared plans take the same time, or none can save 1 %) or "undecided". `gain` is the share of a
-    step that the plan saves compared with the default, with its 95 % `gain_interval`, and `regret` how much slower than
+    (all compared plans take the same time, or none can save 1 %) or "undecided". `gain` is the fraction of a
+    step that the plan saves compared with the default, with its 95 % `gain_interval`. `regret` is how much slower than
     the best plan it may be: the estimate and the upper bound; None if no plan was run. `candidates` are the bucket
     sizes of the sweep, and `rows` the compared plans."""
 
@@ -691,7 +690,7 @@ class TuneResult(Result):
 
     @property
     def step(self) -> StepRecord:
-        """Any step record of the run, for the fields that all steps share."""
+        """Any step record of the run, for the fields that all steps have in common."""
         return self.only(StepRecord)[0]
 
     @property
@@ -882,7 +881,7 @@ def describe_torch(tuning: Tuning, plan: Plan) -> str:
 
 
 def plot_race(result: TuneResult, subtitle: str) -> Figure:
-    """Each plan's step time relative to the default's, with the deciding interval and the prediction."""
+    """Plot each plan's step time relative to the default's, with the deciding interval and the prediction."""
     rows, race, tuning = result.rows[::-1], result.tuning.race, result.tuning
     assert race is not None
     figure, axes = new_figure(f"{result.title}: {describe_answer(tuning)}", f"{subtitle}; predictions are simulated")
@@ -911,7 +910,7 @@ def plot_race(result: TuneResult, subtitle: str) -> Figure:
 
 
 def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
-    """Step time against bucket size: predicted for every cap, measured for some."""
+    """Plot step time against bucket size: predicted for every cap, measured for some."""
     points = tuning.points
     sources = {point.measured.source for point in points if point.measured} or {"simulated"}
     figure, axes = new_figure(title, f"{subtitle}; predictions are simulated, points are {', '.join(sorted(sources))}")

@@ -124,7 +124,7 @@ def list_parameters(profile: LayerProfileRecord) -> list[_Part]:
 
 
 def _find_share(row: _Part) -> float:
-    """The time as a share of backward."""
+    """The time as a fraction of backward."""
     backward_s: float = statistics.median(row.of.backward_s)
     return backward_s / (row.profile.profiled_backward.median_s or 1.0)
 
@@ -155,7 +155,7 @@ PARAMETERS = (
 
 
 def describe_layers(profile: LayerProfileRecord) -> list[str]:
-    """Facts that the tables lack: the profiling overhead, and unusual gradients."""
+    """Facts that the tables lack: the profiling overhead and unusual gradients."""
     step = describe_change(profile.step_cost, "of a step")
     backward = describe_change(profile.backward_cost, "of backward")
     order = "in the same order in every step"
@@ -354,7 +354,7 @@ OPERATORS = (
 
 
 def _shorten(name: str, width: int) -> str:
-    """Template names can have thousands of characters; both ends are the most informative."""
+    """Shorten a name to its ends. Template names can have thousands of characters; both ends say the most."""
     return name if len(name) <= width else f"{name[: width - 16]}…{name[-15:]}"
 
 
@@ -441,8 +441,8 @@ _MEMORY_COLORS = {
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one category at the start, peak and end of the step, and its share of the peak; `largest_bytes` is the
-    category's maximum, and `by_phase` its maximum in each phase."""
+    """Bytes of one category at the start, peak and end of the step, and its fraction of the peak. `largest_bytes` is
+    the category's maximum, and `by_phase` its maximum in each phase."""
 
     category: str
     begin_bytes: int
@@ -454,8 +454,8 @@ class MemoryRow:
 
 
 def list_memory(memory: MemoryUse) -> list[MemoryRow]:
-    """One row per category, and the total. The total's columns are sums, except for its maximum, which is that of the
-    sum."""
+    """One row per category, and the total. The total's columns are sums, except for its maximum, which is the maximum
+    of the sum."""
     peak, by_phase = memory.peak, group_by(memory.phases, lambda phase: phase.name)
     return [
         MemoryRow(
@@ -483,7 +483,7 @@ MEMORY = (
 
 
 def describe_memory(memory: MemoryUse) -> str:
-    """The peak, and when it occurs; the table shows what contributes to it."""
+    """The peak and when it occurs; the table shows what contributes to the peak."""
     moment = format_duration(memory.times_s[memory.peak])
     where = f"in {memory.peak_phase}, {moment} after the step began" if memory.peak else "at the start of the step"
     by = f" ({memory.operator})" if memory.operator else ""
@@ -491,7 +491,7 @@ def describe_memory(memory: MemoryUse) -> str:
 
 
 def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:
-    """Stacked areas per category in MiB against ms, with the phases and the peak marked."""
+    """Plot one stacked area per category, in MiB against ms, with the phases and the peak marked."""
     figure, axes = new_figure(title, f"measured. {subtitle}")
     end_ms, peak, totals = memory.times_s[-1] * 1e3, memory.peak, memory.totals
     shown = [one for one in memory.held if one.largest_bytes]
@@ -537,8 +537,8 @@ class CommTableResult(Result):
         parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
         names = self.config.get("profiles") or ["profile"] * len(profiles)
         busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # the profile made here
-        # Keep evidence with its own profile: two profiles may be of the same job, on two devices, or before and after
-        # a change.
+        # Keep evidence with its own profile: two profiles may be of the same job on two devices, or before and after a
+        # change.
         places = [place for place, record in enumerate(self.records) if isinstance(record, LayerProfileRecord)]
         carried = [self.records[start:end] for start, end in itertools.pairwise([*places, None])]
         for name, profile, own in zip(names, profiles, carried, strict=True):
@@ -547,7 +547,7 @@ class CommTableResult(Result):
                 for row in build_comm_table(profile, networks, sweeps, ranks, evidence):
                     doubt = add_busy(row.step.doubt, [one for one in (name, curve) if one in busy])
                     self.rows.append(row._replace(step=replace(row.step, doubt=doubt)))
-        # list all models of a network and rank count next to each other
+        # List all models of a network and rank count next to each other.
         groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))
         self.rows = [row for rows in groups.values() for row in rows]
 
@@ -623,7 +623,7 @@ def shorten_names(names: tuple[str, ...], width: int = 32) -> dict[str, str]:
 
 
 def _shorten_among(name: str, names: Sequence[str], width: int) -> str:
-    """A long name reduced to its first word and the words at which other names start to differ from it."""
+    """Reduce a long name to its first word and the words at which other names start to differ from it."""
     marks = {sum(itertools.takewhile(bool, map(eq, name, other))) for other in names if other != name}
     words = [(word[0], range(word.start(), word.end())) for word in re.finditer(r"[^\W_]+[\W_]*|[\W_]+", name)]
     kept = [word if 0 in place or marks.intersection(place) else "…" for word, place in words]

@@ -355,7 +355,8 @@ def _pick(named: dict[str, T], name: str | None, what: str) -> T:
 
 
 def _find_class(verb: str) -> type[Result]:
-    """The class of a verb's results. Its module, often a study above this package, is imported when it is needed."""
+    """The class of a verb's results. Its module is imported on demand, because it is often a study that imports this
+    package."""
     module, _, name = _CLASSES.get(verb, "report.result.Result").rpartition(".")
     kind: type[Result] = getattr(importlib.import_module(f"paceline.{module}"), name)
     return kind

@@ -178,7 +178,8 @@ def _find_host_us(standing: Standing) -> float | None:
 
 
 def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
-    """Step time of each wrapper and backend, one panel per model and number of ranks, with lines from p10 to p90."""
+    """Plot the step time of each wrapper and backend: a panel per model and number of ranks, and lines from p10 to
+    p90."""
     several = len({record.backend for record in records}) > 1
 
     def name(record: StepRecord) -> str:

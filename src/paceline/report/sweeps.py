@@ -105,7 +105,7 @@ class CollectiveResult(Result):
     def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
         known = {(record.backend, record.world_size) for record in self.rows}
-        # With more than six curves, draw only the backends and ranks of this run: more would be indistinguishable.
+        # With more than six curves, draw only the backends and ranks of this run: others would be indistinguishable.
         few = len({(r.backend, r.memory, r.device, r.world_size, r.note) for r in self.compared}) <= 6
         drawn = [*self.rows, *(r for r in self.compared if few or (r.backend, r.world_size) in known)]
         return {
@@ -165,8 +165,8 @@ def _name_backend(record: CollectiveRecord) -> str:
     return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
 
 
-# Columns in the middle and at the end of every timed row. `statistic` is `mean` if an imported table has no median;
-# `median_s` is then that mean.
+# Columns in the middle and at the end of every timed row. If an imported table has no median, `statistic` is `mean` and
+# `median_s` holds the mean.
 _SPREAD = (
     Column("mean", "timing.mean_s", "ms", "mean_s", priority=-1),
     Column("p10", "timing.p10_s", "ms", "p10_s", priority=-2),
@@ -302,7 +302,7 @@ def _plot(
 
 
 def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequence[MemoryRecord] = ()) -> Figure:
-    """Time against size, both on log axes."""
+    """Plot time against size, both on log axes."""
     title = f"{records[0].collective}: time"
     figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3, bounds)
     times = [r.time_s for r in (*records, *bounds)]
@@ -316,7 +316,7 @@ def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequen
 
 
 def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure:
-    """Bus bandwidth against size; algorithm bandwidth for one rank, which has no bus."""
+    """Plot bus bandwidth against size; for a single rank, which has no bus, plot algorithm bandwidth."""
     alone = all(r.world_size == 1 for r in records)
     name = "algbw" if alone else "busbw"
 
@@ -332,7 +332,7 @@ def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure
 
 
 def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
-    """Total time against elements per all-reduce, both on log axes."""
+    """Plot total time against elements per all-reduce, both on log axes."""
     title = f"{format_bytes(records[0].total_bytes)} all-reduced in chunks"
     figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3)
     axes.set(xscale="log", yscale="log", xlabel="elements per all-reduce", ylabel="total time (ms), band p10 to p90")

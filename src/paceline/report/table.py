@@ -47,7 +47,7 @@ class Column:
 
     `value` is a function of a row, or the dotted path of an attribute or item; it may return None. `unit` is a key of
     `_FORMATS`, or a function. `key` names the column in JSON and CSV, which contain the raw value (rates in GB/s). A
-    column without a key is only for people, one without a name only for programs. A narrow terminal drops columns,
+    column without a key is only for people, and one without a name only for programs. A narrow terminal drops columns,
     lowest priority first and from the right among equals, but never a key column (`is_key`).
     """
 
@@ -93,7 +93,7 @@ class Column:
 
 
 def raw_columns(*paths: str, **named: str) -> list[Column]:
-    """Columns for programs only: the attribute at each dotted path, under the path's last part or the given name."""
+    """Columns for programs only: the attribute at each dotted path, under the path's last part or a specified name."""
     keys = {path.split(".")[-1]: path for path in paths} | named
     return [Column(None, path, key=key) for key, path in keys.items()]
 
@@ -128,7 +128,7 @@ def describe_change(ratio: Any, of: str) -> str:
 
 
 def count_clear(ratios: Sequence[Any]) -> tuple[int, int, int]:
-    """How many ratios are shown to be below 1, how many above, and how many neither."""
+    """The numbers of ratios shown to be below 1, above 1, and neither."""
     below, above = (sum(r.is_clear and (r.value < 1) is side for r in ratios) for side in (True, False))
     return below, above, len(ratios) - below - above
 
@@ -192,8 +192,7 @@ class Table:
         return "\n".join([head, rule, *body]) + "\n"
 
     def html(self) -> str:
-        """All columns for people, for pages and notebooks; a text that is the same in every row moves to the
-        caption."""
+        """All columns for people, for pages and notebooks; text that is the same in every row moves to the caption."""
         title, shown = self._name_common(self._show(self.rows))
         sides = ["right" if one.column.is_number else "left" for one in shown]
         caption = f"<caption>{html.escape(title)}</caption>" if title else ""
@@ -207,9 +206,9 @@ class Table:
     _repr_html_ = html
 
     def terminal(self, width: int | None = 80) -> str:
-        """The table for a terminal of this width; None shows every column, however wide. A text that is the same in
-        every row moves to the title. Cells are never cut and numbers never wrapped: columns are dropped until the rest
-        fits, and if even the key columns do not fit, each row becomes several lines."""
+        """The table for a terminal of this width; None shows every column, however wide. Text that is the same in every
+        row moves to the title. Cells are never cut and numbers never wrapped: columns are dropped until the rest fits,
+        and if even the key columns do not fit, each row becomes several lines."""
         rows = self.rows if self.shown is None else self.shown
         if not rows:
             return ""
@@ -231,7 +230,7 @@ class Table:
         return "\n".join([*wrap(title, width), *lines, *wrap(self.ratio_note if has_ratios else "", width)])
 
     def _name_common(self, shown: Sequence[_Shown]) -> tuple[str, list[_Shown]]:
-        """The title with the texts that are the same in every row, and the remaining columns."""
+        """The title, extended with text that is the same in every row, and the remaining columns."""
         same = [one for one in shown if one.column.unit == "text" and len(set(one.cells)) == 1]
         same = same[len(same) == len(shown) :]
         common = ", ".join(one.cells[0] for one in same)

@@ -137,7 +137,7 @@ class TrainRunResult(Result):
 
     @cached_property
     def observed(self) -> AttachedResult | None:
-        """The steps, analyzed like those of an attached program: their bottleneck, and the buckets that they sent."""
+        """The steps, analyzed like those of an attached program: their bottleneck and the buckets that they sent."""
         if not self.rows or not self.total or not self.total.seconds:
             return None
         labels = {name: str(self.config[name]) for name in ("model", "wrapper", "backend", "device")} | self.outcome
@@ -269,7 +269,7 @@ def render_config(
 
 
 def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> Figure:
-    """The loss of every step, and the test loss and accuracy if measured."""
+    """Plot the loss of every step, and the test loss and accuracy if measured."""
     figure, axes = new_figure(title, f"{subtitle}; measured")
     steps, losses = ([row[name] for row in rows] for name in ("step", "loss"))
     axes.plot(steps, losses, color=COLORS[0], linewidth=0.9, alpha=0.8, label="training loss", gid="loss")

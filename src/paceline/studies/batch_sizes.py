@@ -49,7 +49,7 @@ def batch(
         epochs: Number of epochs at each size.
         device: cpu or cuda. `auto` uses GPUs if there is one for each rank.
         out: Save the study in a new subfolder of this folder, cell by cell.
-        resume: The folder of an interrupted study, which keeps its own settings: leave out all other arguments.
+        resume: The folder of an interrupted study, which keeps its own settings: omit all other arguments.
         job: Further settings of the job, named like the options of `paceline train` (data, precision, channels, ...).
     """
     refuse_launched("this study compares batch sizes on one rank")
@@ -104,7 +104,7 @@ def build_killed(job: TrainSettings, size: int, error: LaunchError) -> list[Reco
 
 
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
-    """Time epochs of the job, the first as a warm-up. Also records batches that do not fit into memory."""
+    """Time epochs of the job, the first as a warm-up. Also records batches that do not fit in memory."""
     import torch
 
     from paceline.measure.engine import build_samples
@@ -192,7 +192,7 @@ def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
 
 
 def build_batch_table(records: Sequence[BatchRecord]) -> Table:
-    """Build the table of all batch sizes. Times are per epoch, and exclude warm-ups and data waits."""
+    """Build the table of all batch sizes. Times are per epoch and exclude warm-ups and data waits."""
     knee, repeated = find_knee(records), [r for r in records if r.timing and r.timing.count > 1]
     columns = [
         *text_columns("model", "data", "device", "precision"),
@@ -215,7 +215,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
 
 
 def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
-    """Report the knee of the throughput, its step time, and the batch sizes that do not fit."""
+    """Report the knee of the throughput, the step time there, and the batch sizes that do not fit."""
     timed = {r.batch_size: r for r in records if r.timing}
     failed = [f"Batch size {r.batch_size} does not fit: {r.failure}." for r in records if r.failure]
     if not timed:

@@ -43,7 +43,7 @@ def read_asked() -> Asked:
 
 
 class EndOfDataError(Exception):
-    """This rank has no more batches."""
+    """Raised when this rank has no more batches."""
 
 
 def inject(fault: str) -> None:
@@ -94,8 +94,8 @@ NOISES = {
 
 
 class Noise:
-    """Injects disturbances, but no faults, into a healthy rank in random order at random times. Counts them in the file
-    at `path`."""
+    """Injects disturbances, but no faults, into a healthy rank, in random order at random times. Counts them in the
+    file at `path`."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self._path, self._draw, self._counts = path, random.Random(seed), Counter[str]()
@@ -128,7 +128,7 @@ def _compile(size: int) -> None:
 
 
 def _load_machine(seconds: float) -> None:
-    """Keep all cores busy with other processes for this time, or until this process ends."""
+    """Keep all cores busy with other processes for this time, or until this process exits."""
     goes_on = f"time.monotonic() < end and os.getppid() == {os.getpid()}"
     text = f"import os, time; end = time.monotonic() + {seconds}\nwhile {goes_on}: sum(range(9999))"
     for _ in range(os.cpu_count() or 1):
@@ -171,7 +171,7 @@ class Net(nn.Module):
             self._inject(asked.fault)
 
     def _note(self, is_mine: bool = True) -> None:
-        """Record the time of the fault. The trial waits for this file, and injects some faults itself."""
+        """Record when the fault was injected. The trial waits for this file. It injects some faults itself."""
         path = Path(self._asked.folder) / "injected"
         if is_mine and not path.exists():
             path.write_text(f"{time.monotonic()} {self.num_steps + 1}")

@@ -33,7 +33,7 @@ _SLOW = ("root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "400ms")
 
 
 class Asked(NamedTuple):
-    """The requested `fault`: at a `place` of step `step` on rank `rank`. The job writes its files into `folder`."""
+    """A request for `fault` at a `place` of step `step` on rank `rank`. The job writes its files into `folder`."""
 
     folder: str
     fault: str = ""
@@ -67,7 +67,7 @@ class Place:
         return ["--nnodes", "2", "--master-addr", f"{HOST_ADDRESS}.1", "--master-port", str(HOST_PORT)]
 
     def wrap(self, command: list[str]) -> list[str]:
-        """Build a command that runs the given command in this environment."""
+        """Build a command that runs `command` in this environment."""
         if not self.spaces:
             return [*self.prefix, *command]
         variables = [f"PACELINE_SECRET={secrets.token_hex(16)}", "GLOO_SOCKET_IFNAME=eth0"]
@@ -105,7 +105,7 @@ def open_place(needs: str, folder: Path) -> Iterator[Place]:
                 yield Place()
 
 
-# The job saves to a small disk. When the job ends, its content is copied to the real disk.
+# The job saves to a small disk. When the job exits, the content of the disk is copied to the real disk.
 _SMALL_DISK = f"""
 out=$1; shift
 mkdir -p $out; mount -t tmpfs -o size={_DISK_BYTES} tmpfs $out

@@ -57,7 +57,7 @@ class Fault(NamedTuple):
 
     `place`: the part of a step in which it happens. `cause`: the pattern of a correct report; empty for pauses and slow
     networks, which are not faults. `needs`: a special environment (`fault_places`). `names_rank`: whether the report
-    must identify the rank. `rank`: the only possible rank. `is_saved`: afterward a run must resume from its newest
+    must identify the rank. `rank`: the only possible rank. `is_saved`: afterward, a run must resume from its newest
     checkpoint. `is_final`: the run ends under every policy.
     """
 
@@ -108,15 +108,15 @@ FAULTS: dict[str, Fault] = {
     "noise": Fault("between", "", systems=("train", "script", ATTACHED)),  # every kind of pause, at random times
 }
 _JOB = Path(__file__).with_name("fault_job.py")
-_LONG_STEPS = 1_000_000  # the fault ends the job
+_LONG_STEPS = 1_000_000  # more than the job takes before the fault ends it
 _START_S = 120.0
 _TRIAL_S = 20.0  # approximate duration of a trial: two starts, the fault, and the end of all processes
 _WARM_S = 8.0  # time for a spare to get ready before the fault
 _SAVED_BYTES = {"kill-in-save": 32 << 20, "noise": 8 << 20}  # large enough to take a while to write
-_STOP_S = 60.0  # timeout for a job to end after SIGTERM
+_STOP_S = 60.0  # timeout for a job to exit after SIGTERM
 _HANGS, _HANG_TIMEOUT = ("gil", "loop", "deadlock", "endless-kernel", "extra-collective"), "5s"
 _TOKEN = "PACELINE_FAULT_TRIAL"  # marks the processes of a job
-_LEAVE_S = 2.0, 8.0  # time limit for processes to end after the command, on one host and on two
+_LEAVE_S = 2.0, 8.0  # time limit for processes to exit after the command, on one host and on two
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def faults(
         state: Size of the model and optimizer: 100MB. Default: small.
         device: cpu or cuda.
         out: Save the run in a new subfolder of this folder, trial by trial.
-        resume: The folder of an interrupted run. It keeps its own settings: only the number of trials may be given.
+        resume: The folder of an interrupted run, which keeps its own settings: only the number of trials may change.
     """
     given = {name: value for name, value in locals().items() if name not in ("trials", "resume", "progress")}
     check_counts(trials=trials)
@@ -322,7 +322,7 @@ class _Job:
         variables |= {"TMPDIR": f"{asked.folder}/tmp", "PYTHONPATH": os.pathsep.join(sys.path)}
         variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables |= {"PACELINE_MONITOR": "1"} if trial.system == ATTACHED else {}
-        # Hangs are reported immediately, and end the job after this time; pauses have the default timeout.
+        # Hangs are reported immediately and end the job after this time; pauses have the default timeout.
         variables |= {TIMEOUT_VARIABLE: _HANG_TIMEOUT} if asked.fault in _HANGS else {}
         Path(variables["TMPDIR"]).mkdir(exist_ok=True)
         self.process = subprocess.Popen(
@@ -357,13 +357,13 @@ class _Job:
                 yield when_s, line, text[text.rfind("\n", 0, found.start()) + 1 :]
 
     def find_last(self) -> str:
-        """The last error in the output, or else the last line with a word."""
+        """The last error in the output or, without an error, the last line with a word."""
         lines = [line for _, line in reversed(self.lines) if re.search("[a-zA-Z]", line)]
         errors = [line for line in lines if re.search(r"^paceline: |\w(Error|Exception): ", line)]
         return next(iter((*errors, *lines)), "").strip()
 
     def stop(self) -> None:
-        """Request the job to end, as a user or a scheduler would."""
+        """Ask the job to stop, as a user or a scheduler would."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_STOP_S)
@@ -482,8 +482,8 @@ def _names_step(kind: Fault, text: str, step: int) -> bool:
 
 
 def _make_damaged(trial: Trial, asked: Asked) -> int:
-    """Run the job up to its step, and flip one bit of the newest checkpoint: resuming from it is then the fault.
-    Returns the number of steps between this checkpoint and the previous one."""
+    """Run the job up to the fault's step, and flip one bit of the newest checkpoint: the fault is then to resume from
+    that checkpoint. Returns the number of steps between this checkpoint and the previous one."""
     _measure_restart(trial, asked)
     folder = Path(asked.folder)
     paths = sorted(folder.glob(f"{OUT}/*/checkpoints/step-*/model.safetensors")) or [folder / OUT / "saved.pt"]
@@ -546,7 +546,7 @@ _format_s = "{:.2f}".format
 
 
 def _summarize(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """The median of the known values, and the 95th percentile of all values, or None if it is unknown."""
+    """The median of the known values, and the 95th percentile of all values, which is None if it is unknown."""
     known = sorted(one for one in values if one is not None)
     place = math.ceil(0.95 * len(values)) - 1
     return statistics.median(known) if known else None, known[place] if 0 <= place < len(known) else None

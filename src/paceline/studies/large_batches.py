@@ -81,7 +81,7 @@ class LargeBatchSettings(grid.GridSettings):
         seeds: int, updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
     ) -> Self:  # fmt: skip
         refuse_unused(job, ("accumulate",), "the study derives it; batch_size is the maximum micro-batch")
-        refuse_unused(job, ("steps",), "the study compares batches after equal epochs, and after equal --updates")
+        refuse_unused(job, ("steps",), "the study compares batches after equal epochs and after equal --updates")
         check_counts(base_batch_size=base_batch_size, seeds=seeds)
         job = grid.choose_small_job(model, job)
         whole = f"model {model}: its step would set learning rates and batches; return a module, and name the data"

@@ -82,7 +82,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class ScalingCell:
-    """A set of interleaved variants: a mode, and samples in a rank's micro-batch (weak) or over all ranks (strong)."""
+    """A set of interleaved variants: a mode, and samples per rank's micro-batch (weak) or over all ranks (strong)."""
 
     mode: str
     samples: int
@@ -440,7 +440,7 @@ def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
 
 
 def describe_comparisons(lines: Sequence[ScaleLine]) -> list[str]:
-    """Count how often each variant is better or worse than torch's wrapper, over all cells."""
+    """Count, over all cells, how often each variant is better or worse than torch's wrapper."""
     found: dict[tuple[str, str], list[Ratio]] = {}
     for line in lines:
         # On gloo both comparisons are the same, and the dict keeps one.
@@ -609,7 +609,7 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _lines(self) -> tuple[list[ScaleLine], str]:
-        """The rows of all tables, and the reason for hiding bandwidths, if any."""
+        """The rows of all tables, and the reason for hiding bandwidths if they are hidden."""
         try:
             return list_lines(self.points, self.only(CollectiveRecord)), ""
         except MeasurementError as error:
@@ -669,7 +669,7 @@ class RanksResult(StudyResult):
         return [table for table in tables if table.rows]
 
     def page_tables(self) -> list[Table]:
-        """The tables, after matrices of the same numbers by batch size and ranks, for weak and strong scaling."""
+        """The tables, preceded by matrices of the same numbers by batch size and ranks for weak and strong scaling."""
         tables, found = self.tables(), []
         variants = list(dict.fromkeys(record.variant for record in self.several))
         for mode, ratio in (("weak", "efficiency"), ("strong", "speed-up")):

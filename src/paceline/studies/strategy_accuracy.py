@@ -188,7 +188,7 @@ class StrategiesResult(grid.GridResult):
         return f"No strategy is as good as {_BASELINE}; the best is {best.first.recipe}: {gap}."
 
     def _find_obstacle(self, tried: Sequence[SeedSummary]) -> str:
-        """The reason why these runs are inconclusive, or an empty string."""
+        """Why these runs are inconclusive, or an empty string."""
         baseline = next((s for s in self.summaries if s.first.recipe == _BASELINE), None)
         if not tried or baseline is None or baseline.score is None:
             return ""

@@ -32,8 +32,8 @@ from paceline.training.train_settings import TrainSettings
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome
 
-# Gradient noise is probed at these fractions of the run. All probes together may use a small fraction of the run's
-# samples: with more small batches per probe, noise can be measured further into training.
+# Gradient noise is probed at these fractions of the run. All probes together may use at most this small fraction of the
+# run's samples. With more small batches per probe, noise can be measured further into training.
 _PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
 _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
@@ -51,7 +51,7 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
 
 
 def measure_training(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
-    """Run the cell's training to the end. Collective: call on every rank of the launched world.
+    """Run the cell's whole training. Collective: call on every rank of the launched world.
 
     Synthetic data has the same seed in all cells: a different seed would create a different task.
     """

@@ -1,4 +1,4 @@
-"""Builds a job from settings on each rank: data, model, wrapper and optimizer. `loop` runs it."""
+"""Builds a job from settings on each rank: data, model, wrapper and optimizer. `loop` runs the job."""
 
 import contextlib
 import copy
@@ -148,13 +148,13 @@ def load_sets(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | N
 
 
 def _list_facts(settings: TrainSettings, world: World) -> dict[str, Any]:
-    """The optional arguments of a user's function."""
+    """The optional arguments that a user's function may accept."""
     facts = {"rank": world.rank, "world_size": world.world_size, "device": world.device, "seed": settings.seed}
     return facts | {"batch_size": settings.batches.batch_size}
 
 
 def open_parts(settings: TrainSettings, world: World, form: DataForm | None) -> tuple[OwnParts, frozenset[str]]:
-    """Call the user's model function. Returns its result and the names of the arguments it took."""
+    """Call the user's model function. Returns its result and the names of the arguments that it accepts."""
     parts, taken = open_own(settings.model, form, **_list_facts(settings, world))
     name = settings.model
     models = list_models(parts.model)
@@ -180,7 +180,7 @@ def open_parts(settings: TrainSettings, world: World, form: DataForm | None) -> 
 def _load_own(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | None]:
     """Load data from the user's data function, or from a model function that returns both.
 
-    If the function took the rank, its streams are already sharded.
+    If the function accepts the rank, its streams are already sharded.
     """
     set_seed(settings.seed)  # makes models and random splits equal on all ranks and after a resume
     parts = None
@@ -209,10 +209,10 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
     if isinstance(train, OwnData):
         if settings.batch_size is None and settings.global_batch_size is None:
             settings = dataclasses.replace(settings, batch_size=train.batch_size)
-        tail = f"--tail {settings.tail}: {train.describe()}"
+        tail = f"--tail {settings.tail} cannot be used: {train.describe()}"
         grows = settings.batch_growth
         refuse(
-            (train.is_stream and settings.tail != "keep", f"{tail}; set by its loader (drop_last); leave it out"),
+            (train.is_stream and settings.tail != "keep", f"{tail}, and its loader decides (drop_last); omit --tail"),
             (train.is_stream and grows, f"--batch-growth: {train.describe()}; the batches of a stream cannot grow"),
         )
         train = train.at(settings.batches.batch_size)
@@ -238,7 +238,7 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
 
 
 def _check_shares(data: OwnData, world: World) -> list[tuple[int, int]]:
-    """Reject data that differs between ranks although it is shared, or that is the same although it is sharded.
+    """Reject data that differs between ranks although it is shared or is the same although it is sharded.
 
     Returns each rank's number of samples and checksum. Collective: call on every rank.
     """

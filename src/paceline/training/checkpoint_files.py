@@ -281,10 +281,10 @@ def load_checkpoint(path: Path) -> Loaded:
 
 
 class CheckpointStore:
-    """The checkpoints of one run: `folder/step-00000120/` and so on. Keeps the newest `keep` of them.
+    """The checkpoints of one run: `folder/step-00000120/` and so on. Keeps the newest `keep` checkpoints.
 
-    `save` copies the state to host memory and returns; a low-priority thread writes it. Only one store may save into
-    a folder; any number may load from it.
+    `save` copies the state to host memory and returns; a low-priority thread writes the copy. Only one store may save
+    into a folder; any number of stores may load from it.
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:

@@ -33,12 +33,12 @@ from paceline.units import format_number_of, parse_duration
 from paceline.workloads.data.own import OwnData
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
-# The ranks of a killed run may briefly outlive it with its lock.
+# The ranks of a killed run may briefly outlive the run and keep its lock.
 _LOCK_TIMEOUT_S = 5.0
 # With --save-every auto, the maximum factor by which the interval grows at a time toward the optimum.
 _GROWTH = 4.0
-# Number of recent saves to average stalls over. The first save also allocates buffers, so it counts only until there
-# are others.
+# Number of recent saves over which to average stalls. The first save also allocates buffers, so it counts only until
+# there are others.
 _NUM_STALLS = 20
 
 
@@ -173,7 +173,8 @@ class RunFiles:
             other = (
                 f"was trained with --tail {meta['tail']}, but now it is {job.settings.tail} (because of the loader's "
             )
-            other += f"drop_last or the {self._world.world_size} ranks), which changes the steps per epoch: keep it"
+            other += f"drop_last or the {self._world.world_size} ranks), which changes the steps per epoch: "
+            other += "use the original --tail"
         elif had_workers != num_workers:
             other = f"has {format_number_of(had_workers, 'worker')}, but this job has {num_workers}: keep --workers"
         elif grown != wanted:

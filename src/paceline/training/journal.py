@@ -31,7 +31,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def catch_stop() -> Iterator[StopRequest]:
-    """Record SIGTERM, SIGUSR1 and SIGINT instead of ending the process. A second signal has its usual effect.
+    """Record SIGTERM, SIGUSR1 and SIGINT instead of exiting. A second signal has its usual effect.
 
     Ranks of our own launcher ignore SIGINT: their parent forwards it as SIGTERM. SIGUSR1 prints their stack, while
     under Slurm it requests a save before the time limit.
@@ -185,7 +185,7 @@ class Journal:
     def carry(self, mine: Unwritten | None, step: int) -> None:
         """Take over the unwritten rows of the previous world, up to `step`. Collective: call on every rank.
 
-        Estimates a lost rank's share of unexchanged steps from the other ranks.
+        Estimates a lost rank's part of unexchanged steps from the other ranks.
         """
         rows: dict[int, dict[str, Any]] = {}
         sent: dict[int, list[dict[str, Any]]] = {}

@@ -290,7 +290,7 @@ def _count_elements(module: nn.Module) -> int:
 def _run(
     job: Job, files: RunFiles, request: StopRequest, start: Position, carried: Carried
 ) -> tuple[int, int, tuple[int, ...]]:
-    """Train to the end. Returns the last step, the signal that ended the run (or 0), and the ranks that received it."""
+    """Train to the end. Returns the last step, the signal that stopped the run or 0, and the ranks that received it."""
     read = functools.partial(read_messages, job.learner.model, job.world)
     journal = Journal(job.world, request, read_messages=read)
     clock = PhaseClock(job.world.device)

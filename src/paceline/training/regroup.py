@@ -1,4 +1,4 @@
-"""Continues a run in a new world: processes keep their state, and the ranks of the new world agree on one.
+"""Continues a run in a new world: processes keep their state, and the ranks of the new world agree on one state.
 
 After a fault, ranks may be one step apart. The most advanced rank sends its state to the others. The state in memory
 has the form of a checkpoint, and `RunFiles.restore` accepts both.
@@ -108,7 +108,7 @@ class Carried:
             learner.model.stop()
 
     def find_sets(self, world: World) -> Sets | None:
-        """The data, if it is on the right device: a new rank number may mean another GPU."""
+        """The data, if it is on the right device. With a new rank number, a process may use another GPU."""
         return self.sets if self.device == world.device else None
 
     def agree_on_source(self, settings: TrainSettings, world: World) -> tuple[TrainSettings, int | None]:

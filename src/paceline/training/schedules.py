@@ -116,7 +116,7 @@ def check_growths(growths: Growths) -> None:
 class BatchSchedule:
     """The global batches of a run of `epochs` over `num_samples` each.
 
-    The batch grows at the first step that starts at or after the given fraction of the run's samples, even in the
+    The batch grows at the first step that starts at or after the specified fraction of the run's samples, even in the
     middle of an epoch.
     """
 

@@ -40,7 +40,7 @@ class PhaseTimes:
 
 
 class Phases(Protocol):
-    """Receives the start of each phase of a step (`forward`, `backward` with its waits, `optimizer`), and its end."""
+    """Receives the start of each phase of a step (`forward`, `backward` with its waits, `optimizer`) and its end."""
 
     def enter(self, phase: str) -> None:
         return
@@ -131,7 +131,7 @@ class Learner:
 
     @property
     def can_resume(self) -> bool:
-        """Whether its state can be saved: a user's own step may not return the state of its optimizers."""
+        """Whether the state can be saved: a user's step may not return the state of its optimizers."""
         return not (isinstance(self.optimizer, OwnState) and self.optimizer.parts is None)
 
     @property

@@ -192,7 +192,7 @@ class TrainSettings:
             fits = ", ".join(str(ranks) for ranks in range(1, size + 1) if size % ranks == 0)
             found = f"{count} ranks cannot divide the run's global batch of {size} samples evenly"
             raise ConfigError(f"{found}: use {fits} ranks, or start a new run", code="other-run")
-        # Keep the micro-batch if possible: it fits into memory, and BatchNorm statistics depend on its size.
+        # Keep the micro-batch if possible: it fits in memory, and BatchNorm statistics depend on its size.
         batch_size = same if size % (count * same) == 0 else None
         return dataclasses.replace(self, ranks=count, global_batch_size=size, batch_size=batch_size, accumulate=None)
 
@@ -376,7 +376,7 @@ NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 
 
 def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
-    """A lower bound on each option's memory on one rank, besides the memory of the model."""
+    """A lower bound on each option's memory on one rank, in addition to the model's."""
     is_synthetic = settings.data.startswith("synthetic")
     has_form = settings.data == "synthetic" and settings.model in MODELS
     form = MODELS[settings.model].form if has_form else DataForm("numbers", (1,))
@@ -397,7 +397,7 @@ def count_least_bytes(settings: TrainSettings) -> dict[str, int]:
 
 
 def check_size(settings: TrainSettings) -> None:
-    """Reject jobs that cannot fit into memory or would never end, before allocating anything.
+    """Reject jobs that cannot fit in memory or would never end, before allocating anything.
 
     Only torch can query GPU memory, so this assumes the largest existing GPU.
     """
@@ -441,7 +441,7 @@ def check_job(settings: TrainSettings) -> None:
 
 
 def list_job_warnings(settings: TrainSettings) -> list[str]:
-    """Warnings about valid settings with little effect."""
+    """Warnings about valid settings that have little effect."""
     if settings.wrapper != "dp" or machine.count_gpus() > 1:
         return []
     return ["--wrapper dp on one GPU: nn.DataParallel has nothing to distribute and behaves like --wrapper none"]

@@ -113,7 +113,7 @@ class Workers:
         """Continue from a state with the same number of workers."""
         if state["strides"] != self._strides:
             text = "parameters and residuals have a different memory layout here, probably because the device differs"
-            raise ConfigError(f"{text}: resume on the original kind of device", code="mismatch")
+            raise ConfigError(f"{text}: resume on the same type of device as before", code="mismatch")
         self._step, self._rate = state["step"], state["rate"]
         for learner, found in zip(self.learners[1:], state["others"], strict=True):
             learner.module.load_state_dict(found["model"])
@@ -134,7 +134,7 @@ class Workers:
 
 
 def build_workers(learner: Learner, count: int, strategy: Strategy, build: BuildCodec = build_codec) -> Learner:
-    """Build a learner for `count` identical workers, starting with this one. Its steps are steps of all workers."""
+    """Build a learner for `count` identical workers, the first of which is `learner`. Its steps run all workers."""
     learners = [replace(learner, world_size=count * learner.world_size)]
     for _ in range(count - 1):
         # Copy both together: the optimizer references the module's tensors.

@@ -1,4 +1,4 @@
-"""`paceline.attach`: starts a user's own, unmodified program, and observes some of its steps.
+"""`paceline.attach`: starts a user's unmodified program and observes some of its steps.
 
 `measure.attach` runs inside the program's ranks and writes files, which are read here.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _WARMUP = 4  # untimed steps at the start of a program: torch's wrapper builds its buckets in the second
 _LEAST_STEPS = 8  # minimum number of steps to observe
-_STEPS, _LEAST_S = 48, 10.0  # to observe by default: so many steps, and for so long
+_STEPS, _LEAST_S = 48, 10.0  # minimum number of steps to observe by default, and minimum time
 _COMPARISON_STEPS = 145  # total steps of a plan comparison
 _SWITCH_STEPS = 2  # untimed steps at the start of each turn
 _TURN_STEPS = 3  # timed steps of each turn
@@ -52,7 +52,7 @@ _BEFORE = 10  # steps before tracing starts
 _END_S = 60.0  # how long a program may take to exit after its ranks were told to stop
 _LAST_S = 5.0  # how long ranks may take to exit after the first one
 _POLL_S = 0.3
-_SHARES = ("cpu", "queued", "throttled")  # shares of wall time that ranks report
+_SHARES = ("cpu", "queued", "throttled")  # fractions of wall time that ranks report
 _MOST_STEPS = 5000  # number of recent steps to keep for a watched program
 
 
@@ -125,8 +125,8 @@ def attach(
 @dataclass
 class _Rank:
     """The output of one rank: its steps as (number, seconds, seconds in data loaders, host seconds, seconds in
-    evaluation, in checkpoints and in garbage collections, elements of its batches), all other facts in `about`, and
-    `place`, the number of bytes read from its file."""
+    evaluation, in checkpoints and in garbage collection, elements of its batches), all other facts in `about`, and
+    `place`, the number of bytes read from the rank's file."""
 
     about: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[float, ...]] = field(default_factory=list)
@@ -161,7 +161,7 @@ class _Files:
         return [chosen[number] for number in sorted(chosen)]
 
     def is_over(self) -> bool:
-        """Whether all ranks have finished writing."""
+        """Whether all ranks are done writing."""
         ranks = self.read()
         is_over = [bool(rank.about.keys() & {"num_steps", "error"}) for rank in ranks]
         return all(is_over) and len(ranks) >= (ranks[0].about["world_size"] if ranks else 1)
@@ -216,8 +216,8 @@ def _run(session: Session, folder: Path, asked: dict[str, Any], viewer: _Viewer 
 def _wait(
     session: Session, process: subprocess.Popen[bytes], files: _Files, stop: bool, viewer: _Viewer | None
 ) -> bool:
-    """Wait until the program ends; returns whether it was interrupted. Ctrl-C also reaches the program, which may save
-    first; SIGTERM reaches only us, so it is passed on."""
+    """Wait until the program exits; return whether it was interrupted. Ctrl-C also reaches the program, which may save
+    first; SIGTERM reaches only us, so we pass it on."""
     asked_s = 0.0
     while process.poll() is None:
         try:
@@ -325,7 +325,7 @@ def _describe_failure(name: str, code: int | None, folder: Path, steps: int) -> 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the program if it is still running; launchers end their ranks."""
+    """Terminate the program if it is still running; launchers terminate their ranks."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             process.send_signal(number)
@@ -335,7 +335,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @pause_collection()
 def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedStepRecord], list[str]]:
-    """The traces, the steps in them, and the reasons for missing ones."""
+    """The traces, the steps in them, and the reasons why traces are missing."""
     from paceline.predict.trace_steps import read_steps
     from paceline.predict.traces import read_chrome
 
@@ -359,7 +359,8 @@ def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedSt
 
 
 def _drop_paused(recorded: Sequence[TracedStepRecord], rank: _Rank) -> list[TracedStepRecord]:
-    """The recorded steps without evaluation, checkpoint or collection, if there are any and the trace has all steps."""
+    """The recorded steps without evaluation, checkpoint or garbage collection. If there are none, or if the trace lacks
+    some steps, all recorded steps."""
     first, last = rank.about["recorded"]
     paused = {number for number, *times in rank.steps if _is_paused(times)}
     found = [step for step in recorded if first + step.number not in paused]
@@ -370,8 +371,8 @@ _Times = list[dict[float, list[float]]]  # for each rank, the times of its steps
 
 
 def _pick_steps(ranks: Sequence[_Rank]) -> tuple[_Times, list[float], list[float]]:
-    """The steps of each rank, the numbers of the steps that all ranks took, and of those to use: untraced ones after
-    warm-up."""
+    """The steps of each rank, the numbers of the steps that all ranks took, and the numbers of those to use: untraced
+    steps after warm-up."""
     first, last = ranks[0].about.get("recorded", (0, -1))
     by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
     common = sorted(set.intersection(*map(set, by_rank)))
@@ -389,13 +390,13 @@ def _is_paused(times: Sequence[float]) -> bool:
 
 
 def _read_pauses(times: Sequence[float]) -> tuple[float, float, float]:
-    """Seconds in evaluation, in checkpoints and in garbage collections."""
+    """Seconds in evaluation, in checkpoints and in garbage collection."""
     evaluated_s, saved_s, collected_s = (*times, *[0.0] * 6)[3:6]
     return evaluated_s, saved_s, collected_s
 
 
 def _extend_pauses(times: Sequence[float], usual_s: float) -> list[float]:
-    """The pauses of a step, the longest one with what follows from it: flushing a file, caches to fill again."""
+    """The pauses of a step. The longest one includes its aftereffects: flushing a file, caches to fill again."""
     pauses = list(_read_pauses(times))
     if (paused_s := sum(pauses)) > 0:
         pauses[pauses.index(max(pauses))] += max(0.0, times[0] - usual_s - paused_s)
@@ -433,7 +434,7 @@ def _build_record(
 
 
 def _build_ranks(ranks: Sequence[_Rank]) -> list[RankRecord]:
-    """What each rank did besides its timed steps; empty if a rank did not report it."""
+    """What each rank did besides its timed steps; empty if some rank did not report it."""
     by_rank, _, numbers = _pick_steps(ranks)
     calm, found = _drop_pauses(by_rank, numbers), []
     for rank, steps in zip(ranks, by_rank, strict=True):
@@ -464,8 +465,8 @@ def _build_ranks(ranks: Sequence[_Rank]) -> list[RankRecord]:
 def _compare_plans(
     session: Session, folder: Path, records: Sequence[Record], caps: Sequence[int], budget: float | None
 ) -> list[StepRecord]:
-    """Run the program once more, alternating between its own buckets and others; its wrapper changes them between
-    steps."""
+    """Run the program once more, alternating between its own buckets and others; the program's wrapper changes buckets
+    between steps."""
     from paceline.report.observed import NOW, AttachedResult
 
     seen = AttachedResult(Run(session.verb, session.config, session.environment, tuple(records)))
@@ -489,7 +490,7 @@ def _compare_plans(
     race = {"plans": list(plans.values()), "turns": turns, "first": _WARMUP, "length": length}
     ranks = _run(session, folder, {"steps": steps, "stop": True, "race": race})
     if not all(rank.about.get("num_steps") == steps for rank in ranks):
-        why = next((r.about["error"] for r in ranks if "error" in r.about), f"it ended before its step {steps}")
+        why = next((r.about["error"] for r in ranks if "error" in r.about), f"it ended before step {steps}")
         session.warnings.append(f"plans were not compared: {why}")
         return []
     found = []

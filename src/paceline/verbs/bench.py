@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.report.step_tables import WrappersResult
     from paceline.report.sweeps import ChunksResult, CollectiveResult
 
-# Values that `quick` uses for settings that are not given.
+# Values that `quick` uses for settings that are not specified.
 _QUICK = {"iters": 10, "warmup": 1}
 _QUICK_MODELS = ("mlp", "cnn")
 
@@ -123,7 +123,7 @@ def wrappers(
 def _measure(
     verb: str, load: str, kind: type[GroupSettings], given: Mapping[str, Any], own: dict[str, Any], build: Any = None
 ) -> Any:
-    """Build settings from a verb's arguments (`given`) and the values it has parsed (`own`); check them, and
+    """Build settings from a verb's arguments (`given`) and the values that it has parsed (`own`), check them, and
     measure."""
     ranks, notes = choose_up_to(given["ranks"], 2)
     own |= {"ranks": ranks, "backends": list_names(given["backend"])}

@@ -1,4 +1,4 @@
-"""`paceline.demo`: finds the mistake in a small program, and measures a step with and without it."""
+"""`paceline.demo`: finds the mistake in a small program and measures a step with and without it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class DemoResult(AttachedResult):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One line about a busy machine is enough, because the interval of the comparison already reflects it."""
+        """At most one line about a busy machine, because the interval of the comparison already reflects the load."""
         if self.race is None or not self.doubts:
             return super().warnings
         load = ", ".join(part for found in describe_load(self.run.environment) for part in found)

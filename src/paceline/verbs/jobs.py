@@ -1,4 +1,4 @@
-"""Shared by all verbs: parsing arguments, opening a job (by name, or a user's own), choosing ranks, finishing a run."""
+"""Shared by all verbs: parsing arguments, opening a job (by name or from a user), choosing ranks, finishing a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Sizes = str | Sequence[str | int]
 
 
 def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
-    """One number or several, without repeats."""
+    """Parse one or several numbers, without repeats."""
     found = (counts,) if isinstance(counts, int) else tuple(dict.fromkeys(counts))
     if not found or min(found) < 1:
         raise ConfigError(f"{name} {counts}: must be one or more numbers of at least 1")
@@ -34,13 +34,13 @@ def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
 
 
 def list_names(names: Names) -> tuple[str, ...]:
-    """The names in one or several comma-separated texts, without repeats."""
+    """The names in one or several comma-separated strings, without repeats."""
     found = (names if isinstance(names, str) else ",".join(names)).split(",")
     return tuple(dict.fromkeys(name.strip() for name in found if name.strip()))
 
 
 def list_sizes(sizes: Sizes) -> tuple[int, ...]:
-    """Sizes in bytes, from texts with a unit or numbers of bytes."""
+    """Sizes in bytes, from strings with a unit or numbers of bytes."""
     if isinstance(sizes, str):
         return parse_sizes(sizes)
     return tuple(dict.fromkeys(parse_size(size) if isinstance(size, str) else size for size in sizes))
@@ -124,10 +124,10 @@ def open_job(
     progress: bool | None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """The session of a job, and a description of the job for its ranks: the settings of a built-in job, by default on
-    two ranks; or a user's own model and step, its wrapper, and the options of `join_world`.
+    two ranks; or a user's model and step, the wrapper, and the options of `join_world`.
 
     A module runs in this process. So does a factory, unless `ranks` requests new processes, which then receive the
-    factory. Jobs in this process keep its number of threads.
+    factory. Jobs in this process keep the process's number of threads.
     """
     if isinstance(model, str):
         refuse((step is not None, f"model {model!r} with a step: a built-in model has its own; pass a module instead"))

@@ -74,7 +74,7 @@ def predict(
         accumulate: Micro-batches per step.
         gradients: fp32 or bf16. Default: as in the profile.
         straggler: Variation between ranks: 3% (standard deviation), or profile to use the measured one.
-        slow_rank: One rank is always slower than the others by this share: 20%.
+        slow_rank: One rank is always slower than the others by this fraction: 20%.
         strategy: Compare strategies, each with its best buckets: "all", or a list ("bf16,int8").
         out: Save the run in a new subfolder of this folder.
 
@@ -184,8 +184,8 @@ _MEASURED = re.compile(r"\s*([^=]+)=\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*")
 
 
 def read_measured(measured: Place, of: str) -> list[CapTimeRecord]:
-    """Times by bucket size, from text such as `25MiB=724ms,100MiB=0.7s`, or from a table. Text has times `of` a step or
-    of its backward."""
+    """Times by bucket size, from text such as `25MiB=724ms,100MiB=0.7s` or from a table. `of` says what times in text
+    measure: a step or its backward."""
     if measured is None or "=" not in str(measured) or Path(measured).exists():
         return [] if measured is None else load_cap_times(measured)
     found = []
@@ -415,7 +415,7 @@ def _name_source(source: Result | str | Path) -> str:
 
 def _count_usable(result: Result, count: int) -> int | None:
     """How many of `count` ranks can divide the global batch evenly while one is missing, with this run's batch per
-    rank; None if that is unknown."""
+    rank; None if the batch is unknown."""
     rows = getattr(result, "rows", ())
     if not rows or not 1 < count <= _MOST_RANKS:
         return None
@@ -444,7 +444,7 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
         faults = [one for one in result.only(FaultRecord) if one.system == "train" and one.steps_lost is not None]
         named = [(one, one.detected_s) for one in faults if one.detected_s is not None]
         times["detect"] = [detected_s for _, detected_s in named]
-        times["restart"] = [  # includes ending the old command and starting the new one
+        times["restart"] = [  # includes stopping the old command and starting the new one
             (one.ended_s or detected_s) - detected_s + one.restart_s
             for one, detected_s in named
             if one.restart_s is not None
@@ -469,7 +469,7 @@ def _list_traces(place: Path) -> list[Path]:
 
 
 def _is_trace(file: Path) -> bool:
-    """Whether a file has events. Also True if it cannot be read, so that loading it reports the error."""
+    """Whether a file has events. Also true for an unreadable file, so that loading it reports the error."""
     try:
         return file.is_file() and b'"traceEvents"' in _read_content(file)
     except (OSError, EOFError, zlib.error):
@@ -478,7 +478,7 @@ def _is_trace(file: Path) -> bool:
 
 @pause_collection()
 def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
-    """The steps in the traces of one job. A RecordError names the file and what is wrong with it."""
+    """The steps in the traces of one job. RecordError names a bad file and what is wrong with it."""
     from paceline.predict.trace_steps import read_steps
     from paceline.predict.traces import find_span, read_ranks
 
@@ -530,8 +530,8 @@ def _finish(
     doubts: Iterable[str] = (),
     out: Place = None,
 ) -> R:
-    """The result, saved in a new folder if `out` is given. Refuses requests that cannot be simulated before it
-    saves."""
+    """The result, saved in a new folder in `out` unless that is None. Refuses requests that cannot be simulated, before
+    saving."""
     here = replace(capture_environment(), load_average=None)  # nothing is timed
     result = build(Run(verb, config, here, tuple(records), tuple(doubts)))
     if out is not None:
@@ -556,8 +556,8 @@ def list_carried(run: Run) -> list[StepRecord | CodecRecord]:
 
 
 def list_doubts(inputs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
-    """Warnings about the runs that a prediction is based on, with their names; and the names of runs that were measured
-    on a busy machine."""
+    """Warnings about the runs that a prediction is based on, with the names of the runs; and the names of runs that
+    were measured on a busy machine."""
     found = {name: find_doubts(run.records, run.environment) for name, run in inputs.items()}
     # A run derived from others, such as a comm-table, keeps the warnings about them.
     kept = {

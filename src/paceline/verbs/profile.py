@@ -102,7 +102,7 @@ def profile(
 
 
 def _measure_together(session: Session, given: Any, iters: int | None, warmup: int | None) -> list[Any]:
-    """Measure on a CPU how much twice as many local ranks slow each other down. Needs a core for each of them.
+    """Measure on a CPU how much ranks slow each other down if a host has twice as many. Each rank needs a core.
 
     Called first, so that the profile finds its ranks warm.
     """

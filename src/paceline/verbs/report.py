@@ -1,4 +1,4 @@
-"""`paceline.save_report`: shows runs of any kind on one self-contained HTML page."""
+"""`paceline.save_report`: shows runs of any kind on a single self-contained HTML page."""
 
 from __future__ import annotations
 

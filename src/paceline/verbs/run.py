@@ -28,7 +28,7 @@ _OWN = {
 
 
 def parse_variables(given: Sequence[str]) -> dict[str, str]:
-    """Parse `NAME=VALUE`, or `NAME` for its value on this host."""
+    """Parse `NAME=VALUE`, or `NAME`, which takes its value from this host."""
     variables = {}
     for text in given:
         name, is_set, value = text.partition("=")
@@ -69,7 +69,7 @@ def run(
     """Run a command on several hosts and return its exit code; `show` receives the output.
 
     Args:
-        command: The command, after --: -- python train.py
+        command: The command to run, after --, as in -- python train.py.
         hosts: Hosts to use over ssh, with ranks: a:8,b:8. Default ranks: the host's GPUs, else 1.
         slurm: Write an sbatch script, show it and submit it.
         kubernetes: Print a manifest without submitting it.
@@ -149,7 +149,7 @@ def run(
     except KeyboardInterrupt:
         return 130
     try:
-        path.write_text(script)  # the job id keeps it from replacing a file of the user
+        path.write_text(script)  # the job id keeps it from replacing a user's file
     except OSError as error:
         show("err", f"paceline: warning: cannot write {path}: {error.strerror}\n")
     return scheduler.follow(job, log, show) if wait else 0

@@ -61,10 +61,10 @@ def train(
         ranks: Number of ranks. Default: the launched world's, or 1 in a plain process. Several numbers
             (`ranks=(1, 2)`) train the same job with the same global batches, one run after the other.
         epochs: Number of epochs. Default: 1.
-        resume: The folder of a run to resume from its newest checkpoint. The run keeps its settings; only those that do
-            not change the result may be given.
+        resume: The folder of a run to resume from its newest checkpoint. The run keeps its settings; you can specify
+            only settings that do not change the result.
         out: Save the run in a new subfolder of this folder: metrics, checkpoints and the trained weights. Without it
-            nothing is written. If the variable PACELINE_RUN names the new folder and that already has a run, the run
+            nothing is written. If the variable PACELINE_RUN names the new folder and this already has a run, the run
             is resumed, for example when a scheduler restarts a job.
         watch: Serve a live page from a separate process, and print its address.
         settings: The fields of `TrainSettings`, named like the options of `paceline train`: `batch_size`, `lr`,
@@ -115,7 +115,7 @@ def train(
 
 
 def _is_begun(folder: Path) -> bool:
-    """Whether an earlier attempt of this job has started the run. Collective: rank 0 checks before it creates a run."""
+    """Whether an earlier attempt of this job started the run. Collective: rank 0 checks before creating a run."""
     found = (folder / CONFIG_FILE).exists()
     place = read_place()
     if place.world_size == 1:
@@ -212,7 +212,7 @@ def _train(
             update_config(folder, end="interrupted")
         if outcome.signal and not session.signal and len(outcome.asked) < wanted.ranks and session.is_leader:
             who, name = name_ranks(outcome.asked), signal.Signals(outcome.signal).name
-            text = f"only {who} of {wanted.ranks} received {name}, by hand or from a job manager"
+            text = f"only {who} of {wanted.ranks} received {name}, sent manually or by a job manager"
             print(f"paceline: {text}: all ranks stopped after step {outcome.step}", file=sys.stderr, flush=True)
         if outcome.signal:  # ranks started by this process receive Ctrl-C as SIGTERM
             _interrupt(session.signal or outcome.signal)
@@ -274,8 +274,8 @@ def update_config(
     run: Path, outcome: dict[str, Any] | None = None, environment: Environment | None = None, end: str = "",
     faults: Sequence[dict[str, Any]] = (), **lengths: int,
 ) -> None:  # fmt: skip
-    """Record in `config.json` how a run ended and how busy the machine was, or its new length. `end` says why it ended
-    early; `faults` lists all faults so far."""
+    """Record in `config.json` how a run ended and how busy the machine was, or the run's new length. `end` says why the
+    run stopped early; `faults` lists all faults so far."""
     document, before = load_config(run), load_config(run)
     for name, length in lengths.items():
         document["settings"][name] = max(length, document["settings"][name])
@@ -301,7 +301,7 @@ def _describe_saved(folder: Path | None) -> str:
 
 
 def _load_resumed(run: Path, given: dict[str, Any]) -> tuple[TrainSettings, int]:
-    """The settings of a run to resume, with the given changes, and the number of steps it has taken."""
+    """The settings of a run to resume, with the requested changes, and the number of steps that it has taken."""
     try:
         document = load_config(run)
     except RecordError as error:
@@ -320,7 +320,7 @@ def _load_resumed(run: Path, given: dict[str, Any]) -> tuple[TrainSettings, int]
 
 
 def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSettings:
-    """The run's own settings with those given for a resume; ConfigError if one would change the result."""
+    """The run's settings with those specified for a resume; ConfigError if one would change the result."""
     ends = "epochs" if saved.steps is None else "steps"
     growth = format_growths(saved.batch_growth)
     size = saved.batches.global_batch_size

@@ -1,7 +1,7 @@
 """`paceline.watch`: a live page of a run, served on loopback, and the same numbers in a terminal.
 
-Four times a second, it reads the files that the run writes; it sends nothing to the run. It keeps serving after the run
-has ended, and shows how it ended. `verbs.attach` uses it to serve the page of a user's own program.
+The server reads the files that the run writes, four times a second, and sends nothing to the run. It keeps serving
+after the run has ended, and shows how the run ended. `verbs.attach` uses it to serve the page of a user's program.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ class Follower:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether the run's process holds the lock of its folder. A run that is just starting waits longer than this."""
+    """Whether the run's process holds the lock of its folder. A run that is just starting waits longer for the lock
+    than this test holds it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -220,7 +221,7 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def _stream(self, place: int) -> None:
-        """Stream rows as they arrive. A page without rows, and the page of an ended run, are told to reload."""
+        """Stream rows as they arrive. Tells a page without rows, and the page of an ended run, to reload."""
         follower = self.server.follower
         self.server.num_viewers += 1
         sent_s = 0.0

@@ -349,7 +349,7 @@ def _call(name: str, function: Callable[..., Any], facts: dict[str, Any]) -> tup
     needed = [p for p in found if p.default is p.empty and p.kind not in variable and p.name not in taken]
     form, what = facts.get("form"), ", ".join(p.name for p in needed)
     first = "the data form and " * ("form" in facts)
-    unknown = f"{name} needs the data form: choose the data, such as --data synthetic:images"
+    unknown = f"{name} needs the data form: specify the data, for example --data synthetic:images"
     text = f"{name} needs {what}: Paceline passes only {first}the named arguments {', '.join(FACTS)}"
     refuse((len(needed) > ("form" in facts), text), code="own-type")
     refuse((needed and form is None, unknown), code="no-data")

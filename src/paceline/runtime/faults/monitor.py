@@ -70,12 +70,12 @@ _FOUND = {
     "gil": "has held Python's lock (the GIL)",
     "loop": "has been computing",
     "blocked": "has been blocked",
-    "disk": "has waited for a disk or a driver (state D)",
+    "disk": "has been waiting for a disk or a driver (state D)",
     "kernel": "has been waiting for its GPU",
-    "collective": "has waited in a collective that the others have not joined",
+    "collective": "has been waiting in a collective that the others have not joined",
     "desynchronised": "has started a different number of collectives than the others",
-    "left": "has left, and others have waited",
-    "all-wait": "all ranks have waited for each other",
+    "left": "has left, and others have been waiting",
+    "all-wait": "all ranks have been waiting for each other",
 }
 _ADVICE = {
     "ended": "see its own output, or the kernel's log (dmesg)",
