@@ -272,6 +272,6 @@ def test_torchs_dataparallel_on_one_gpu_warns_that_it_replicates_nothing(monkeyp
     for name, value in (("count_gpus", 1), ("gpu_name", "")):  # the CPU computes in its place
         monkeypatch.setattr(f"paceline.machine.{name}", lambda value=value: value)
     asked = ("--wrapper", "dp", "--device", "cpu", "--json", "--out", str(tmp_path))
-    assert type_alone(*TRACE, *asked).code == 2  # has no effect there
+    assert type_alone(*TRACE, *asked).code == 2  # --device has no effect there
     document = json.loads(type_alone(*TRACE, "--wrapper", "dp", "--json", "--out", str(tmp_path)).out)
     assert document["warnings"][0].startswith("--wrapper dp on one GPU")

@@ -116,7 +116,7 @@ class Ranks:
                 os.waitpid(pid, 0)
         for link in self._links:
             os.close(link)
-        Path(self._meeting).unlink(missing_ok=True)  # the last rank's store may already have done so
+        Path(self._meeting).unlink(missing_ok=True)  # the last rank's store may already have removed the file
 
     def hear(self, rank: int, timeout_s: float = TIMEOUT_S) -> Any:
         """The next message of a rank. Errors there are raised here."""

@@ -88,7 +88,7 @@ def test_our_wrapper_gives_the_losses_and_weights_of_torchs(name, tmp_path, monk
         file = tmp_path / f"{wrapper}.pt"
         command = build_command(name, "--steps", "40", "--double", "--save", str(file))
         result = paceline.attach(command, steps=32, progress=False)
-        assert result.failure == "" and result.steps.wrapper == wrapper  # otherwise it would be compared with itself
+        assert result.failure == "" and result.steps.wrapper == wrapper  # otherwise compared with itself
         text = "".join(capfd.readouterr())
         losses = [float(part) for part in re.findall(r"(?:loss |'loss': ')([-+.e\d]+)", text)]
         found.append((losses, flatten(torch.load(file))))

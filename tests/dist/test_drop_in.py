@@ -203,7 +203,7 @@ def look_into_buckets() -> None:
             assert [grad.shape for grad in grads] == [param.shape for param in params]
             assert sum(grad.numel() for grad in grads) <= bucket.buffer().numel()
             seen.append((bucket.index(), bucket.is_last(), [tuple(param.shape) for param in params]))
-            for grad in grads:  # through the gradients instead of the buffer
+            for grad in grads:  # write through the gradients instead of the buffer
                 dist.all_reduce(grad)
                 grad.div_(world.world_size)
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -245,7 +245,7 @@ def test_ranks_can_post_messages_while_they_work(warm_pool):
 
 
 def test_an_unpicklable_function_is_refused_before_ranks_start(monkeypatch):
-    monkeypatch.setattr("paceline.runtime.ranks.by_value.is_interactive", lambda: False)  # as pytest workers may be
+    monkeypatch.setattr("paceline.runtime.ranks.by_value.is_interactive", lambda: False)  # unlike pytest's
     with pytest.raises(ConfigError, match="lambda"):
         paceline.run_ranks(lambda: None, 2)
 
@@ -365,7 +365,7 @@ def work(folder):
         vector = torch.zeros(2**22)
         while True:
             if world.rank == 1:
-                time.sleep(0.2)  # rank 0 is then mostly in the collective, deaf to Python's signals
+                time.sleep(0.2)  # rank 0 is then mostly in the collective, where Python cannot handle signals
             dist.all_reduce(vector)
 
 if __name__ == "__main__":

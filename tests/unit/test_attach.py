@@ -161,7 +161,7 @@ def test_steps_of_a_gpu_have_its_times_and_not_those_of_the_host_that_runs_ahead
 def test_a_wait_for_data_counts_only_while_the_gpu_has_nothing_to_do(tmp_path, gpu):
     observe(tmp_path, steps=10)
     program = GpuProgram(gpu)
-    program.train(5, data_s=0.1)  # hidden: the GPU is slower and the host runs ahead
+    program.train(5, data_s=0.1)  # loading is hidden: the GPU is slower, and the host runs ahead
     program.train(6, data_s=0.5)
     program.train(30, most_ahead_s=0.0)
     steps = {number: times for number, *times in read(tmp_path)["steps"]}
@@ -355,7 +355,7 @@ def test_a_wrapper_is_noted_however_its_constructor_is_called(tmp_path, monkeypa
 
 
 def test_pauses_between_steps_are_timed_apart_from_data(tmp_path, monkeypatch):
-    gc.disable()  # except when called
+    gc.disable()  # collect only when this test calls it
     observed = observe(tmp_path, steps=12)
     program = Program()
     observed._roots.add(id(program.models[0]))  # as if a wrapper contained it

@@ -168,7 +168,7 @@ def test_a_rank_that_its_container_throttles_or_that_waits_for_a_core_is_named()
 
 def test_uneven_batches_cost_the_excess_of_the_largest():
     (found,) = find(made_evidence({"elements": (8000,) * STEPS}, {"elements": (4000,) * STEPS}))
-    # 80 ms of forward and backward are those of the larger batch, a third above the mean.
+    # The larger batch, a third above the mean, takes 80 ms of forward and backward.
     assert (found.kind, found.rank, found.gain_s) == ("uneven batches", 0, pytest.approx(0.02))
     turns = [tuple(8000 if n % 2 == rank else 4000 for n in range(STEPS)) for rank in (0, 1)]
     (found,) = find(made_evidence(*({"elements": elements} for elements in turns)))

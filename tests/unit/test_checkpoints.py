@@ -113,7 +113,7 @@ def test_training_continues_while_a_checkpoint_is_written_and_does_not_change_it
     with opened(tmp_path) as store:
         weights = torch.ones(1000)
         store.save(1, {"w": weights}, {"m": weights}, {})
-        weights.zero_()  # the next step
+        weights.zero_()  # as the next step would
         assert store.find() == []
         go.set()
         loaded = store.load_latest()

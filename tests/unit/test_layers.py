@@ -161,7 +161,7 @@ def test_times_of_blocks_are_where_they_are_spent():
     module = nn.Sequential(Slow(0.004, 0.012), nn.ReLU(), Slow(0.008, 0.002))
 
     def loss(x):
-        return Sleep.apply(module(x), 0.0, 0.006)  # in no block, like a head that is a plain function
+        return Sleep.apply(module(x), 0.0, 0.006)  # outside all blocks, like a head that is a plain function
 
     record = profile(module, loss=loss)
     # Compare all modules at once: excess in one would be missing in another.

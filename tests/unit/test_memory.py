@@ -219,6 +219,6 @@ def test_each_category_has_its_largest_of_each_phase():
         [40, 40, 0], [0, 100, 100], [8, 30, 9],
     ]  # fmt: skip
     assert rows["data"] == dict.fromkeys(("data", *names), 20)
-    # The largest over several micro-batches.
+    # With several micro-batches, the largest one counts.
     again = replace(memory, phases=(*memory.phases, replace(memory.phases[1], largest_bytes=(1,) * 8 + (500,))))
     assert list_memory(again)[-1].by_phase["forward"] == 500 and list_memory(again)[5].by_phase["forward"] == 40

@@ -147,7 +147,7 @@ def test_a_rank_that_is_suspended_ends_the_job_at_once(named):
         dict(state="R", phase=BETWEEN, cpu=1.0),  # an evaluation on one rank
         dict(state="R", phase=SLOW, cpu=1.0),  # a marked section, or a compilation
         dict(state="S", phase=SLOW, beats=False),  # a checkpoint save
-        dict(state="R", phase=FORWARD, cpu=0.01),  # an overloaded machine on which it gets no core
+        dict(state="R", phase=FORWARD, cpu=0.01),  # an overloaded machine on which the rank gets no core
         dict(state="R", phase=FORWARD, cpu=0.01, beats=False),
         dict(state="t", phase=FORWARD, beats=False),  # a debugger
     ],

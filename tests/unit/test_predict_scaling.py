@@ -238,7 +238,7 @@ def test_messages_of_ranks_that_outnumber_the_cores_slow():
     crowded, roomy = (MadeWorld(cores=cores).evidence(1, 2, 4).fabric for cores in (8, 64))
     size = 8 * MIB
     assert crowded.build_curve(4).estimate_s(size) == roomy.build_curve(4).estimate_s(size)
-    # Two gloo threads for each of 8 ranks on 8 cores.
+    # Each of 8 ranks on 8 cores runs two gloo threads.
     ratio = crowded.build_curve(8).estimate_s(size) / roomy.build_curve(8).estimate_s(size)
     assert ratio == pytest.approx(2**0.8)
 

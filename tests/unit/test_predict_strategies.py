@@ -150,7 +150,7 @@ def test_a_step_calibrates_the_cost_of_a_codec():
     for factor in (0.7, 1.0, 2.5):
         step_s = simulate(job, [1, 2], replace(given, sending=given.sending.scale(factor))).step_s
         assert fit_factor(job, [1, 2], given, step_s) == pytest.approx(factor, abs=2e-3)
-    assert fit_factor(job, [1, 2], given, 100.0) == pytest.approx(5, abs=2e-3)  # no more than that
+    assert fit_factor(job, [1, 2], given, 100.0) == pytest.approx(5, abs=2e-3)  # the maximum
     assert fit_factor(job, [1, 2], costs("bf16"), 100.0) == 1  # decoding is free here
 
 
@@ -188,7 +188,7 @@ def test_a_period_has_one_exchange():
     exposed_s = (message_s + 2 * WORDS_S) / 4  # ranks agree before it starts, and before they use it
     assert step.step_s == pytest.approx(0.020 + exposed_s) and step.exposed_s == pytest.approx(exposed_s)
     assert [bucket.num_bytes for bucket in step.buckets] == [8000]
-    # A delay of that many steps hides everything except the codec's initial computation.
+    # A delay of one step hides everything except the codec's initial computation.
     parts = ((0.003, 0.0), (0.0, 0.0))
     delayed = simulate(job, [2], costs("diloco:10,delay=1", parts))
     assert delayed.step_s == pytest.approx(0.020 + (0.003 + 2 * WORDS_S) / 10)
@@ -403,7 +403,7 @@ def test_strategies_on_a_slow_and_on_a_fast_network():
     slow, fast = result.cells
     assert [row.strategy.text for row in slow.rows] == ["dense", *ALL] and slow.world_size == 2
     by_name = {row.strategy.text: row for row in slow.rows}
-    # At 1 Gb/s, 16 MiB take longer than backward: half of them, half of the rest.
+    # At 1 Gb/s, 16 MiB take longer than backward; bf16 halves the bytes, and int8 halves them again.
     assert by_name["dense"].step_s > by_name["bf16"].step_s > by_name["int8"].step_s
     assert by_name["dense"].sent_bytes == 16 * MIB and by_name["bf16"].sent_bytes == 8 * MIB
     # A schedule sends so little that it gets its own answer.

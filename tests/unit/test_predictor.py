@@ -219,11 +219,11 @@ def test_costs_within_the_noise_are_zero(gather_s, launch_s):
     assert costs.gather_s_per_byte >= 0 and costs.launch_s >= 0 and job.before_s >= 0
 
 
-# Messages and arithmetic that do not slow each other down.
+# Messages and arithmetic do not slow each other down.
 ALONE = ((MIB, 1.0, 1.0),)
-# One message at a time, with a latency that makes eight buckets far too many.
+# Messages run one at a time, with a latency that makes eight buckets far too many.
 SLOW = MadeJob(alpha_s=0.010, backend="paceline", disturbed=ALONE)
-# Nearly free messages.
+# Messages cost almost nothing.
 FAST = MadeJob(alpha_s=1e-6, bytes_per_s=1e12, launch_s=0.0, gather_s=0.0, disturbed=ALONE)
 # On such a slow link, messages should start at once and grow while they queue; no cap achieves that.
 NARROW = replace(SLOW, alpha_s=0.002, bytes_per_s=1e8)

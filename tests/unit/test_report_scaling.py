@@ -438,7 +438,7 @@ def _disturb(record, rank, factor):
 def test_a_rank_delayed_by_another_process_is_named():
     record = make_scale(make_rng(), 4, 0.01)
     assert rank_scaling.describe_stragglers([record]) == []
-    assert rank_scaling.describe_stragglers([_disturb(record, 2, 1.02)]) == []  # close to the others
+    assert rank_scaling.describe_stragglers([_disturb(record, 2, 1.02)]) == []  # too close to the other ranks
     (line,) = rank_scaling.describe_stragglers([_disturb(record, 2, 1.5), _disturb(record, 2, 1.5)])
     assert line.startswith(
         "4 ranks with 32 samples per rank: do not use this cell. Rank 2 was the slowest in 100% of the steps"
@@ -469,7 +469,7 @@ def test_comparisons_exclude_cells_disturbed_by_a_slow_rank():
         mine, theirs = (make_scale(make_rng(), 4, 0.01, wrapper=w, cell_size=size) for w in ("paceline", "torch"))
         records += [make_scale(make_rng(), 1, 0.01, cell_size=size), mine, _disturb(theirs, 2, factor)]
     lines = list_lines(list_points(records))
-    assert [line.record for line in lines if line.is_disturbed] == records[4:]  # also everything interleaved with it
+    assert [line.record for line in lines if line.is_disturbed] == records[4:]  # including interleaved ones
     (text,) = rank_scaling.describe_comparisons([line for line in lines if not line.is_disturbed])
     assert " of 1 undisturbed cell, " in text
 

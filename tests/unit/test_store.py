@@ -250,7 +250,7 @@ def list_published():
 @pytest.mark.parametrize("path", [*list_published()])
 def test_the_published_runs_can_be_read(path):
     run = load_run(path.parent)
-    # Traces and compared runs are in files of their own, not in records.
+    # Traces and compared runs are in separate files, not in records.
     elsewhere = {
         "profile trace": ["overview.json.gz"],
         "train --compare": [f"{n}/config.json" for n in ("1-rank", "2-ranks")],

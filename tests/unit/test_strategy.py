@@ -144,7 +144,7 @@ def test_the_bytes_of_a_run_include_the_steps_before_a_schedule_and_those_of_a_w
     )
     assert later.count_sent_bytes([MATRIX, VECTOR], 2, num_steps=4) == every
     first, last = (Strategy.parse(f"topk:{share}") for share in (0.25, 0.0025))
-    warm = Strategy.parse("topk:0.0025,warmup=2")  # via 0.025
+    warm = Strategy.parse("topk:0.0025,warmup=2")  # the density falls to 0.25, 0.025, 0.0025
     middle = Strategy.parse("topk:0.025").count_sent_bytes([MATRIX], 2)
     sent = [first.count_sent_bytes([MATRIX], 2), middle, *[last.count_sent_bytes([MATRIX], 2)] * 2]
     assert warm.count_sent_bytes([MATRIX], 2, num_steps=4) == pytest.approx(sum(sent) / 4)

@@ -137,7 +137,7 @@ def test_kernels_with_and_without_messages_measure_contention():
 
 def test_a_gpu_that_waits_for_the_host_is_idle():
     steps = read(made_layers(12.5))
-    # Before each layer except those next to a message, which keeps the GPU busy.
+    # The GPU is idle before each layer, except next to a message, which keeps the GPU busy.
     assert [step.idle_s for step in steps] == pytest.approx([5e-3, 5.5e-3, 5.5e-3], abs=1e-5)
     assert [step.idle_s for step in read(made_on_gpu(ON_GPU, MachineCosts(LINE), CUTS))] == pytest.approx([0] * 3)
     assert [step.idle_s for step in read(made_on_cpu(JOB, FREE, CUTS))] == [0] * 3
@@ -328,7 +328,7 @@ def test_the_nodes_are_the_traced_hosts_if_all_ranks_are_present():
 def test_an_insufficient_factor_is_at_its_bound_and_has_a_warning():
     steps = read(made_on_cpu(JOB, FREE, CUTS))
     assert not TracedJob(steps).is_off
-    # Much longer than its parts: doubling the message times does not explain it.
+    # The traced step is much longer than its parts: doubling the message times does not explain the difference.
     longer = TracedJob(steps)._calibrate(*TracedJob(steps).fit[:2], 0.2)
     shorter = TracedJob(steps)._calibrate(*TracedJob(steps).fit[:2], 0.02)
     assert (longer.factor, shorter.factor) == (2.0, 0.5)

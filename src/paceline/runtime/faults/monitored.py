@@ -123,8 +123,8 @@ def _start_process(
 
 
 def _note_errors(rank: int) -> None:
-    """If an error terminates this process, report it to the monitor and close the world as failed: on NCCL, normal closing
-    at exit would wait for collectives that never end."""
+    """If an error terminates this process, report it to the monitor and close the world as failed: on NCCL, a normal
+    close at exit would wait for collectives that never end."""
     from paceline.runtime.ranks.world import current_world
 
     before = sys.excepthook

@@ -520,7 +520,7 @@ def forget_terminal(number: int) -> None:
 
 @contextlib.contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """Block SIGINT while a process starts, which inherits the mask: Ctrl-C must not kill it before it ignores SIGINT."""
+    """Block SIGINT while a process starts and inherits the mask: Ctrl-C must not kill it before it ignores SIGINT."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
