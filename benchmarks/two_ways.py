@@ -39,7 +39,7 @@ def build(strategy: str, net: torch.nn.Module) -> tuple[paceline.DDP, Any]:
 
 
 def measure(settings: TrainSettings, strategy: str, num_steps: int) -> str:
-    """Measure, and return the result as text. Collective: call on every rank."""
+    """Measure the strategy and return the result as text. Collective: call on every rank."""
     ways = ("dense", strategy)
     with paceline.init(settings.backend, "cpu", announce=None) as world:
         (data, _), _ = load_sets(settings, world)

@@ -9,7 +9,7 @@ dropped as a cold start if a larger message of its sweep took less than half as 
 
 1. Named networks: predicts each table without its own source. If no other source has measured that network, uses its
    data sheet, with a correction fitted to the other sources. Also prints in-sample numbers.
-2. Only data sheets, in the same way, as for networks without published measurements.
+2. Data sheets only: predicts in the same way, as for networks without published measurements.
 3. Other rank counts: predicts each rank count of a sweep from smaller ones.
 4. From one node to several: predicts from the sweep on one node, without the number of ranks per node, with it, and
    with the data sheet of the links between nodes.

@@ -313,7 +313,7 @@ def list_scores(points: Sequence[Prediction]) -> list[str]:
     if not points:
         return [""] * len(SCORES)
     scores = score_predictions(points)
-    # without intervals
+    # a width of 0 means predictions without intervals
     names = ("mape", "max_error", "coverage", "width") if scores["width"] else ("mape", "max_error")
     return [str(len(points)), *map(percent, map(scores.get, names)), *[""] * (4 - len(names))]
 

@@ -2,8 +2,8 @@
  *
  * The ranks of a round are threads of one process (for ThreadSanitizer) or forked processes (for AddressSanitizer). All
  * ranks draw the same script from the same seed. Each rank separately draws the location of its vectors, whether it runs
- * or submits an operation, and when it waits for it. A round ends when all ranks close their groups, request different
- * operations, when one leaves while others wait, or when one is killed. */
+ * or submits an operation, and when it waits for the result. A round ends when all ranks close their groups or request
+ * different operations, when one leaves while others wait, or when one is killed. */
 #define _GNU_SOURCE
 #include "operations.h"
 

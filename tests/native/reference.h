@@ -1,4 +1,4 @@
-/* The reference of the fuzz program: random numbers, and reductions one number at a time in plain C, without any of the
+/* The reference of the fuzz program: random numbers and reductions one number at a time in plain C, without any of the
  * transport's arithmetic. */
 #ifndef PACELINE_REFERENCE_H
 #define PACELINE_REFERENCE_H

@@ -188,7 +188,7 @@ def syncs_in_forward(module: nn.Module) -> bool:
 
 
 def _fold(x: Tensor, parts: int, back: bool = False) -> Tensor:
-    """Reshape (parts * n, C, ...) to (n, parts * C, ...) in the same memory format; `back` reverses it."""
+    """Reshape (parts * n, C, ...) to (n, parts * C, ...) in the same memory format; `back` does the reverse."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if x.dim() in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.dim()]):
         last = x.movedim(1, -1)

@@ -243,7 +243,7 @@ def _is_gloo_on_cpu(rows: torch.Tensor, group: Any) -> bool:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory with its own version counter, to count writes through it, or to hide them."""
+    """The same memory with a separate version counter, to count writes or to hide them."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 

@@ -672,7 +672,7 @@ class DDP(DistributedDataParallel):
     join_process_group = process_group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join([model, optimizer])`; our own `join` does not need it."""
+        """The hook for torch's `Join([model, optimizer])`; our own `join` does not use it."""
         self._refuse_join()
         return _TorchJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 

@@ -467,7 +467,7 @@ class _Process:
         self.words[pulse.NUM_NOTICES] += 1
 
     def read_stack(self, limit_s: float = 1.0) -> str:
-        """The stacks of all its threads; empty if it is stopped or gone."""
+        """The stacks of all the rank's threads; empty if the rank is stopped or gone."""
         if self.handle is None or self.words[pulse.PHASE] == LEFT:
             return ""
         if self.handle.read_state()[0] in ("T", "t", "Z", ""):

@@ -237,7 +237,7 @@ class RankProcess:
                 os.kill(self.process.pid or 0, number)
 
     def read_stack(self) -> str:
-        """The stacks of all its threads, for an error message."""
+        """The stacks of all the rank's threads, for an error message."""
         if self.process.pid is None or not self.was_heard:
             return "(still starting)"
         if not self.is_alive:

@@ -2,7 +2,7 @@
  *
  * Every rank has a seat: a counter of finished phases, which the others watch, and two slots of memory for data that the
  * others need. All ranks go through the same phases in the same order, so a rank may overwrite the slot of two phases
- * ago: every rank that has signalled the last phase has read it. Arithmetic is in kernels.c, scheduling in worker.c. */
+ * ago: every rank that has signaled the last phase has read it. Arithmetic is in kernels.c, scheduling in worker.c. */
 #define _GNU_SOURCE
 #include "group.h"
 
@@ -25,7 +25,7 @@
 #define SPIN_S 20e-6
 #define WATCH_S 200e-6
 #define CROWDED_S 10e-6
-/* How long it sleeps before it checks whether the others are alive. */
+/* How long a rank sleeps before it checks whether the others are alive. */
 #define NAP_S 0.05
 
 #if defined(__x86_64__)
@@ -323,7 +323,7 @@ static size_t share_of(size_t count, int size, size_t wide)
     return (size_t)up_to((count + (size_t)size - 1) / (size_t)size, LINE_BYTES / wide);
 }
 
-/* One rank's part of `count` elements, in shares of `each`. */
+/* One rank's part of `count` elements, in parts of `each`. */
 static span part_of(size_t count, size_t each, int rank)
 {
     const size_t begin = each * (size_t)rank < count ? each * (size_t)rank : count;
