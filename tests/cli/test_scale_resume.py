@@ -100,7 +100,7 @@ def test_concurrent_runs_give_the_same_results(whole, tmp_path):
 def test_a_study_with_all_cells_finished_runs_nothing(whole, tmp_path):
     folder = break_off(whole, tmp_path / "broken", set())
     before = look_at(folder)
-    for _ in range(2):  # the second time it is complete, and needs no rank
+    for _ in range(2):  # the second time, the study is complete and needs no rank
         answer = type_alone("scale", "large-batch", "--resume", str(folder), "--json")
         assert answer.code == 0, answer.err
         assert load_run(folder).records == load_run(whole).records and look_at(folder) == before

@@ -158,7 +158,7 @@ def test_a_run_killed_repeatedly_equals_an_undisturbed_one(start, tmp_path, whol
     ],
 )
 def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
-    # To the whole group, as a terminal and `timeout` send it: ranks must not count it as two.
+    # Like a terminal and `timeout`, signal the whole group: ranks must not count this as two signals.
     job = start(*COMMAND, *TRAIN, "--ranks", "2", "--out", "out")
     wait_for_steps(job, tmp_path / "out", 12)
     ranks = descendants(job.pid)

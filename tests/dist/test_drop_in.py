@@ -99,7 +99,7 @@ def accumulate(rank: int) -> list[nn.Module]:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    # As in Accelerate and Lightning.
+    # Accelerate and Lightning call the wrapper like this.
     model.require_backward_grad_sync = False
     loss(model, rank, 100).backward()
     model.require_backward_grad_sync = True

@@ -103,7 +103,7 @@ def resume_on_one_more() -> None:
         whole = Trainee(world.rank, "diloco:4+int8").train(6)
         state = whole.model.strategy_state()
         states, vectors = world.share(state), world.share(whole.vector())
-        # As if three ranks had written it.
+        # Load the state as if three ranks had written it.
         more = Trainee(world.rank, "diloco:4+int8")
         more.model.load_strategy_state([*states, states[0]])
         mean = (2 * vectors[0] + vectors[1]) / 3

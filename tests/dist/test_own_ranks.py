@@ -195,7 +195,7 @@ def read_seen(folder: Path) -> list[list[list[int]]]:
     ],
 )
 def test_ranks_do_not_see_the_same_samples(on_ranks, file, tmp_path, data, steps, used):
-    """26 samples in global batches of 6; the last two of a stream form one batch, which is not enough for two ranks."""
+    """26 samples make global batches of 6; the last two of a stream form one batch, not enough for two ranks."""
     runs, seen = tmp_path / "run", tmp_path / "seen"
     runs.mkdir(), seen.mkdir()
     settings = ask(file, "build", data, steps=2 * steps, save_every="3steps", keep=9)

@@ -107,7 +107,7 @@ def test_tasks_run_in_order_and_a_killed_rank_is_replaced(tmp_path):
         assert read_sizes(records) == [4, 4, 2] and [r.note for r in records] == ["", "killed", ""]
         run = session.save(records)
     assert load_run(session.folder) == run and run.records == tuple(records) and run.config["a"] == 1
-    # It is complete: no rank is started, and the saved run is returned.
+    # The run is complete: no rank is started, and the saved run is returned.
     with open_cells(resume=session.folder) as again:
         assert again.is_finished and again.save(()) == run and not again._pools
 

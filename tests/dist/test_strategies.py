@@ -328,7 +328,7 @@ def test_residuals_follow_the_loss_scale(job):
 
 
 def resume() -> None:
-    """Bit-identical on the same ranks; on other ranks, every rank gets the mean residual."""
+    """A resume is bit-identical on the same ranks; on other ranks, every rank gets the mean residual."""
     with paceline.init(announce=None) as world:
         for text in ALL:
             options = {"strategy": text, "bucket_cap_mb": 0.001}

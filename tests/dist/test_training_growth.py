@@ -171,7 +171,7 @@ def test_a_different_growth_is_refused_and_changes_nothing(train, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [5, 22])
 def test_a_short_run_equals_the_beginning_of_a_longer_one(train, tmp_path, steps):
-    """Epochs of nine steps: inside the first, and inside the third."""
+    """Epochs have nine steps, so the short run ends inside the first or the third."""
     constant = {"batch_growth": (), "epochs": 1}
     seen = train(tmp_path / "run", steps=steps, **constant)
     assert [item.step for item in seen] == [steps] * 2

@@ -29,7 +29,7 @@ ones, zeros = torch.ones(32, 1, dtype=dtype), torch.zeros(32, 1, dtype=dtype)
 for number in range(args.steps):
     real = torch.randn(32, 64, generator=noise, dtype=dtype)
     fake = wrapped_generator(torch.randn(32, 32, generator=noise, dtype=dtype))
-    # The critic on both at once, as one forward of the wrapper.
+    # Run the critic on both at once, in one forward of the wrapper.
     of_critic.zero_grad()
     loss_critic = bce(wrapped_critic(torch.cat([real, fake.detach()])), torch.cat([ones, zeros]))
     loss_critic.backward()

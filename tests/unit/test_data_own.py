@@ -64,7 +64,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 
 class Loader:
-    """Not a torch DataLoader: any iterable of batches."""
+    """An iterable of batches that is not a torch DataLoader."""
 
     def __init__(self, count: int = 7, size: int = 3) -> None:
         self.count, self.size, self.epochs = count, size, list[int]()

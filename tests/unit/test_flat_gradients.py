@@ -42,7 +42,7 @@ def test_every_element_has_its_own_place_in_its_bucket(cap):
         assert param.numel() < 2 or view.stride() == param.stride()
         view.fill_(1)
     assert flat.words.numel() == 7 and flat.words.float().abs().sum() == 0
-    # As many ones as elements: views do not overlap, and all lie inside the ranges. The padding is zero.
+    # There are as many ones as elements, so views do not overlap and all lie inside the ranges. The padding is zero.
     assert sum(int((span == 1).sum()) for span in flat.ranges) == sum(param.numel() for param in REPLICA.params)
     assert all(((span == 1) | (span == 0)).all() for span in flat.ranges)
     assert flat.messages[-1].nbytes >= flat.ranges[-1].nbytes + 7 * flat.words.element_size()

@@ -176,7 +176,7 @@ def test_the_rest_of_backward_and_layers_without_parameters_take_their_time():
 def test_exported_tables_give_the_backward_of_their_profile():
     profile = build_profile()
     job = build_job_from_tables(profile.layer_sizes, profile.layer_times)
-    # of the profiled steps, without the profiler's overhead
+    # the backward of the profiled steps, without the profiler's overhead
     assert job.backward_s == pytest.approx(1.0 / 1.5, rel=0.01)
     assert job.num_bytes == build_job_from_profile(profile).num_bytes
 

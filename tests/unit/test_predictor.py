@@ -438,7 +438,7 @@ def judged():
         ([(1, 1), (2, 2), (3, 3)], 1.0),
         ([(1, 3), (2, 2), (3, 1)], -1.0),
         ([(1, 1), (2, 3), (3, 2)], 1 / 3),
-        # Of the 6 pairs, those with the first agree, 1 is a tie, and 2 disagree.
+        # There are 6 pairs: those with the first agree, 1 is a tie, and 2 disagree.
         ([(1, 1), (2, 2), (3, 2), (4, 1.5)], (3 - 2) / math.sqrt(6 * 5)),
         ([(1, 5), (2, 5), (3, 5)], None),
         ([(2, 1), (2, 2), (2, 3)], None),

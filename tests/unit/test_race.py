@@ -61,7 +61,7 @@ def test_all_looks_together_spend_five_percent(num_pairs):
 
 def test_an_interval_consists_of_order_statistics():
     mine, theirs = [math.exp(k / 100) for k in alternate(range(-10, 11))], [1.0] * 21
-    # Of 21 fair coins, at most 5 are heads in 1.33 % of cases, and at most 6 in 3.9 %.
+    # Among 21 fair coins, at most 5 are heads in 1.33 % of cases, and at most 6 in 3.9 %.
     found = estimate_ratio(mine, theirs, 0.0134)
     assert found.value == pytest.approx(1.0)
     assert (found.low, found.high) == pytest.approx((math.exp(-0.05), math.exp(0.05)))

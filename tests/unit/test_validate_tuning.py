@@ -37,7 +37,7 @@ def test_errors_and_coverage_with_the_width_of_the_intervals():
 
 def test_r2_is_of_the_differences_within_a_case_and_not_of_the_case(script):
     score_differences = script.score_differences
-    # Twice the mean, but the right differences; then half of the differences: 1 - (0.25 + 0.25) / (1 + 1).
+    # Predict twice the mean but the right differences, then half of the differences: 1 - (0.25 + 0.25) / (1 + 1).
     assert score_differences([[judged(21, 11), judged(19, 9)]]).r2 == pytest.approx(1.0)
     assert score_differences([[judged(10.5, 11), judged(9.5, 9)]]).r2 == pytest.approx(0.75)
     # One number for all plans explains nothing.

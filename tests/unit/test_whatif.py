@@ -84,7 +84,7 @@ def test_a_row_by_hand():
     assert (row.exposed_s, row.num_buckets) == (pytest.approx(0.1), 4)
     assert (row.bound, row.algorithm, row.gain) == ("bucket 4 of 4 (40 MiB)", "ring", pytest.approx(0))
     assert row.keeps_default and row.doubt == "" and row.source == "simulated"
-    # At 0.4 s each they queue: after the first, one is always waiting.
+    # Messages of 0.4 s queue: after the first, one is always waiting.
     (row,) = simulate(join(rate=100 * MIB), [2])
     assert row.exposed_s == pytest.approx(0.2 + 4 * 0.4 - 0.8) and row.bound == "network, from bucket 1 of 4"
 

@@ -64,7 +64,7 @@ class Handle:
             signal.pidfd_send_signal(self.fd, number)
 
     def find_status(self) -> int | None:
-        """The exit status as reported by `os.wait`; the kernel keeps it while a handle or zombie exists. None if unknown."""
+        """The exit status as reported by `os.wait`, kept while a handle or zombie exists; None if unknown."""
         answer = bytearray(struct.pack("Q", 1 << 3).ljust(64, b"\0"))  # PIDFD_INFO_EXIT, since Linux 6.15
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.fd, 0xC040FF0B, answer)
