@@ -349,7 +349,7 @@ def test_times_of_another_machine_are_not_mixed_in(command, studies, tmp_path, v
     (folder / "run.json").unlink()
     answer = command("scale", verb, "--resume", str(folder))
     assert_refused(answer, "it was started on a faster box, but this is")
-    # The table is also part of a page.
+    # The study is also refused as part of a page.
     shutil.copytree(folder, tmp_path / "page" / verb)
     if verb == "batch":
         assert_refused(command("scale", "report", "--resume", "page"), "it was started on a faster box")

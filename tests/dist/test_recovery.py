@@ -166,8 +166,8 @@ def check_equal(folder: Path, other: Path) -> None:
 
 
 def count_samples(folder: Path, steps_of_epoch: int = STEPS // 2) -> tuple[list[collections.Counter[int]], list[int]]:
-    """How often each sample was used in each epoch, and the ranks of each step. If a step was attempted several times, only
-    the attempt in the last world counts: the others did not change the model."""
+    """How often each sample was used in each epoch, and the ranks of each step. If a step was attempted several times,
+    only the attempt in the last world counts: the others did not change the model."""
     worlds: dict[int, dict[str, tuple[float, list[int], int]]] = {}
     for path in folder.glob("notes-*"):
         for line in path.read_text().splitlines():
