@@ -231,7 +231,7 @@ def plan_like_torch(
     Gradients that are sent only as `rows` have no bucket. Late rows are dropped unless `keeps_rows` (`drop_late_rows`).
     """
     if not caps_bytes or min(caps_bytes) < 1:
-        raise ConfigError(f"bucket caps {list(caps_bytes)}: give at least one, each of at least 1 byte")
+        raise ConfigError(f"bucket caps {list(caps_bytes)}: pass at least one, each of at least 1 byte")
     alone = {part.gradient for part in rows if part.is_all}
     order = [index for index in ready_order if index not in alone]
     if sorted([*order, *alone]) != list(range(len(gradients))):

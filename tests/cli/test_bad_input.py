@@ -36,7 +36,7 @@ def _no_gpu_no_launcher(monkeypatch):
         (("train", "--lr-drops", "half"), "--lr-drops 'half' is not understood"),
         (("train", "--batch-growth", "half:2"), "--batch-growth 'half:2' is not understood"),
         (("train", "--optimizer", "adamw", "--momentum", "0.5"), "--momentum 0.5: adamw has its own moments"),
-        (("train", "--resume", "nowhere"), "give the folder of a training run"),
+        (("train", "--resume", "nowhere"), "pass the folder of a training run"),
         (("train", "--compare", "a", "b"), "a does not exist"),
         (("train", "--compare", "a", "b", "--lr", "0.1"), "--lr with --compare, which does not train"),
         (("faults", "--ranks", "1,2"), "--ranks 1,2: must be a single number here"),

@@ -166,8 +166,8 @@ def test_a_job_without_progress_is_reported(tmp_path):
             (*TYPED, "--mtbf", "3h", "--ranks", "2", "--step-seconds", "0"),
             "--step-seconds 0.0: must be finite and above",
         ),
-        ((*TYPED[2:], "--mtbf", "3h", "--ranks", "2"), "how long does a step take? no run is given: give --step-secon"),
-        ((*TYPED[:4], "--mtbf", "3h", "--ranks", "2"), "give --restart-seconds, or the folder of a run of `paceline"),
+        ((*TYPED[2:], "--mtbf", "3h", "--ranks", "2"), "how long does a step take? no run is given: pass --step-secon"),
+        ((*TYPED[:4], "--mtbf", "3h", "--ranks", "2"), "pass --restart-seconds, or the folder of a run of `paceline"),
         ((*TYPED, "--mtbf", "3h", "--ranks", "2", "nowhere"), "nowhere"),
     ],
 )
@@ -182,9 +182,9 @@ def test_a_cost_that_no_run_measured_names_the_option_to_give(command, trained, 
     asked = ("--mtbf", "3h", "--out", str(tmp_path / "runs"))
     answer = command(*GOODPUT, str(trained), *asked)
     assert answer.code == 2
-    assert "how long does a save take? trained did not measure it: give --save-seconds" in answer.err
+    assert "how long does a save take? trained did not measure it: pass --save-seconds" in answer.err
     answer = command(*GOODPUT, str(trained), "--save-seconds", "1", *asked)
-    assert answer.code == 2 and "give --restart-seconds" in answer.err
+    assert answer.code == 2 and "pass --restart-seconds" in answer.err
     document = json.loads((harmed / "run.json").read_text())
     (harmed / "run.json").write_text(json.dumps(document | {"records": [], "verb": "bench allreduce"}))
     answer = command(*GOODPUT, str(harmed), *asked)

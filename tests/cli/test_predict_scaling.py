@@ -149,7 +149,7 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
 @pytest.mark.parametrize(
     ("words", "received"),
     [
-        ([], "give --network, --allreduce RUN, or both"),
+        ([], "pass --network, --allreduce RUN, or both"),
         (["--network", "hdr", "--ranks", "0"], "--ranks '0' is not a whole number of at least 1"),
         (["--network", "hrd"], "did you mean hdr"),
         (["--network", "hdr", "--straggler", "3"], "a percentage such as 3%"),
@@ -162,7 +162,7 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
         (["--allreduce", "{profile}"], "has no record of a collective"),
         (["--allreduce", "{gloo}/none"], "does not exist"),
         (["--allreduce", "{gloo}", "--algorithm", "magic"], "error: unknown algorithm 'magic'"),
-        (["--network", "hdr", "--csv", "{gloo}"], "give one of them"),
+        (["--network", "hdr", "--csv", "{gloo}"], "pass one of them"),
     ],
 )
 def test_invalid_requests_are_refused_in_one_line(predict, tmp_path, words, received):

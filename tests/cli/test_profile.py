@@ -246,7 +246,7 @@ def test_phases_and_traces_under_torchrun(start, tmp_path):
 
 def test_a_run_of_another_kind_is_refused_with_the_command_that_makes_the_right_one(command, curve, phases, tmp_path):
     answer = command(*TABLE, "--curve", str(find_run(phases)), "--out", str(tmp_path))
-    assert answer.code == 2 and "give a run of `paceline bench allreduce`" in answer.err
+    assert answer.code == 2 and "pass a run of `paceline bench allreduce`" in answer.err
     answer = command("profile", "--compare", curve, str(find_run(phases)))
     assert answer.code == 2 and "(`paceline bench allreduce`)" in answer.err and "no numbers" in answer.err
 

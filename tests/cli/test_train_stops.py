@@ -316,7 +316,7 @@ def test_a_nan_loss_exits_with_1(command, tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "does not exist: give the folder of a training run"),
+        (None, "does not exist: pass the folder of a training run"),
         ("{", "cannot be read as JSON"),
         ('{"format": "paceline-run", "version": 3}', '"format": "paceline-train"'),
         ('{"format": "paceline-train", "version": 2}', "has version 2"),

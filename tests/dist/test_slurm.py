@@ -286,7 +286,7 @@ def test_an_interrupt_stops_following_but_not_the_job(cluster):
     assert follower.returncode == 130
     said = err.splitlines()[-1]
     job = re.search(r"job (\d+) keeps running", said)[1]
-    assert f"to end it: scancel {job}" in said and read_state(cluster, job)["JobState"] == "RUNNING"
+    assert f"to cancel it: scancel {job}" in said and read_state(cluster, job)["JobState"] == "RUNNING"
     ask(cluster, "scancel", job)
     wait_for(cluster, job, "CANCELLED", "left")
     cluster.expect_nothing_left(30)

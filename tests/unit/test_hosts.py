@@ -331,8 +331,8 @@ def test_variables_have_a_value_or_are_inherited(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "give one of --hosts"),
-        ({"hosts": "a", "slurm": True}, "give one of"),
+        ({}, "pass one of --hosts"),
+        ({"hosts": "a", "slurm": True}, "pass one of"),
         ({"slurm": True, "ssh": "ssh -p 1", "image": "x"}, "--ssh, --image with --slurm"),
         ({"slurm": True, "nodes": 0}, "--nodes 0: must be at least 1"),
         ({"hosts": "a", "grace": 0.5}, "--grace 0.5"),

@@ -116,7 +116,7 @@ def look_back(module, changed_at=7):
     ("name", "words"),
     [
         ("", "hf: has no name"),
-        ("./nowhere", "model folder nowhere does not exist: give a folder with config.json"),
+        ("./nowhere", "model folder nowhere does not exist: pass a folder with config.json"),
         ("a/b/c", "model folder a/b/c does not exist"),
         ("EMPTY", "has no config.json"),
     ],

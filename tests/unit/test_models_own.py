@@ -138,7 +138,7 @@ def test_the_function_gets_the_form_if_it_takes_one(file, function, features, ou
     [
         ("biuld", "nets.py defines no biuld: did you mean build"),
         ("build_their", "did you mean build_theirs"),
-        ("forward", "defines no forward: give the name of a function"),
+        ("forward", "defines no forward: pass the name of a function"),
         ("", "names no function: write FILE.py:FUNCTION"),
     ],
 )

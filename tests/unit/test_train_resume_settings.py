@@ -43,8 +43,8 @@ def test_on_other_ranks_the_micro_batch_stays_where_it_can(saved, ranks, batches
 @pytest.mark.parametrize(
     ("saved", "typed", "words"),
     [
-        ({"epochs": 2}, {"steps": 9}, "--steps 9 with --resume: the run ends after --epochs 2; give more --epochs"),
-        ({"steps": 9}, {"epochs": 2}, "--epochs 2 with --resume: the run ends after --steps 9; give more --steps"),
+        ({"epochs": 2}, {"steps": 9}, "--steps 9 with --resume: the run ends after --epochs 2; pass more --epochs"),
+        ({"steps": 9}, {"epochs": 2}, "--epochs 2 with --resume: the run ends after --steps 9; pass more --steps"),
         (
             {"epochs": 2, "batch_growth": ((0.5, 4),)},
             {"epochs": 3},

@@ -69,7 +69,7 @@ def test_several_numbers_of_ranks_have_the_same_global_batch(given, batches):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"ranks": (1, 2), "batch_size": 8}, "--batch-size 8 with --ranks 1,2: .* give --global-batch-size"),
+        ({"ranks": (1, 2), "batch_size": 8}, "--batch-size 8 with --ranks 1,2: .* pass --global-batch-size"),
         ({"ranks": (1, 3)}, "a global batch of 32, the default for one rank.* a multiple of 3"),
         ({"ranks": (1, 3), "accumulate": 2}, "a global batch of 64, .* a multiple of 6"),
         ({"ranks": (1, 2), "resume": "run"}, "--ranks 1,2 with --resume"),

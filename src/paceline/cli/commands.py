@@ -41,7 +41,7 @@ COMMON = {
     "json": "Print one JSON document and nothing else on stdout.",
     "details": "Print everything: all tables and columns, assumptions, self-checks and notes.",
 }
-# The panels of verb arguments; all others are in the job panel. Settings have their own.
+# The panels of verb arguments; all others are in the job panel. Settings name their panels.
 _PANELS = {
     LEARNING: "epochs lr schedule recipes",
     MEASUREMENT: "at_once budget caps compare confirm evaluations every faults iters limit memory network_ranks "
@@ -144,7 +144,7 @@ class _Parameter:
 
     @property
     def shown_default(self) -> Any:
-        """The default in the help. It is not passed to the verb, which has its own."""
+        """The default that the help shows. It is not passed to the verb, which has its own default."""
         if self.kind is bool:
             return None if self.default is None else False
         if "default" in self.help.lower() or self.kind == list[str] or self.default in (None, "", ()):

@@ -59,7 +59,7 @@ def _allreduce(
 
     if (min_size, max_size, factor) != (None, None, None):
         if "sizes" in given:
-            raise ConfigError("--sizes with --min-size, --max-size or --factor: give either a list or a range")
+            raise ConfigError("--sizes with --min-size, --max-size or --factor: pass either a list or a range")
         if min_size is None or max_size is None:
             raise ConfigError("a range of sizes needs --min-size (-b) and --max-size (-e)")
         multiple = ITEM_BYTES.get(given.get("dtype", "float32"), 1)
@@ -146,7 +146,7 @@ def _compare(*, compare: tuple[Path, Path] | None = None) -> Any:
     from paceline.verbs.profile import compare as compare_profiles
 
     if compare is None:
-        raise ConfigError("nothing to compare: give --compare and two runs")
+        raise ConfigError("nothing to compare: pass --compare and two runs")
     return compare_profiles(*compare)
 
 
@@ -229,15 +229,15 @@ def _predict(
     sources = [flag for flag, value in (("--model-profile", profile), ("--csv", csv), ("--trace", traces)) if value]
     others = [name for name in given if name not in (_FOR_CSV if csv else _FOR_TRACE).split()]
     refuse(
-        (not sources, "nothing to predict from: give --trace FILE, --model-profile RUN or --csv FOLDER"),
-        (len(sources) > 1, f"{' and '.join(sources)} are {len(sources)} sources: give one of them"),
+        (not sources, "nothing to predict from: pass --trace FILE, --model-profile RUN or --csv FOLDER"),
+        (len(sources) > 1, f"{' and '.join(sources)} are {len(sources)} sources: pass one of them"),
         (profile and measured, "--measured needs --csv or --trace"),
         (not csv and untied, "--untied needs --csv"),
         (not profile and "strategy" in given,
-         f"--strategy with {''.join(sources)}: tables and traces have neither gradient shapes nor codec costs; give "
+         f"--strategy with {''.join(sources)}: tables and traces have neither gradient shapes nor codec costs; pass "
          "--model-profile, a run of `paceline profile layers`"),
     )  # fmt: skip
-    refuse_given([] if profile else others, f"with {''.join(sources)}: give --model-profile")
+    refuse_given([] if profile else others, f"with {''.join(sources)}: pass --model-profile")
     if traces:
         return predict_trace(traces, out=out, **given)
     if profile is not None:

@@ -213,7 +213,7 @@ def allocate(name: str, elements: int, dtype: torch.dtype, device: torch.device)
     """Allocate a vector. Each cell caches the results, so its operations share vectors by name."""
     need = elements * dtype.itemsize
     if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
-        found = f"{format_bytes(need)} does not fit into the {format_bytes(free)} free on {device}"
+        found = f"{format_bytes(need)} does not fit in the {format_bytes(free)} free on {device}"
         raise ConfigError(f"{found}: use smaller sizes", code="memory")
     # Writing zeros avoids page faults in the first repetition.
     return torch.zeros(elements, dtype=dtype, device=device)

@@ -98,7 +98,7 @@ def _check_versions(name: str, facts: Facts, first: str, others: Any, wanted: Wa
         here, other, advice = facts[key], others[key], ""
         kept = 2 if key == "python" else None  # Python's patch version does not matter
         if key == "python" and tuple(map(int, here.split(".")[:2])) < _OLDEST_PYTHON:
-            advice = "Python 3.11 or newer is required: install it there, or give it with --python"
+            advice = "Python 3.11 or newer is required: install it there, or specify it with --python"
         elif not here:
             advice = f"install it there, for the same Python as on the other hosts: pip install {key}"
         elif here.split(".")[:kept] != other.split(".")[:kept]:

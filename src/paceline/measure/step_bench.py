@@ -1,6 +1,6 @@
 """The step bench: variants of one job take interleaved steps of several kinds, which become step records.
 
-`StepBench._take` times one step. The job is built from settings (`TrainingJob`), or is a user's own module and step
+`StepBench._take` times one step. The job is built from settings (`TrainingJob`) or is a user's module and step
 function (`OwnJob`). The caller chooses the variants to compare: wrappers, phases, plans or ranks.
 """
 

@@ -354,8 +354,8 @@ def blame_messages(
         add("network", cure, how, "estimated", simulate_messages(traced, cuts, bytes_factor=0.5))
     if fixed_s:
         took = f"{format_duration(fixed_s)} per step ({fixed_s / step_s:.0%} of it)"
-        share = f"communication and the optimizer take {took}, whatever the batch"
-        cure = f"accumulate over {_MORE} times as many micro-batches, or make the batch as many times larger"
+        share = f"communication and the optimizer take {took}, regardless of the batch"
+        cure = f"accumulate over {_MORE} times as many micro-batches, or make the batch {_MORE} times as large"
         line = "with model.no_sync(): ...  # in all micro-batches of a step but the last"
         add("batch", cure, line, "computed", ((1 - 1 / _MORE) * fixed_s / exposed_s,) * 3)
     return found

@@ -303,7 +303,7 @@ CAUSES = (
         "evaluation",
         "at most",
         _find_pauses("evaluated_s", "evaluation between steps"),
-        "evaluate less often or on fewer samples, and share them among all ranks",
+        "evaluate less often or on fewer samples, and divide them among all ranks",
         "if step % 1000 == 0: evaluate(model)",
     ),
     Cause(

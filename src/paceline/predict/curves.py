@@ -354,7 +354,7 @@ class DerivedCurve(CostCurve):
 
 
 def multiply_curve(curve: CostCurve, factor: Callable[[float], float], doubt: str = "") -> CostCurve:
-    """The curve times a factor that depends on the message size. `doubt` precedes the curve's own."""
+    """The curve multiplied by a factor that depends on the message size. `doubt` precedes the curve's own doubt."""
 
     def explain(num_bytes: float) -> tuple[str, str]:
         algorithm, own = curve.explain(num_bytes)

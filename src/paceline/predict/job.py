@@ -275,7 +275,7 @@ def build_job_from_tables(
     if now_s == 0:
         raise RecordError("no layer times: each layer needs a row `NAME grad` with the seconds of its backward")
     if taken_apart:
-        notes.append(f"{taken_apart} blocks are divided into GPT-2's tensors, ready by their share of matrix products")
+        notes.append(f"{taken_apart} blocks are divided into GPT-2's tensors, ready in proportion to matrix products")
     # The `backward` row is the time outside any layer; in some tables it covers only the call, microseconds on a GPU.
     whole_s = now_s + phases.get("backward", 0.0) + math.fsum(seconds[layer] for layer in unknown)
     if whole_s > 1.001 * now_s:

@@ -128,7 +128,7 @@ class Network:
         if self.sweeps:
             ranks = ", ".join(dict.fromkeys(str(sweep.ranks) for sweep in self.sweeps))
             sources = "; ".join(dict.fromkeys(sweep.source for sweep in self.sweeps))
-            slower = f"times multiplied by {SITE_FACTOR:g}, because other sites measured longer ones"
+            slower = f"times multiplied by {SITE_FACTOR:g}, because other sites measured longer times"
             return f"{self.name}: as published for {ranks} ranks ({self.note}; {sources}), with {slower}"
         rate, latency = format_rate(self.bandwidth_bytes_per_s), format_duration(self.latency_s)
         return f"{self.name}: {rate} GB/s and {latency} {place} ({self.note})"

@@ -465,8 +465,8 @@ class Choice:
 
 class Predictor:
     """A calibrated job: the best estimates of its inputs, with `draws` that reflect their uncertainty. `plain_s` is the
-    measured step without communication, if there is one. `noise` is the noise of a measured median over as many steps
-    as the calibration used."""
+    measured step without communication, if there is one. `noise` is the noise of a measured median over the number of
+    steps that the calibration used."""
 
     def __init__(self, best: Draw, draws: Sequence[Draw], plain_s: float | None = None, noise: float = 0.0) -> None:
         self.best = best
@@ -554,7 +554,7 @@ class Predictor:
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     def cut_like(self, bucket_bytes: Sequence[int]) -> tuple[int, ...]:
-        """The cuts that give a wrapper's bucket sizes, or the nearest cuts if it orders gradients differently."""
+        """The cuts that produce a wrapper's bucket sizes, or the nearest cuts if it orders gradients differently."""
         return cut_like(self.job.totals, bucket_bytes)
 
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:

@@ -202,8 +202,8 @@ class Race:
 
 
 def judge_race(times: Mapping[str, Sequence[float]], default: str, limit: Limit = Limit()) -> Race:
-    """Compare plans by the time of each turn, given per plan for every round until it was dropped. A decision stands at
-    all later tests, and a plan that is shown to be slower than another is dropped."""
+    """Compare plans by the time of each turn, for every round until the plan was dropped. A decision stands at all
+    later tests, and a plan that is shown to be slower than another is dropped."""
     num_rounds, left = len(times[default]), list(times)
     # Claims against the default and claims between the other plans each have an error probability of 5 %.
     with_default = len(times) - 1

@@ -195,7 +195,7 @@ def simulate_scaling(
     """One point per rank count. Above the capacity of this host, one point per network between such hosts."""
     here, alone = evidence.most_on_host, evidence.alone
     if max(ranks) > here and not networks:
-        raise ConfigError(f"{max(ranks)} ranks do not fit on this host ({here}): give a --network between hosts")
+        raise ConfigError(f"{max(ranks)} ranks do not fit on this host ({here}): pass a --network between hosts")
     best, draws = curves.draw(functools.partial(_ScalingCurve, evidence, networks))
     points = []
     for world_size in ranks:

@@ -255,8 +255,8 @@ Buckets = Plan | Layout | Sequence[int]
 
 
 def simulate(job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
-    """One step of the job with these buckets, given as a plan, a layout, or end positions in the ready order. For a
-    strategy with a period it is the mean step; its buckets are its fragments, in seconds since their exchange began."""
+    """Simulate one step of the job with these buckets: a plan, a layout, or end positions in the ready order. For a
+    strategy with a period, it is the mean step; its buckets are fragments, in seconds since their exchange began."""
     return (costs.sending or Schedule()).simulate(job, buckets, costs)
 
 

@@ -36,7 +36,7 @@ def list_strategies(given: str | Sequence[str], can_shard: bool = True) -> tuple
     `can_shard`, `all` excludes those that shard the optimizer."""
     texts = given.strip(" ,;") if isinstance(given, str) else tuple(given)
     if not texts:
-        raise ConfigError("no strategy given: use all, or a list such as bf16,powersgd:4", code="strategy")
+        raise ConfigError("no strategy: use all, or a list such as bf16,powersgd:4", code="strategy")
     named = parse_strategies(ALL if texts in ("all", EVERY) else texts)
     if texts in ("all", EVERY) and not can_shard:
         named = tuple(strategy for strategy in named if not strategy.is_sharded)
@@ -190,7 +190,7 @@ def is_worth_it(row: Prediction) -> bool:
 
 
 def compare_rows(rows: Mapping[str, Prediction], strategies: Sequence[Strategy]) -> list[Prediction]:
-    """Compare strategies, each with its best buckets, on one network and number of ranks; `rows` maps their texts to
+    """Compare strategies, each with its best buckets, on one network and number of ranks; `rows` maps strategies, by text, to
     predictions. `ratios` are to dense gradients and to bf16."""
     bases = {base.text: rows[base.text] for base in (DENSE, BF16)}
     found = []

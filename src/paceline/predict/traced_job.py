@@ -43,7 +43,7 @@ _ERROR_OF_TWICE = 0.05
 _FEW_STEPS, _FEW_NOISE = 3, 0.05
 # Bounds of the factor on message times that makes the simulation reproduce the traced step.
 _FACTORS = (0.5, 2.0)
-# Minimum share of the overlapped message time that the compared kernels must cover.
+# Minimum fraction of the overlapped message time that the compared kernels must cover.
 _LEAST_COMPARED = 0.1
 # A smaller relative change of the step says nothing about its messages.
 _HIDDEN = 0.01

@@ -125,7 +125,7 @@ def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]
     if missing := [name for name in columns if name not in header]:
         raise RecordError(f"{path} has the columns {', '.join(header) or '(none)'} and lacks {', '.join(missing)}")
     if repeated := [name for name in columns if header.count(name) > 1]:
-        raise RecordError(f"{path} has several columns {', '.join(repeated)}: give each once")
+        raise RecordError(f"{path} has several columns {', '.join(repeated)}: list each once")
     return _parse(path, lines, parse)
 
 
@@ -141,7 +141,7 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
         return list_collectives(load_run(path), path, folder.resolve().name)
     text = _read_text(path)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
-        document = load_json(path, "give a run or a table")
+        document = load_json(path, "pass a run or a table")
         if isinstance(document, dict) and "results" in document and document.get("format") != RUN_FORMAT[0]:
             return read_nccl_json(path, document)
         return list_collectives(load_run(path), path, path.name)

@@ -48,7 +48,7 @@ class _Run:
 
 
 def is_nccl_text(text: str) -> bool:
-    """Whether a text has the header or rows of an nccl-tests table."""
+    """Whether the text has the header or rows of an nccl-tests table."""
     lines = [_PREFIX.sub("", line) for line in text.splitlines()]
     return any(_find_header(line) or _find_cells(line) for line in lines)
 
@@ -67,7 +67,7 @@ def _find_cells(line: str) -> list[str]:
 
 
 def read_nccl_text(path: Path, text: str) -> list[CollectiveRecord]:
-    """The records of all runs of all_reduce_perf in a text."""
+    """The records of all runs of all_reduce_perf in the text."""
     runs, columns = [_Run()], list[str]()
     for number, prefixed in enumerate(text.splitlines(), 1):
         line, place = _PREFIX.sub("", prefixed), f"{path}, line {number}"

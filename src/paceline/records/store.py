@@ -198,7 +198,7 @@ def load_run(path: str | Path) -> Run:
     """Read a run from its file or its folder. RecordError names the file and what is wrong with it."""
     path = Path(path)
     file = path / RUN_FILE if path.is_dir() else path
-    document = check_format(load_json(file, f"give a run folder or its {RUN_FILE}"), RUN_FORMAT, file)
+    document = check_format(load_json(file, f"pass a run folder or its {RUN_FILE}"), RUN_FORMAT, file)
     try:
         values = {f.name: document[f.name] for f in dataclasses.fields(Run)}
         values["records"] = tuple(map(record_from_json, values["records"]))
@@ -265,7 +265,7 @@ class Study:
     def load(cls, path: Path, verb: str) -> Study:
         """The study in a folder, to resume it. ConfigError if there is none, or if it belongs to another verb."""
         try:
-            document = load_json(path / STUDY_FILE, f"give the folder of an interrupted `{verb}`")
+            document = load_json(path / STUDY_FILE, f"pass the folder of an interrupted `{verb}`")
             check_format(document, _STUDY_FORMAT, STUDY_FILE)
             found, config, command_line = (document[name] for name in ("verb", "config", "command_line"))
         except RecordError as error:

@@ -337,7 +337,7 @@ def count_usable_ranks(global_batch_size: int, most: int) -> int:
 
 
 def pick_like_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with as many ranks as the last row, since a run may be resumed on a different number of ranks."""
+    """The rows with the last row's number of ranks, because a run may be resumed on a different number."""
     rows = list(rows)
     counts = [len(list_ranks(row, "step_s")) for row in rows]
     return [row for row, count in zip(rows, counts, strict=True) if count == counts[-1]]
@@ -385,7 +385,7 @@ def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mappi
 def load_config(folder: str | Path) -> dict[str, Any]:
     """The `config.json` of a training run: `settings`, `environment`, and `outcome` once it has ended."""
     file = Path(folder) / CONFIG_FILE
-    document = check_format(load_json(file, "give the folder of a training run"), CONFIG_FORMAT, file)
+    document = check_format(load_json(file, "pass the folder of a training run"), CONFIG_FORMAT, file)
     if not isinstance(document.get("settings"), dict):
         raise RecordError(f"{file} has no settings: it is not the configuration of a training run", code="damaged")
     return document

@@ -455,8 +455,8 @@ _RUNS = (
 
 class TrainComparisonResult(ComparisonResult):
     """Result of `train --compare`, and of a job trained on several rank counts. `parts` are the runs, `rows` has a
-    row for each, and `numbers` are the metrics they have in common, with uncertainties. When saved, it stores the
-    folders of the runs relative to its own (`config["runs"]`)."""
+    row for each, and `numbers` are the metrics that they have in common, with uncertainties. A saved comparison stores
+    the folders of the runs relative to its own folder (`config["runs"]`)."""
 
     json_columns = raw_columns("learned_the_same", settings_that_differ="differences")
 

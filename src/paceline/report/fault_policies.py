@@ -97,7 +97,7 @@ class GoodputResult(Result):
     def _compare(self) -> list[str]:
         """Whether the best policy is significantly better than each of the others."""
         best, name = self.best, self.best.policy.name
-        sure = "{} is better than {}: a larger share of rank time is useful"
+        sure = "{} is better than {}: a larger fraction of rank time is useful"
         unsure = "{} may be better than {}: the measured costs are not conclusive"
         return [(sure if is_ahead(best, one) else unsure).format(name, one.policy.name) for one in self.rows[1:]]
 
@@ -127,10 +127,10 @@ class GoodputResult(Result):
             (ranks == 1, "left out: spare and shrink, because one rank has no replica to continue from"),
             (
                 ranks > 1 and absent,
-                f"left out: {' and '.join(absent)}, not measured by any run; give "
+                f"left out: {' and '.join(absent)}, not measured by any run; pass "
                 + " and ".join(f"--{name}-seconds" for name in absent),
             ),
-            ("detect" not in names, "assumed: faults are detected immediately; give --detect-seconds"),
+            ("detect" not in names, "assumed: faults are detected immediately; pass --detect-seconds"),
             (once, f"assumed: {', '.join(once)}, measured once, may be 20 % off (one standard deviation)"),
             (
                 measured != ranks,

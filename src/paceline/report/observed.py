@@ -1,4 +1,4 @@
-"""Results for a user's own program, traced (`predict --trace`) or attached to: buckets, bottleneck, code to paste."""
+"""Results for a user's own program, traced (`predict --trace`) or observed: buckets, bottleneck, and code to paste."""
 
 from __future__ import annotations
 
@@ -470,7 +470,7 @@ class AttachedResult(Result):
         interval_s = estimate_mean([shares[place] * row[place] for row in self.waits.seconds], data_s)
         workers = max(1, (self.run.environment.cores or 1) // len(waits))
         if (loader := ranks.get(place)) is not None and loader.num_workers:
-            # Suggest a change: persistent workers or, if they already are persistent, twice as many.
+            # Suggest a change: persistent workers or, if they already are persistent, twice the number.
             workers = loader.num_workers * (2 if loader.are_workers_persistent else 1)
         return blame_data(data_s, self.step_s, rank, workers, interval_s)
 

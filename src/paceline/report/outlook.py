@@ -128,7 +128,7 @@ class OutlookResult(StrategyStepsResult):
         last = [one for one in self.chosen if (one.row.network, one.row.world_size) == (network, most)]
         where = f"{self.profile.model} on {most:,} ranks over {network}"
         if not last:
-            return f"{where}: no strategy fits into the given memory. Simulated."
+            return f"{where}: no strategy fits in the specified memory. Simulated."
         texts = [
             f"{one.name} ({one.update}) trains on {self.config['total_samples']:,.0f} samples in "
             f"{format_duration(one.time_s)} (90 %: {' to '.join(map(format_duration, one.bounds_s))}), with "

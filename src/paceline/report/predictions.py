@@ -388,7 +388,7 @@ class CapsResult(Result):
     def _describe_basis(self) -> str:
         """The measured times behind the prediction, as a sentence."""
         if self.factor is None:
-            return "Not fitted to a measured time: give one with --measured 25MiB=724ms."
+            return "Not fitted to a measured time: pass one with --measured 25MiB=724ms."
         times = ", ".join(
             f"{format_ms(m.timing.center_s)} ms at {format_bytes(m.cap_bytes)}" for m in self.measured[:3]
         )

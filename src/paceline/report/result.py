@@ -375,6 +375,6 @@ def load_result(path: str | Path) -> Result:
         return _find_class("train").load(path)
     if path.is_dir() and find_file(path / RUN_FILE) is None:
         runs = sorted(file.parent for file in path.glob(f"**/{RUN_FILE}*"))
-        advice = f"did you mean {runs[-1]}?" if runs else "give a run folder or its run.json"
+        advice = f"did you mean {runs[-1]}?" if runs else "pass a run folder or its run.json"
         raise RecordError(f"{path} is not the folder of a run: {advice}", code="not-a-run")
     return Result.load(path)

@@ -64,8 +64,8 @@ class ObservedTraining(AttachedResult):
 
 
 class TrainRunResult(Result):
-    """A training run: `config.json` (its settings and, once it has ended, its `outcome`) and `metrics.jsonl` in its
-    folder. `rows` has one row per step."""
+    """A training run: `config.json` (its settings and, after the end, its `outcome`) and `metrics.jsonl` in its folder.
+    `rows` has one row per step."""
 
     json_columns = (
         *raw_columns("finished", "steps", "world_size"),
@@ -98,7 +98,7 @@ class TrainRunResult(Result):
     @cached_property
     def saves(self) -> list[dict[str, Any]]:
         """One row per completed save: its `step`, how long training waited for it (`stall_s`) and for the previous
-        write (`wait_s`), how long its own write took (`write_s`), and the next interval of `--save-every auto`
+        write (`wait_s`), how long this write took (`write_s`), and the next interval of `--save-every auto`
         (`next_s`)."""
         return self._load_rows(records.SAVES_FILE)
 

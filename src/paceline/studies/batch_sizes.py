@@ -77,7 +77,7 @@ class BatchSettings(StudySettings):
     def check(self) -> None:
         super().check()
         most, samples = max(self.batch_sizes), self.job.samples
-        few = f"--batch-size {most} of --samples {samples}: leave it out, or give more"
+        few = f"--batch-size {most} of --samples {samples}: leave it out, or pass more"
         refuse((samples is not None and samples < most, few))
 
     def measure(self, session: Session, at_once: int) -> list[Record]:
@@ -127,7 +127,7 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         try:
             times.extend(() if failure else _time_epochs(job))
         except (RuntimeError, MemoryError, ConfigError) as error:
-            cause = error.__cause__ or error  # errors of a user's own step are wrapped
+            cause = error.__cause__ or error  # errors of a user's step are wrapped
             if not (isinstance(cause, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(cause))):
                 raise
             failure = f"out of memory in epoch {len(times) + 1}"

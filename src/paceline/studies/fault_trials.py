@@ -349,7 +349,7 @@ class _Job:
         ]
 
     def find_lines(self, pattern: str, before_s: float = math.inf) -> Iterator[tuple[float, str, str]]:
-        """Yield each match: the time of its last line, that line, and the whole match. A match may span three lines."""
+        """Yield each match: the time of its last line, that line, and the whole match, which may span three lines."""
         lines = [one for one in self.lines if one[0] < before_s]
         for number, (when_s, line) in enumerate(lines):
             text = "\n".join(one for _, one in lines[max(0, number - 2) : number + 1])

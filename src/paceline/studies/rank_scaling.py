@@ -140,7 +140,7 @@ class ScaleSettings(StudySettings):
         shares = math.lcm(*counts) * accumulate
         least = shares * -(-2 * max(sizes) // shares)
         strong = list_counts(least if global_batch_size is None else global_batch_size, "global_batch_size")
-        # A single rank gets as many threads as each of several ranks: the study compares ranks, not machines.
+        # A single rank gets the same number of threads as one of several: the study compares ranks, not machines.
         job["threads"] = job.get("threads") or max(1, machine.count_cores() // most)
         data = job.get("data", "synthetic")
         is_synthetic = not brings_data(job["model"], job.get("data")) and data.startswith("synthetic")

@@ -35,7 +35,7 @@ def measure_scaling(settings: ScaleSettings, cell: ScalingCell) -> list[Record]:
         job = _build_job(settings, cell, world)
         samples = cell.count_samples(job.job.batches.accumulate)
         more = {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
-        # Waiting for a user's own loader is part of a step.
+        # Waiting for a user's loader is part of a step.
         with StepBench(world, job.labels | more, loads_inside=isinstance(job.job.train, OwnData)) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
             alone = {backend: dist.new_group([0], backend=backend, timeout=PATIENCE) for backend in settings.backends}

@@ -204,7 +204,7 @@ class StrategiesResult(grid.GridResult):
         if any(len(s.finished) < 2 for s in compared):
             best = min(tried, key=lambda s: s.gap or 0.0)
             found = f"the best is {best.first.recipe}, {grid.describe_gap(best, _BASELINE)}"
-            return f"One seed is not enough to compare strategies: {found}; give --seeds 3 or more to see the spread."
+            return f"One seed is not enough to compare strategies: {found}; pass --seeds 3 or more to see the spread."
         return ""
 
     def _describe(self, summary: SeedSummary) -> str:

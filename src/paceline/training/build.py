@@ -38,7 +38,7 @@ from paceline.workloads.registry import build_model, default_form
 
 # The training set and the optional test set.
 Sets = tuple[DataSet | OwnData, DataSet | OwnData | None]
-# Settings that have no effect on a user's own step.
+# Settings that have no effect on a user's step.
 _LEARNING = (field.name for field in dataclasses.fields(TrainSettings) if field.metadata["option"].panel == LEARNING)
 _OURS = ("accumulate", "precision", *(name for name in _LEARNING if name not in ("epochs", "steps")))
 
@@ -133,13 +133,13 @@ def build_job(
 
 
 def load_sets(settings: TrainSettings, world: World) -> tuple[Sets, OwnParts | None]:
-    """Load the training and test sets in the model's data form. A user's own data may have no test set.
+    """Load the training and test sets in the model's data form. A user's data may have no test set.
 
     Also returns the result of the user's model function if it provided the data.
     """
     if settings.is_whole or is_own_data(settings.data):
         return _load_own(settings, world)
-    # A user's own model has no default data form, and needs one only for plain "synthetic".
+    # A user's model has no default data form, and needs one only for plain "synthetic".
     needs_form = not is_own(settings.model) or settings.data == "synthetic"
     form = default_form(settings.model) if needs_form else None
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
@@ -227,7 +227,7 @@ def adapt_settings(settings: TrainSettings, world: World, sets: Sets, learner: L
         if isinstance(test, OwnData) and is_tested:
             _check_shares(test, world)
     rest = len(train) % settings.batches.global_batch_size
-    # A user's own step counts every sample it gets, including fillers, so every rank needs a real sample.
+    # A user's step counts every sample it gets, including fillers, so every rank needs a real sample.
     needs_all = learner.own_step is not None and 0 < rest < world.world_size
     drops = isinstance(train, OwnData) and train.drops_last
     what = f"--tail pad: the loader of {settings.data or settings.model} has drop_last=True; remove one of them"

@@ -302,7 +302,7 @@ class RunFiles:
             disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
 
     def leave_world(self) -> Self:
-        """Drop the reference to a world that has ended. Afterward, call only `close`."""
+        """Drop the reference to a closed world. Afterward, call only `close`."""
         del self._world
         return self
 

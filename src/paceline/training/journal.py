@@ -168,7 +168,7 @@ class Journal:
             loss_sum, num_correct = values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
                 bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
-            parts_s = phases.read()  # may include data loading, in a user's own step
+            parts_s = phases.read()  # may include data loading, in a user's step
             waited_s = taken.data_wait_s + parts_s.pop("data_wait", 0.0)
             times = {"step_s": lap.read()["step"], "data_wait_s": waited_s}
             times |= {f"{phase}_s": seconds for phase, seconds in parts_s.items()}

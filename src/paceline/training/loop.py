@@ -276,7 +276,7 @@ def _describe_strategy(job: Job) -> str:
 
 
 def _warn(job: Job) -> str:
-    """A warning about optional parts missing from a user's own step, or an empty string."""
+    """A warning about optional parts missing from a user's step, or an empty string."""
     learner = job.learner
     missing = [] if learner.can_resume else ["state, so the run cannot be resumed"]
     missing += ["evaluate, so it is not tested"] if job.test is not None and not learner.can_evaluate else []

@@ -51,7 +51,7 @@ class _LayerwiseOptimizer(Optimizer):
         refuse(
             (not isinstance(group["adapt"], bool), f"{owner}: adapt {group['adapt']!r}: must be True or False"),
             (not is_pair, f"{owner}: betas {betas!r}: must be two numbers"),
-            (is_still, f"{owner}: nesterov with momentum 0: give a momentum, or leave out nesterov"),
+            (is_still, f"{owner}: nesterov with momentum 0: set a momentum, or leave out nesterov"),
         )
         numbers = [(name, group[name], below) for name, below in _LIMITS.items() if name in group]
         for name, value, below in (*numbers, *(("a beta of", beta, 1.0) for beta in betas)):

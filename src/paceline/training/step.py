@@ -81,7 +81,7 @@ def fixed_kernels(device: torch.device, precision: str) -> contextlib.AbstractCo
 
 
 class OwnState:
-    """The state of a user's own step, saved and loaded like an optimizer. `parts` is None if the user returned none."""
+    """The state of a user's step, saved and loaded like an optimizer. `parts` is None if the user returned none."""
 
     def __init__(self, name: str, parts: Mapping[str, Any] | None) -> None:
         self._name, self.parts = name, parts
@@ -103,7 +103,7 @@ class OwnState:
 class Learner:
     """One rank's training objects: the wrapped model, the bare module, the optimizer and numeric settings.
 
-    `name` is the model's name. With a user's own step, `optimizer` is an `OwnState`.
+    `name` is the model's name. With a user's step, `optimizer` is an `OwnState`.
     """
 
     model: nn.Module
@@ -136,7 +136,7 @@ class Learner:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizer, or those in the state of a user's own step."""
+        """The optimizer, or those in the state of a user's step."""
         parts = (self.optimizer.parts or {}).values() if isinstance(self.optimizer, OwnState) else [self.optimizer]
         return [part for part in parts if isinstance(part, torch.optim.Optimizer)]
 
@@ -153,7 +153,7 @@ class Learner:
         return loaded.batch.map(lambda tensor: tensor[:0])
 
     def call_own(self, what: str, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Call the user's own step or evaluation. Returns its mean loss over the batch."""
+        """Call the user's step or evaluation. Returns its mean loss over the batch."""
         function: Any = {"step": self.own_step, "evaluate": self.own_evaluate}[what]
         with own_errors(self.name, always=True):
             loss = function(model, batch.content)
@@ -257,7 +257,7 @@ def compute_gradients(learner: Learner, window: Sequence[LoadedBatch], num_targe
 
 
 def _take_own_step(learner: Learner, window: Sequence[LoadedBatch], phases: Phases) -> StepOutcome:
-    """Run a user's own step: forward, backward and update on one batch."""
+    """Run a user's step: forward, backward and update on one batch."""
     (loaded,) = window
     with mark_phases(learner.model, phases):
         loss = learner.call_own("step", learner.model, loaded.batch)
@@ -277,7 +277,7 @@ def list_models(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
-    """Mark the phases of a user's own step by hooking the model's forward, `torch.autograd.backward` and optimizer
+    """Mark the phases of a user's step by hooking the model's forward, `torch.autograd.backward` and optimizer
     steps. The time before the first forward is `data_wait`."""
     if isinstance(phases, NoPhases):
         yield

@@ -293,7 +293,7 @@ class TrainSettings:
             found = f"--batch-growth {schedules.format_growths(self.batch_growth)} with --steps {self.steps}"
             raise ConfigError(f"{found}: growth points are fractions of the run's samples; use --epochs")
         if self.grow != GROWS[0] and not self.batch_growth:
-            raise ConfigError(f"--grow {self.grow} has no effect without --batch-growth: leave it out, or give both")
+            raise ConfigError(f"--grow {self.grow} has no effect without --batch-growth: leave it out, or pass both")
 
     def _check_ranks(self) -> None:
         """Reject invalid combinations of ranks or workers, wrapper and strategy."""
@@ -349,7 +349,7 @@ class TrainSettings:
             raise ConfigError(what, code="on-fault")
         has_own_size = self.batch_size is None and self.global_batch_size is None
         if self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)):
-            what = f"{asked} with your own data: give a --global-batch-size for fewer ranks to divide"
+            what = f"{asked} with your own data: pass a --global-batch-size for fewer ranks to divide"
             raise ConfigError(what, code="on-fault")
 
     def to_json(self) -> dict[str, Any]:
@@ -360,7 +360,7 @@ class TrainSettings:
         """Read the output of `to_json`; rejects unknown keys and values of the wrong type."""
         where = "the run's configuration"
         if not isinstance(values, dict):
-            raise ConfigError(f"{where} is not a JSON object: give the folder of a Paceline run")
+            raise ConfigError(f"{where} is not a JSON object: pass the folder of a Paceline run")
         marks = values.get("batch_growth", ())
         try:
             found: TrainSettings = decode(cls, values | {"batch_growth": ()})
@@ -458,6 +458,6 @@ def load_plan(path: Path) -> Plan:
     try:
         return Plan.from_json(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--plan {path}: {error.strerror}; give a plan file") from None
+        raise ConfigError(f"--plan {path}: {error.strerror}; pass a plan file") from None
     except (PacelineError, UnicodeDecodeError) as error:
         raise ConfigError(f"--plan {path}: {error}") from None

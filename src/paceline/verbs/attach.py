@@ -80,7 +80,7 @@ def attach(
     check_counts(steps=steps or None, every=every)
     words = list(command)
     refuse(
-        (not words, "no command is given: write it after --, as in `paceline profile -- python train.py`"),
+        (not words, "no command: write it after --, as in `paceline profile -- python train.py`"),
         (words and shutil.which(words[0]) is None, f"{words[0] if words else ''}: no such command on this machine"),
         (0 < steps < _LEAST_STEPS, f"--steps {steps}: must be at least {_LEAST_STEPS}, including warm-up"),
         (stop and not steps, "--stop with --steps 0: say after how many steps to stop the program"),

@@ -36,7 +36,7 @@ def doctor(
     given = {"interface": interface, "port": port, "folder": folder, "python": python, "env": env}
     given["check_timeout"] = check_timeout != CHECK_S
     ignored = [] if hosts else [name for name, value in given.items() if value]
-    refuse_given(ignored, "without --hosts: it applies only to checks over ssh; give --hosts, or leave it out")
+    refuse_given(ignored, "without --hosts: it applies only to checks over ssh; pass --hosts, or leave it out")
     # Do not open a session, so that doctor works even where that fails.
     environment = capture_environment()
     names = list(parse_hosts(hosts)) if hosts else []

@@ -83,7 +83,7 @@ def choose_up_to(ranks: Counts | None, default: int) -> tuple[tuple[int, ...], l
 
 
 def brings_data(model: str, data: str | None) -> bool:
-    """Whether a job uses the user's own data, which may have its own batch size."""
+    """Whether a job uses the user's data, which may have its own batch size."""
     return is_own_data(data) if data else is_own(model)
 
 

@@ -92,8 +92,8 @@ def predict(
     has_network, has_sweep = network is not None, allreduce is not None
     sets_dtype = f"--gradients {gradients} with --strategy, which already defines what is sent: leave it out"
     refuse(
-        (not has_network and not has_sweep, "no network to predict for: give --network, --allreduce RUN, or both"),
-        (backend is not None and not has_sweep, f"--backend {backend} selects from an --allreduce run: give one"),
+        (not has_network and not has_sweep, "no network to predict for: pass --network, --allreduce RUN, or both"),
+        (backend is not None and not has_sweep, f"--backend {backend} selects from an --allreduce run: pass one"),
         (strategies and gradients is not None, sets_dtype),
         (strategies and max(counts, default=1) < 2, "--strategy with one rank, which sends nothing: use more --ranks"),
     )
@@ -114,7 +114,7 @@ def predict(
         "cores": cores, "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
         "spread": _read_spread(straggler, layers),
         "slow": _read_share(slow_rank, "--slow-rank"),
-        "is_own": run.config.get("data") in (None, "own"),  # the profile of a user's own module
+        "is_own": run.config.get("data") in (None, "own"),  # the profile of a user's module
         "busy": busy,
     }  # fmt: skip
     build = StrategyStepsResult if strategies else PredictResult
@@ -131,7 +131,7 @@ def predict(
 def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int | None, inside: str | None) -> None:
     is_flat = ranks_per_node in (None, 1)
     refuse(
-        (inside and network and is_flat, f"--inside {inside} connects the ranks of a node: give --ranks-per-node"),
+        (inside and network and is_flat, f"--inside {inside} connects the ranks of a node: pass --ranks-per-node"),
         (inside and not network, f"--inside {inside} needs a --network, but none is given"),
         (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: must be at least 1"),
         (min(ranks, default=0) < 1, f"ranks {list(ranks)}: must be one or more numbers of at least 1"),
@@ -175,7 +175,7 @@ def predict_csv(
     steps = read_measured(measured, "backward" if absent else "step")
     what = f"--measured {measured} has step_s, but {times} has no row {' and no row '.join(absent)}"
     needs_rows = absent and any(record.of == "step" for record in steps)
-    refuse((needs_rows, f"{what}, so steps cannot be predicted: add it, or give backward_s"))
+    refuse((needs_rows, f"{what}, so steps cannot be predicted: add it, or use backward_s"))
     records = (*load_layer_sizes(sizes), *timed, *chosen, *steps)
     return _finish(CapsResult, "predict csv", {"csv": folder.name, "untied": untied}, records, out=out)
 
@@ -227,9 +227,9 @@ def predict_trace(
     places = (traces,) if isinstance(traces, str | Path) else tuple(traces)
     counts = None if ranks is None else [ranks] if isinstance(ranks, int) else list(ranks)
     is_here = network is None and ranks is None
-    elsewhere = f"--ranks-per-node {ranks_per_node} is for other networks or ranks: give --network, --ranks, or both"
+    elsewhere = f"--ranks-per-node {ranks_per_node} is for other networks or ranks: pass --network, --ranks, or both"
     refuse(
-        (not places, "no trace is given: give one or more files"),
+        (not places, "no trace is given: pass one or more files"),
         (ranks_per_node is not None and is_here, elsewhere),
     )
     _check_place(network, [1] if counts is None else counts, ranks_per_node, inside)
@@ -290,14 +290,14 @@ def predict_goodput(
     rates = [rate for rate in (mtbf, mtbf_per_rank) if rate is not None]
     refuse(
         (len(rates) > 1, both),
-        (not rates, "how often do faults occur? Give --mtbf 3h for the whole job, or --mtbf-per-rank 90d"),
+        (not rates, "how often do faults occur? Pass --mtbf 3h for the whole job, or --mtbf-per-rank 90d"),
     )
     sources = [runs] if isinstance(runs, str) or not isinstance(runs, Sequence) else list(runs)
     loaded = [_load_measured(source) for source in sources]
     trained = [getattr(result, "world_size", 1) for result, _ in loaded if result.run.verb == "train"]
     count = ranks if ranks is not None else trained[-1] if trained else 0
     refuse(
-        (ranks is None and not trained, "how many ranks does the job have? Give --ranks, or a training run"),
+        (ranks is None and not trained, "how many ranks does the job have? Pass --ranks, or a training run"),
         (count < 1, f"--ranks {count}: must be at least 1"),
     )
     typed = {"step": step_seconds, "save": save_seconds, "detect": detect_seconds}
@@ -327,7 +327,7 @@ def predict_goodput(
             note = ", ".join(dict.fromkeys(one.note for one in parts))
             records.append(CostRecord(name=name, seconds=sum((one.seconds for one in parts), ()), note=note))
         elif name in _SOURCES:
-            missing = f"how long does a {name} take? {gave}: give --{name}-seconds, or {_SOURCES[name]}"
+            missing = f"how long does a {name} take? {gave}: pass --{name}-seconds, or {_SOURCES[name]}"
             raise ConfigError(missing)
     measured = {_name_source(source): one.run for source, (one, _) in zip(sources, loaded, strict=True)}
     doubts, busy = list_doubts(measured)
@@ -371,7 +371,7 @@ def predict_scale(
     counts = [ranks] if isinstance(ranks, int) else list(ranks)
     _check_place(network, counts, ranks_per_node, inside)
     if profile is None:
-        raise ConfigError("nothing to predict from: give --model-profile, a run of `paceline profile layers`")
+        raise ConfigError("nothing to predict from: pass --model-profile, a run of `paceline profile layers`")
     run = _get_run(profile)
     layers = find_profile(run)
     named = [one.strip() for one in strategy.split(",")] if isinstance(strategy, str) else list(strategy)
@@ -381,7 +381,7 @@ def predict_scale(
     samples = _read_samples(total_samples)
     times = {"--detect-seconds": detect_seconds, "--restart-seconds": restart_seconds}
     refuse(
-        (max(counts) < 2, f"--ranks {','.join(map(str, counts))}: one rank needs no network: give more"),
+        (max(counts) < 2, f"--ranks {','.join(map(str, counts))}: one rank needs no network: pass more"),
         (not parse_size(save_rate) > 0, f"--save-rate {save_rate}: must be above 0"),
         (not mtbf_s > 0, f"--mtbf-per-rank {mtbf_per_rank}: must be above 0"),
         *((not 0 <= s <= _MOST_SECONDS, f"{flag} {s}: must be finite and at least 0") for flag, s in times.items()),
@@ -454,7 +454,7 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
             if policy in COSTS and recovered_s is not None:
                 times.setdefault(policy, []).append(recovered_s)
         what = f"{_name_source(source)} is a run of `paceline {result.run.verb}`"
-        refuse((not faults, f"{what}: give one of `paceline train`, or of `paceline faults --restart`"))
+        refuse((not faults, f"{what}: pass one of `paceline train`, or of `paceline faults --restart`"))
     found = {name: tuple(one for one in seconds if 0 <= one < float("inf")) for name, seconds in times.items()}
     note = _name_source(source)
     return result, [CostRecord(name=name, seconds=s, note=note) for name, s in found.items() if s]
@@ -497,9 +497,9 @@ def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
                 counts = f"it has {trace.world_size} ranks, but others have {size}"
                 times = f"it was recorded at a different time from {other} on the same host"
                 refuse(
-                    (first != file, f"it is of rank {trace.rank}, and so is {first}: give one trace per rank"),
-                    (trace.world_size != size, f"{counts}: give traces of one job"),
-                    (is_apart, f"{times}: give traces of one run"),
+                    (first != file, f"it is of rank {trace.rank}, and so is {first}: pass one trace per rank"),
+                    (trace.world_size != size, f"{counts}: pass traces of one job"),
+                    (is_apart, f"{times}: pass traces of one run"),
                     error=RecordError,
                 )
                 records += read_steps(trace)

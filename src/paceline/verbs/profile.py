@@ -1,4 +1,4 @@
-"""`paceline.profile` and related verbs: where the time of training steps goes, for a user's own or a built-in job."""
+"""`paceline.profile` and related verbs: where the time of training steps goes, for a user-defined or built-in job."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def profile(
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     sizes = () if batch_size is None else list_counts(batch_size, "batch_size")
     if sizes and kind != "phases":
-        refuse((len(sizes) > 1, f"--batch-size {','.join(map(str, sizes))}: give a single number"))
+        refuse((len(sizes) > 1, f"--batch-size {','.join(map(str, sizes))}: pass a single number"))
         job["batch_size"] = sizes[0]
     if kind == "trace":
         return trace(model, step, ranks=ranks, warmup=warmup, out=out, progress=progress, **job)
@@ -195,7 +195,7 @@ def comm_table(
         flag = f"--curve {path}"
         inputs[flag] = run = load_run(path)
         if not any(isinstance(record, CollectiveRecord) for record in run.records):
-            advice = "give a run of `paceline bench allreduce`"
+            advice = "pass a run of `paceline bench allreduce`"
             raise ConfigError(f"{flag} is a run of `{run.verb}`: {advice}", code="mismatch")
         if not load_sweeps(path, counts):
             raise ConfigError(f"{flag} has no measured all-reduce on {', '.join(map(str, counts))} ranks")

@@ -88,9 +88,9 @@ def train(
         (resume is not None and out is not None,
          f"--out {out} with --resume: a run stays in its own folder {resume}; leave out --out"),
         (watch and (len(counts) > 1 or (out is None and resume is None)),
-         "--watch shows a single saved run: give one number of ranks, and --out"),
+         "--watch shows a single saved run: pass one number of ranks, and --out"),
         (resume is not None and len(counts) > 1,
-         f"--ranks {','.join(map(str, counts))} with --resume: a run resumes on one number of ranks; give one"),
+         f"--ranks {','.join(map(str, counts))} with --resume: a run resumes on one number of ranks; pass one"),
     )  # fmt: skip
     name = os.environ.get("PACELINE_RUN", "") if len(counts) < 2 else ""
     if resume is None and name and out is not None and _is_begun(Path(out) / name):
@@ -146,12 +146,12 @@ def _build_jobs(counts: Sequence[int], given: dict[str, Any]) -> list[TrainSetti
     if len(counts) > 1 and given.get("global_batch_size") is None:
         size = given.get("batch_size")
         asked = f"--batch-size {size} with --ranks {','.join(map(str, counts))}"
-        what = "it is per rank, so global batches would differ; give --global-batch-size instead"
+        what = "it is per rank, so global batches would differ; pass --global-batch-size instead"
         refuse((size is not None, f"{asked}: {what}"))
         first = TrainSettings(**given | {"ranks": 1}).batches
         shared, each = first.global_batch_size, math.lcm(*counts) * first.accumulate
         found = f"--ranks {','.join(map(str, counts))} with a global batch of {shared}, the default for one rank"
-        refuse((shared % each, f"{found}: give --global-batch-size, a multiple of {each}"))
+        refuse((shared % each, f"{found}: pass --global-batch-size, a multiple of {each}"))
         given = given | {"global_batch_size": shared}
     jobs = [TrainSettings(**given | {"ranks": count}) for count in counts]
     for job in jobs:
@@ -224,7 +224,7 @@ def _train(
             update_config(folder, ended, environment if outcome.step != num_before else None)
         notes = [*list_job_warnings(wanted), *outcome.notes]
         if outcome.step == num_before:
-            notes.append(f"the run was already finished after {outcome.step} steps; give more --{ends} to continue")
+            notes.append(f"the run was already finished after {outcome.step} steps; pass more --{ends} to continue")
         faults = [] if folder is None else load_config(folder).get("faults", [])  # includes those before a resume
         run = Run("train", config | {"outcome": ended, "faults": faults}, environment, (), tuple(notes))
         result = TrainRunResult(run, folder, outcome.rows if rows_wanted else None)
@@ -334,7 +334,7 @@ def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSetting
              "start a new one"),
             # A run can be extended in the unit that ends it, unless its batch grows at fractions of its length.
             (name in ("epochs", "steps") and name != ends,
-             f"{asked}: the run ends after --{ends} {getattr(saved, ends)}; give more --{ends}, or start a new one"),
+             f"{asked}: the run ends after --{ends} {getattr(saved, ends)}; pass more --{ends}, or start a new one"),
             (name == "epochs" and saved.batch_growth and value != saved.epochs,
              f"{asked}: the batch grows at fractions ({growth}) of the run's {saved.epochs} epochs, and would have "
              "grown at other steps; leave it out, or start a new one"),

@@ -73,7 +73,7 @@ class Follower:
             return "finished", "Finished"
         if ended := document.get("end"):
             return "stopped", f"Ended early: {ended}"
-        return "killed", "Killed, or its machine stopped: it ended without a final status"
+        return "killed", "Killed, or its machine stopped: the run ended without a final status"
 
     def read(self, place: int) -> tuple[list[str], int, int]:
         """The complete lines of the metrics from this byte onward, and the positions where they start and end.
@@ -292,7 +292,7 @@ def watch(
     """
     found = load_result(run)
     what = f"{run} is a run of `paceline {found.run.verb}`"
-    why = f"{what}: view it with `paceline report`, or give a run of `paceline train`"
+    why = f"{what}: view it with `paceline report`, or pass a run of `paceline train`"
     refuse((not isinstance(found, TrainRunResult), why), code="other-verb")
     folder = Path(run)
     over_s = None

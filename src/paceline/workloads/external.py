@@ -46,10 +46,10 @@ def check_source(name: str) -> None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / _CONFIG).is_file():
-            raise ConfigError(f"model folder {path} has no {_CONFIG}: give one written by save_pretrained()")
+            raise ConfigError(f"model folder {path} has no {_CONFIG}: pass one written by save_pretrained()")
     elif path.is_file() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         what = "is not a folder" if path.exists() else "does not exist"
-        raise ConfigError(f"model folder {path} {what}: give a folder with {_CONFIG}, or a name such as org/name")
+        raise ConfigError(f"model folder {path} {what}: pass a folder with {_CONFIG}, or a name such as org/name")
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"model hf:{name} needs transformers, which is not installed: pip install 'paceline[hf]'")
 
@@ -143,7 +143,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
         return known, "because the hub cannot be reached and only the configuration is available"
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
     what = f"model hf:{name} is neither a local folder nor in the hub's cache, and cannot be downloaded ({offline})"
-    raise ConfigError(f"{what}: give the path of a folder with its {_CONFIG}")
+    raise ConfigError(f"{what}: pass the path of a folder with its {_CONFIG}")
 
 
 def _check_folder(folder: Path) -> str:
@@ -177,7 +177,7 @@ def _load_config(folder: Path) -> Any:
         raise ConfigError(f"{folder / _CONFIG} cannot be used: {shorten_error(error)}") from error
 
 
-_GIVE = "give the name of a function in it"
+_GIVE = "pass the name of a function in it"
 # Optional arguments of a user's function, passed by name, besides the data form.
 FACTS = ("batch_size", "rank", "world_size", "device", "seed")
 
@@ -205,7 +205,7 @@ def _split(name: str, what: str) -> tuple[Path, str]:
         raise ConfigError(f"{what} {name!r} names no function: {write}")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{what} file {path} does not exist: give a Python file, relative to {Path.cwd()}")
+        raise ConfigError(f"{what} file {path} does not exist: pass a Python file, relative to {Path.cwd()}")
     return path, function
 
 
