@@ -190,8 +190,8 @@ def is_worth_it(row: Prediction) -> bool:
 
 
 def compare_rows(rows: Mapping[str, Prediction], strategies: Sequence[Strategy]) -> list[Prediction]:
-    """Compare strategies, each with its best buckets, on one network and number of ranks; `rows` maps strategies, by text, to
-    predictions. `ratios` are to dense gradients and to bf16."""
+    """Compare strategies, each with its best buckets, on one network and number of ranks. `rows` maps the text of each
+    strategy to its prediction. `ratios` are to dense gradients and to bf16."""
     bases = {base.text: rows[base.text] for base in (DENSE, BF16)}
     found = []
     for one in strategies:
