@@ -24,7 +24,7 @@ from paceline.training.train_settings import TrainSettings
 
 
 def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[float], list[float], list[float]]:
-    """Measure the seconds per round with and without a save, and the seconds that each save blocks training."""
+    """Measure the seconds per round with and without a save and the seconds that each save blocks training."""
     folder = Path(tempfile.mkdtemp(prefix="paceline-checkpoint-cost-"))
     with paceline.init(announce=None) as world:
         job = build_job(settings, world)

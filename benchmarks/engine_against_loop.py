@@ -1,4 +1,4 @@
-"""Compare the engine of `bench allreduce` with a hand-written loop, and print the exact ratio.
+"""Compare the engine of `bench allreduce` with a hand-written loop and print the exact ratio.
 
     python benchmarks/engine_against_loop.py [--sizes 4KiB,1MiB,16MiB] [--ranks 2] [--rounds 8] [--threads 1] [--json]
 

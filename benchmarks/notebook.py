@@ -45,7 +45,7 @@ def interrupt(manager: Any, client: Any, source: str) -> float:
 
 
 def kill(ranks: int) -> list[int]:
-    """Kill the kernel with SIGKILL during a cell, and return the processes left after 5 s."""
+    """Kill the kernel with SIGKILL during a cell and return the processes left after 5 s."""
     manager, client, _ = start(ranks)
     client.execute("import time\nprint('now')\ntime.sleep(600)")
     while "now" not in str(client.get_iopub_msg(timeout=60)["content"]):

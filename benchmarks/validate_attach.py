@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure the overhead of attaching, and the accuracy of `paceline tune -- COMMAND` over a link of 1 Gb/s.
+"""Measure the overhead of attaching and the accuracy of `paceline tune -- COMMAND` over a link of 1 Gb/s.
 
     benchmarks/validate_attach.py overhead [--rounds 6] [--seconds 300]
     benchmarks/validate_attach.py link [--rate 1gbit] [--steps 48] [--rounds 3] [--judges 2] [--only wide,flat]

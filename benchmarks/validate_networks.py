@@ -64,7 +64,7 @@ SHEETS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One published table: its points, and the names of its networks."""
+    """One published table: its points and the names of its networks."""
 
     source: str
     ranks: int
@@ -102,7 +102,7 @@ def drop_disturbed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float
 
 
 def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
-    """Load a CSV's sweeps, and count dropped rows (unknown networks and cold starts)."""
+    """Load a CSV's sweeps and count dropped rows (unknown networks and cold starts)."""
     sweeps: dict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
     with path.open() as file:
         for row in csv.DictReader(file):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Score how well stored tunings predict measured sweeps of bucket sizes, and their choice of a size.
+"""Score how well stored tunings predict measured sweeps of bucket sizes and choose a size.
 
     benchmarks/validate_sizes.py RUN...     # runs of `paceline tune` that measured several bucket sizes
 

@@ -34,7 +34,7 @@ MODELS = {
     "gpt2-mini": "--model gpt2-mini --batch-size 4",
 }
 EVERY_STEP = "bf16,int8,int4,topk:0.01,powersgd:4"
-# Steps per run: the first period, and further full periods.
+# Steps per run: the first period and further full periods.
 TRAINED = {"dense": 40, "localsgd:8": 64, "diloco:50": 150, "diloco:50+int8": 150, "zero1": 40}
 # Required speed-up over bf16, with tuned buckets.
 GAINS = {

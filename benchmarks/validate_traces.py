@@ -133,7 +133,7 @@ def predict(files: list[Path], caps: tuple[float, ...]) -> dict[str, Any]:
 
 
 def render(found: list[dict[str, Any]]) -> str:
-    """Render a table of all bucket sizes, and the scores of each case."""
+    """Render a table of all bucket sizes and the scores of each case."""
     head = "case, traces, bucket_cap_mb, buckets, measured (ms), predicted (ms), 90 % (ms), error, error of the ratio"
     judged = "case, traces, MAPE, MAPE of the ratios, in the 90 %, best measured, predicted best, regret, hash"
     lines, scores = ([f"| {one.replace(', ', ' | ')} |", "|---|" + "--:|" * 8] for one in (head, judged))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Score the verdicts of `paceline tune` in comparisons with a known difference, and in complete tunings.
+"""Score the verdicts of `paceline tune` in comparisons with a known difference and in complete tunings.
 
     benchmarks/verdicts.py [--trials N] [--found N] [--tunings N] [--budget S]
 

@@ -219,7 +219,7 @@ def test_the_table_of_changes_is_for_the_sizes_it_names(tables, tmp_path):
 
 
 def write_small(folder: Path, most: int = 10_000_000) -> None:
-    """Gradients of 4 MB (ready last) and 8 MB, and an all-reduce of 0.1 ms."""
+    """Gradients of 4 MB (ready last) and 8 MB; all-reduces have a latency of 0.1 ms."""
     (folder / "layer-sizes-model.csv").write_text(",Name,No. Params\n0,a,1000000\n1,b,2000000\n")
     rows = "".join(f"{name},{s},{s},{s},0,{s}\n" for name, s in (("a grad", 0.02), ("b grad", 0.05)))
     (folder / "layer-times-model.csv").write_text(TIMES.splitlines()[0] + "\n" + rows)

@@ -1,4 +1,4 @@
-"""`paceline predict --strategy` end to end: bytes and step of each strategy, and one-line errors for bad input."""
+"""`paceline predict --strategy` end to end: each strategy's bytes and step, and one-line errors for bad input."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_a_row_with_a_gap_is_found(gap):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with small files of each dataset, and the file that a command names."""
+    """A folder with small files of each dataset and the file that a command names."""
     folder = tmp_path_factory.mktemp("sources")
     save_cifar_batches(folder / "cifar10")
     save_mnist(folder / "mnist")

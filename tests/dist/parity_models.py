@@ -141,7 +141,7 @@ def use_a_few(step: int, rank: int, micro: int, world_size: int) -> tuple[str, .
 
 
 class AddAliased(torch.autograd.Function):
-    """Adds two inputs, and returns the same memory as the gradient of both."""
+    """Adds two inputs and returns the same memory as the gradient of both."""
 
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

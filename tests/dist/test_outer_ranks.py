@@ -291,7 +291,7 @@ def use_in_many_ways() -> None:
                 for m in strategy.traffic([Gradient(str(i), p.nbytes) for i, p in enumerate(part)], 2)
             ]
             assert exchanges.sent_bytes == 3 * sum(message.sent_bytes(2) for message in messages), text
-        # A model that is reloaded mid-round gets the common parameters, and keeps its momentum.
+        # A model that is reloaded mid-round gets the common parameters and keeps its momentum.
         trainee = Trainee(world.rank, "diloco:3").train(4)
         held = sum(param.nbytes for param in trainee.model.parameters())
         # the parameters at the start of the round, and the momentum

@@ -142,7 +142,7 @@ def train_deaf(settings: TrainSettings, folder: Path, resume: bool, rows: bool, 
 def run(
     folder: Path, policy: str, faults: list[Done], job: Any = train_noted, source: str = NORMED, **changes: Any
 ) -> list[Fault]:
-    """Train SMALL through these faults, and return the launcher's record of them."""
+    """Train SMALL through these faults and return the launcher's record of them."""
     folder.mkdir()
     model = folder.parent / "normed.py"
     model.write_text(source)

@@ -50,7 +50,7 @@ def build_precise(*args: Any) -> torch.nn.Module:
 
 
 def train_and_look(settings: TrainSettings, folder: Path, num_test: int = 40) -> Seen:
-    """Train with a small test set, and keep state that `train` does not return."""
+    """Train with a small test set and keep state that `train` does not return."""
     import torch.distributed as dist
 
     from paceline.parallel import DataParallel

@@ -181,7 +181,7 @@ def check_refused(on_ranks, attacker: Path, backend: str, pause_s: float) -> set
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_user_cannot_join_read_gradients_or_run_code(on_ranks, attacker, backend, capfd):
     check_refused(on_ranks, attacker, backend, 0.3)
-    # The store is the first socket that it finds, and reports it.
+    # The attacker finds the store's socket first, and the store reports the attack.
     assert f"refused a process of another user (uid {NOBODY}" in capfd.readouterr().err
 
 

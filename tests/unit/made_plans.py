@@ -1,4 +1,4 @@
-"""Plans that our planners never create but the wrapper accepts: strict caps, and gradients split across buckets."""
+"""Plans that our planners never create but the wrapper accepts: strict caps and gradients split across buckets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_by_cap(gradients: Sequence[Gradient], ready_order: Iterable[int], cap_b
 def plan_in_pieces(
     gradients: Sequence[Gradient], ready_order: Iterable[int], cap_bytes: int, tail_bytes: int = MIB
 ) -> Plan:
-    """Split gradients larger than the cap into equal pieces, and end each dtype with a small bucket."""
+    """Split gradients larger than the cap into equal pieces and end each dtype with a small bucket."""
     pieces = [piece for index in ready_order for piece in split(gradients[index], index, cap_bytes)]
     tails: dict[tuple[str, str], list[Piece]] = {}
     body: list[Piece] = []

@@ -56,7 +56,7 @@ CONTESTANTS = (("torch", "gloo", 1.0), ("paceline", "gloo", 0.9), ("paceline", "
 
 
 def make_cell(rng, mode, cell_size, counts=(2, 4)):
-    """A single rank, and three wrappers at several numbers of ranks."""
+    """A single rank and three wrappers at several numbers of ranks."""
     alone_s = 1e-3 + 2e-4 * cell_size
     records = [make_scale(rng, 1, alone_s, mode=mode, cell_size=cell_size)]
     for ranks in counts:

@@ -1,4 +1,4 @@
-"""Image files in their published formats, and one error type for damaged files."""
+"""Image files in their published formats and one error type for damaged files."""
 
 import gzip
 import io
@@ -45,7 +45,7 @@ def build_digits(seed, count=COUNT):
 
 @pytest.fixture
 def mnist(tmp_path):
-    """A folder with MNIST's four files, and their contents."""
+    """A folder with MNIST's four files and their contents."""
 
     def write(separator="-", packed=False, folder="."):
         target = tmp_path / folder

@@ -98,7 +98,7 @@ def test_requests_load_without_torch():
 
 @pytest.fixture
 def fake_hub(monkeypatch):
-    """The hub's library without a local copy, and with `endpoint` as its server."""
+    """The hub's library without a local copy and with `endpoint` as its server."""
 
     def install(endpoint, download):
         def snapshot_download(*, local_files_only=False, **wanted):

@@ -52,7 +52,7 @@ def test_tails_are_dropped_and_padded_explicitly(count, batch):
 
 @st.composite
 def cuts(draw):
-    """A number of samples, and window sizes; only the last window may exceed the remaining samples."""
+    """A number of samples and window sizes; only the last window may exceed the remaining samples."""
     sizes = draw(st.lists(batches, min_size=1, max_size=8))
     return sum(sizes) - draw(st.integers(0, sizes[-1] - 1)), tuple(sizes)
 

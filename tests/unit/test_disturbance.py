@@ -55,7 +55,7 @@ def test_a_thread_adds_and_copies_all_bytes_of_its_messages(traffic):
 
 
 class Noted(Traffic):
-    """Messages that take no time, and a record of the ready gradients at each send."""
+    """Messages that take no time and a record of the ready gradients at each send."""
 
     def __init__(self, params):
         super().__init__(torch.zeros(1024))

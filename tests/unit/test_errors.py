@@ -1,4 +1,4 @@
-"""The error types: their base classes, and pickling between processes."""
+"""The error types: their base classes and pickling between processes."""
 
 import pickle
 

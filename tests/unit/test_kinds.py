@@ -1,4 +1,4 @@
-"""The kinds of records: derived rates, and JSON round trips."""
+"""The kinds of records: derived rates and JSON round trips."""
 
 import dataclasses
 import json

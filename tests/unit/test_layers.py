@@ -359,7 +359,7 @@ def test_modules_that_cannot_be_profiled_are_refused(module, reason):
 
 
 class FakeEvent:
-    """Reports when it was recorded, and checks that this was after waiting for the device."""
+    """Reports when it was recorded and checks that this was after waiting for the device."""
 
     is_idle = False
 

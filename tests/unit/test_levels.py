@@ -55,7 +55,7 @@ def test_messages_of_both_levels():
         # 1504 numbers in two blocks for each of three hosts, at 256 bytes and a scale per block.
         "int8+hosts": [("all-to-all", 3 * 2 * 260), ("all-gather", 2 * 260)],
         "topk:0.01+hosts": [("all-gather", 8 * 15 + 4 * 4)],
-        # Two matrices of 50 x 30, and a vector that is sent uncompressed.
+        # Two matrices of 50 x 30 and a vector that is sent uncompressed.
         "powersgd:4+hosts": [("all-reduce", 4 * (50 * 4 + 4)), ("all-reduce", 4 * 30 * 4)],
     }.items():
         first, *middle, last = Strategy.parse(text).traffic([matrix, vector], 6, 2)

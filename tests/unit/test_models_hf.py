@@ -37,7 +37,7 @@ BERT = {
 }  # fmt: skip
 
 
-# Parts of a parameter's name here, and in the files that Hugging Face distributes.
+# Parts of a parameter's name here and in the files that Hugging Face distributes.
 THEIR_NAMES = (
     (r"^tokens\.", "wte."),
     (r"^positions\.", "wpe."),

@@ -1,4 +1,4 @@
-"""A user's own model: how it is called, and errors for unusable files."""
+"""A user's own model: how it is called and errors for unusable files."""
 
 import pickle
 import subprocess

@@ -93,7 +93,7 @@ WAITS = dict(state="S", phase=WAIT, bucket=2)
 def test_a_slow_rank_is_named_at_once_and_ended_after_the_hang_timeout(culprit, kind, named_s, ended_s):
     scene = Scene()
     found = scene.run(2000.0, WAITS, culprit)
-    while found is not None and not found.is_certain:  # the stack is needed, and shows no collective
+    while found is not None and not found.is_certain:  # the stack is needed and shows no collective
         found = scene.run(2000.0, WAITS, culprit)
     assert found is not None and (found.kind, found.rank, found.end_s) == (kind, 1, ended_s)
     assert ended_s < found.since_s <= ended_s + 1.0

@@ -25,7 +25,7 @@ HOSTILE = '</script><img src=x onerror="window.hacked=1">&amp;\'"<b>'
 
 
 class Reader(html.parser.HTMLParser):
-    """Tags with their attributes, and the visible text."""
+    """Tags with their attributes and the visible text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -206,7 +206,7 @@ def test_a_period_has_one_exchange():
 def test_shards_halve_the_message_and_divide_the_optimizer():
     job = make_job([4096, 4096], [0.0, 0.010], 0.010, before_s=0.006, after_s=0.004)
     half_s, full_s = ALPHA + 2048 / RATE, ALPHA + 4096 / RATE
-    # Forward waits for the bucket that it needs first, and computes half while the other bucket arrives.
+    # Forward waits for the bucket that it needs first and computes half while the other bucket arrives.
     gathering_s = 2 * half_s - 0.003
     step = simulate(job, [1, 2], costs("zero1"))
     assert step.over_s == pytest.approx(0.010 + half_s + WORDS_S + gathering_s) and step.after_s == pytest.approx(0.002)

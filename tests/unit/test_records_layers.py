@@ -1,4 +1,4 @@
-"""Numbers derived from a layer profile, and refusals."""
+"""Numbers derived from a layer profile, and the profiles that are refused."""
 
 from dataclasses import replace
 

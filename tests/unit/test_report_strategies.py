@@ -1,4 +1,4 @@
-"""The answer of a study of strategies: which ones match bf16, and inconclusive runs."""
+"""The answer of a study of strategies: which ones match bf16 and which runs are inconclusive."""
 
 from dataclasses import replace
 

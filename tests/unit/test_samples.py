@@ -1,4 +1,4 @@
-"""Statistics of timed repetitions, and invalid samples."""
+"""Statistics of timed repetitions and invalid samples."""
 
 import statistics
 

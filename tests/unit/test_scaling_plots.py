@@ -1,4 +1,4 @@
-"""Figures of scaling studies: the records' numbers, and a source in every legend."""
+"""Figures of scaling studies: the records' numbers and a source in every legend."""
 
 from dataclasses import replace
 

@@ -231,7 +231,7 @@ def test_contention_is_interpolated_on_a_log_axis_and_constant_beyond(size, rate
 
 
 class Halves(Schedule):
-    """Sends each bucket as two messages, and computes for a second between them."""
+    """Sends each bucket as two messages and computes for a second between them."""
 
     def list_messages(self, gradients):
         return tuple(Load(sum(gradient.num_bytes for gradient in gradients) // 2) for _ in range(2))

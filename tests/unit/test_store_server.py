@@ -1,4 +1,4 @@
-"""The rendezvous store: clients that wait for keys, and authentication of connections."""
+"""The rendezvous store: clients that wait for keys and authentication of connections."""
 
 import contextlib
 import secrets
@@ -21,7 +21,7 @@ from tests.conftest import wait_until
 
 @pytest.fixture
 def local() -> Iterator[tuple[Server, Callable[[], PrivateStore]]]:
-    """A store on a Unix socket, and a function that connects to it."""
+    """A store on a Unix socket and a function that connects to it."""
     name = f"@paceline-test-{secrets.token_hex(8)}"
     server = Server(store_server.bind(name))
 

@@ -1,4 +1,4 @@
-"""Events of traces, and the traces of all ranks in one document."""
+"""Events of traces and the traces of all ranks in one document."""
 
 from __future__ import annotations
 

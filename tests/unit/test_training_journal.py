@@ -1,4 +1,4 @@
-"""The exchange between ranks after steps, and the metrics files."""
+"""The exchange between ranks after steps and the metrics files."""
 
 import builtins
 import importlib.util

@@ -1,4 +1,4 @@
-"""Micro-batches of all ranks together: every sample of a window once, and equally many micro-batches on every rank."""
+"""Micro-batches of all ranks together: every sample of a window once, and equal numbers of them on every rank."""
 
 import pytest
 import torch

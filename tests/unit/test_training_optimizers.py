@@ -1,4 +1,4 @@
-"""LARS and LAMB against their papers, and their common behavior."""
+"""LARS and LAMB compared with their papers, and their common behavior."""
 
 import copy
 import math

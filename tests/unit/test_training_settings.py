@@ -1,4 +1,4 @@
-"""Training settings: consistent batch sizes, and every refusal before a rank starts."""
+"""Training settings: consistent batch sizes and every refusal before a rank starts."""
 
 import dataclasses
 import json

@@ -25,7 +25,7 @@ ROWS = make_rows()
 
 @pytest.fixture
 def running(tmp_path):
-    """The folder of a running 10-step run, and a way to stop its process."""
+    """The folder of a running 10-step run and a way to stop its process."""
     folder = make_folder(tmp_path / "run", ROWS[:10], ended=False)
     handle = [lock_folder(folder)]
 

@@ -1,4 +1,4 @@
-"""Steps on other networks and numbers of ranks: invariants for any network, and manual sums."""
+"""Steps on other networks and numbers of ranks: invariants for any network and manual sums."""
 
 from __future__ import annotations
 

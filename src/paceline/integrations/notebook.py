@@ -52,7 +52,7 @@ class RankMagics(Magics):
     @argument("--explicit", action="store_true", help="run only cells with %%%%distributed or %%%%rank on ranks")
     @line_magic
     def dist_init(self, line: str) -> None:
-        """Start ranks, and run all following cells on them."""
+        """Start ranks and run all following cells on them."""
         options = parse_argstring(self.dist_init, line)
         gpu_ids = tuple(_parse_gpu(part) for part in options.gpu_ids.split(",") if part.strip())
         device = "cuda" if gpu_ids and options.device == "auto" else options.device
@@ -160,7 +160,7 @@ class RankMagics(Magics):
             self._lines.close()
 
     def transform(self, lines: list[str]) -> list[str]:
-        """Rewrite `%%rank[0]` as a magic with an argument, and add a magic to cells without one."""
+        """Rewrite `%%rank[0]` as a magic with an argument and add a magic to cells without one."""
         source = "".join(lines)
         if source.lstrip().startswith("%%rank["):
             return source.replace("%%rank[", "%%rank [", 1).splitlines(keepends=True)

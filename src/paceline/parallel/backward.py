@@ -81,7 +81,7 @@ class GradientSync:
         codec: StrategyState | None = None,
     ) -> None:
         self.schedule = schedule  # averages parameters instead of gradients, possibly after some initial steps
-        self.codec = codec  # compresses gradients, and keeps residuals
+        self.codec = codec  # compresses gradients and keeps residuals
         self.replica, self.channel, self.reducer, self.control = reducer.replica, reducer.channel, reducer, control
         self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs
         self.num_steps, self.do_sync = 0, True
@@ -445,7 +445,7 @@ class GradientSync:
     def _act_on(
         self, reports: list[RankReport], missing: list[int], failure: Failure | None, is_late: bool = False
     ) -> bool:
-        """Raise the errors reported by any rank on every rank, and broadcast changed buffers. Returns False if every
+        """Raise the errors reported by any rank on every rank and broadcast changed buffers. Returns False if every
         rank has failed."""
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
@@ -472,7 +472,7 @@ class GradientSync:
         return True
 
     def _raise_for_all(self, missing: list[int], failure: Failure | None) -> None:
-        """Exchange the problems found by each rank, and raise one error with the same text on all ranks."""
+        """Exchange the problems found by each rank and raise one error with the same text on all ranks."""
         params = self.replica.params
         error, place = failure or (None, "")
         text = "" if error is None else f"{place}: {type(error).__name__}: {error}"
@@ -550,7 +550,7 @@ class BucketedReducer:
         self.hook_calls = None if hook is None else HookCalls(hook, channel)
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # versions of the uncopied gradients before backward
-        self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
+        self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients and their versions when taken
         self._is_recording, self._records_left = True, _MAX_RECORDS
         self._arrivals = Arrivals(replica.params)
         # Until the ready order is known, there is one bucket per dtype, as in torch, sent at the end of backward.
@@ -810,7 +810,7 @@ class BucketedReducer:
             self.timeline.over()
 
     def exchange_rows(self, counts: list[list[int]], take_part: bool) -> None:
-        """Send embedding rows after `exchange`, and add the rows of all ranks to `.grad`. Collective."""
+        """Send embedding rows after `exchange` and add the rows of all ranks to `.grad`. Collective."""
         self.timeline.mark("rows")
         self.rows.exchange(counts, take_part)
         if self.plan.rows:

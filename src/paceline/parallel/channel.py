@@ -32,7 +32,7 @@ _WORD_BITS = 62  # a store's counters have 64 bits
 
 
 class Sent(NamedTuple):
-    """A rank's gradient messages: their number, and the bytes of their gradients."""
+    """A rank's gradient messages: their number and the bytes of their gradients."""
 
     num_messages: int
     num_bytes: int

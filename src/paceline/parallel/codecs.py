@@ -47,7 +47,7 @@ class Codec:
         self.strategy, self.rank, self.world_size = strategy, rank, world_size
         self._errors: dict[str, torch.Tensor] = {}
         self._common: dict[str, torch.Tensor] = {}
-        # For the step in flight: new state by name, and which averages are finite. Then memory for the next step.
+        # For the step in flight: new state by name and which averages are finite. Then memory for the next step.
         self._new_errors: dict[str, torch.Tensor] = {}
         self._new_common: dict[str, torch.Tensor] = {}
         self._finite: list[Any] = []
@@ -228,7 +228,7 @@ class BFloat16(Codec):
 
 
 class Quantized(Codec):
-    """int8 or int4 with one scale per block. Each rank sums its shard of the vector in float32, and sends the result
+    """int8 or int4 with one scale per block. Each rank sums its shard of the vector in float32 and sends the result
     quantized as well. The owner of a shard adds the error of the result, times the number of ranks, to its residual."""
 
     kinds = (SUM, SWAP, GATHER)
@@ -595,7 +595,7 @@ def _orthonormalize_each(matrices: Vectors) -> list[torch.Tensor]:
 def _subtract_product(
     matrix: torch.Tensor, lost: torch.Tensor | None, basis: torch.Tensor, right: torch.Tensor
 ) -> None:
-    """Replace the matrix by the product, and write the difference to `lost`."""
+    """Replace the matrix by the product and write the difference to `lost`."""
     if (core := _core([matrix])) is not None:
         basis, right, into = basis.contiguous(), right.contiguous(), 0 if lost is None else lost.data_ptr()
         sizes = *matrix.shape, right.size(0)

@@ -27,7 +27,7 @@ class Status(IntFlag):
 
     OK = 0
     MISSING = 1  # a parameter has no gradient, and unused parameters are not allowed
-    FAILED = 2  # this rank raised an error, and takes part only so that no rank waits for it
+    FAILED = 2  # this rank raised an error and takes part only so that no rank waits for it
     CHANGED = 4  # parameters were added or unfrozen after wrapping
     FINISHED = 8  # this rank has run out of data and waits in `join`
     STATISTICS = 16  # running statistics have changed and travel in this message
@@ -112,7 +112,7 @@ class ControlWords:
         return [found[place : place + tables] for place in range(0, len(found), tables)] if tables else []
 
     def write_used(self, words: torch.Tensor, missing: Sequence[int]) -> None:
-        """Write 1 for every parameter with a gradient, and 0 for the others."""
+        """Write 1 for every parameter with a gradient and 0 for the others."""
         used = self.used(words).fill_(1.0)
         if missing:
             used[torch.tensor(missing, device=words.device)] = 0.0

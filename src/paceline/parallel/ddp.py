@@ -303,7 +303,7 @@ class DDP(DistributedDataParallel):
         try:
             samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             self._call_buffer_hook(sync, is_before=True)
-            # torch.compile reads the bucket size of the active wrapper, and rejects one below that of the first bucket.
+            # torch.compile reads the bucket size of the active wrapper and rejects one below that of the first bucket.
             is_split = "torch._dynamo" in sys.modules and self.bucket_bytes_cap >= TORCH_FIRST_CAP_BYTES
             inside = self._inside_ddp_forward() if is_split else contextlib.nullcontext()
             with inside, sync.reducer.rows.watch():

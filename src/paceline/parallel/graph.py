@@ -77,7 +77,7 @@ class Arrivals:
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params
         self._arrived: list[int] = []
-        self._hooked: list[tuple[Any, Any]] = []  # autograd nodes, and the handles of their hooks
+        self._hooked: list[tuple[Any, Any]] = []  # autograd nodes and the handles of their hooks
 
     def record(self) -> None:
         """Hook the autograd nodes, which disappear with the graph. Hooks on parameters cost time even when removed."""

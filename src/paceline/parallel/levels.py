@@ -32,7 +32,7 @@ class Inside(str):
 
 @dataclass(frozen=True)
 class Levels:
-    """The ranks of each host in group order, and this rank. All hosts have the same number of ranks."""
+    """The ranks of each host in group order and this rank. All hosts have the same number of ranks."""
 
     strategy: Strategy
     hosts: tuple[tuple[int, ...], ...]

@@ -443,7 +443,7 @@ class OuterState(StrategyState):
             self._calls.finish(self._futures.popitem()[1], None)
 
     def _finish(self, numbers: Sequence[int], mixing: float = 0.0) -> None:
-        """Wait for the averages, and apply them if no rank has failed."""
+        """Wait for the averages and apply them if no rank has failed."""
         if not numbers:
             return
         for number in numbers:

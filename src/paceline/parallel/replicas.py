@@ -301,7 +301,7 @@ def verify_values(replica: Replica, channel: Channel) -> None:
 
 
 def _compare(replica: Replica, table: Sequence[Sequence[Any]]) -> str:
-    """Describe which tensors differ from rank 0's, and on which ranks. A row may omit the buffers."""
+    """Describe which tensors differ from rank 0's and on which ranks. A row may omit the buffers."""
     found = []
     for index, name in enumerate(list(replica.tensors())[: len(table[0])]):
         if ranks := [rank for rank, row in enumerate(table) if row[index] != table[0][index]]:

@@ -54,7 +54,7 @@ class Table:
         self.num_sent = 0  # rows sent by all ranks in the last step
         self._folded: tuple[torch.Tensor, int, list[torch.Tensor]] | None = None  # `.grad`, its version, its rows
         self._dense: torch.Tensor | None = None  # the averaged gradient, if it consists of rows only
-        self._written: tuple[int, list[torch.Tensor]] | None = None  # the version of `_dense`, and its nonzero rows
+        self._written: tuple[int, list[torch.Tensor]] | None = None  # the version of `_dense` and its nonzero rows
         self.misfits = 0
 
     @property
@@ -67,7 +67,7 @@ class Table:
         return self.sent is not None and self.sent.is_all
 
     def pack(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The distinct rows of the pending gradients, and the sum of each."""
+        """The distinct rows of the pending gradients and the sum of each."""
         pending, self.pending = self.pending, []
         if not pending:
             return None
@@ -264,7 +264,7 @@ class Lookups:
 
 
 class EmbeddingRows(Lookups):
-    """The tables of a wrapped model, and the exchange of their rows. Ranks have the same tables in the same order."""
+    """The tables of a wrapped model and the exchange of their rows. Ranks have the same tables in the same order."""
 
     def __init__(
         self, module: nn.Module, replica: Replica, channel: Channel, why_dense: str, is_asked: bool = False

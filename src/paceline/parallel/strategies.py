@@ -1,4 +1,4 @@
-"""Strategies at run time: a codec's exchanges between ranks, and the communication hook that feeds it buckets."""
+"""Strategies at run time: a codec's exchanges between ranks and the communication hook that feeds it buckets."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Exchanges:
         self.sent_bytes += Message(kind, num_bytes).sent_bytes(num_ranks)
 
     def _fail(self, error: Exception, number: int, end: Any) -> None:
-        """Record the error, and fail this exchange and all waiting ones."""
+        """Record the error and fail this exchange and all waiting ones."""
         with self._lock:
             self._error = self._error or error
             waiting = [end, *(item[-1] for item in self._waiting.values())]
@@ -257,7 +257,7 @@ class StrategyState:
         _states.discard(self)
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Record the learning rates of this step, and refuse a second momentum."""
+        """Record the learning rates of this step and refuse a second momentum."""
         for number, group in enumerate(optimizer.param_groups):
             if not (names := self._find_names(group)):
                 continue

@@ -220,7 +220,7 @@ class Report:
         return Finding(kind, evidence, cure, times.exposed_s, "at most", times.over_s, self.rank)
 
     def _find_exposed(self, times: StepTimes) -> tuple[str, str, str]:
-        """Why communication is exposed, and what would hide it."""
+        """Why communication is exposed and what would hide it."""
         last, has_several = times.buckets[-1], len(times.buckets) > 1
         tail_s = max(0.0, last.done_s - max(last.launch_s, times.backward_s))
         if tail_s > 0.7 * times.exposed_s and has_several:

@@ -1,4 +1,4 @@
-"""ZeRO-1: each rank keeps the optimizer state of its shard of every bucket, and updates that shard of the parameters.
+"""ZeRO-1: each rank keeps the optimizer state of its shard of every bucket and updates that shard of the parameters.
 
 A `Sharding` maps elements to ranks, and distributes the updated values: at the end of a step or, if the user allows it,
 during the next forward, in which each block of the model waits for its own parameters.
@@ -111,7 +111,7 @@ def join(pieces: Sequence[torch.Tensor], given: torch.Tensor) -> torch.Tensor:
 
 
 class Sharding:
-    """Assigns elements to ranks, and exchanges their gradients and updated values."""
+    """Assigns elements to ranks and exchanges their gradients and updated values."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy

@@ -31,7 +31,7 @@ ITEM_BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, BYTES: 1}
 OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range(10)
 
 _PAGE = mmap.PAGESIZE
-# madvise on Linux: allocate part of a mapping now, and fail if memory is short instead of being killed later.
+# madvise on Linux: allocate part of a mapping now and fail if memory is short instead of being killed later.
 _POPULATE_WRITE, _HUGE_PAGES = 23, 14
 POLL_S = 0.3  # how often a rank that waits for memory checks whether the others are alive
 # Shorter pieces do not pay off: waking another thread costs tens of microseconds.

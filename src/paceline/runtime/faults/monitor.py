@@ -64,7 +64,7 @@ _CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
 _BLOCKED = 0.8
 _MOST_FRAMES = 20  # maximum number of printed frames
 _MARK = "mark long-running work with paceline.slow()"
-# The symptom of each kind of fault, and the advice.
+# The symptom of each kind of fault and the advice.
 _FOUND = {
     "stopped": "has been stopped (SIGSTOP)",
     "gil": "has held Python's lock (the GIL)",
@@ -411,7 +411,7 @@ class _Process:
         return RankSnapshot(state, cpu_s, serial, step, phase, bucket, beat_ns, num_steps, *times)
 
     def find_phase(self) -> tuple[int, str]:
-        """The phase, and the label of a marked pause."""
+        """The phase and the label of a marked pause."""
         phase = self.words[pulse.PHASE]
         if self.words[pulse.IS_COMPILING] and phase != LEFT:
             return SLOW, "torch.compile"
@@ -492,7 +492,7 @@ class _Process:
 
 
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
-    """Monitors the ranks of one host. Pass each rank its pages (`find_pages`), and call `look` ten times a second."""
+    """Monitors the ranks of one host. Pass each rank its pages (`find_pages`) and call `look` ten times a second."""
 
     def __init__(self, ranks: Sequence[int], world_size: int, hang_timeout_s: float = HANG_S) -> None:
         self.world_size = world_size

@@ -89,7 +89,7 @@ class Recovery:
     is_over: Callable[[], object] = lambda: False
     faults: list[Fault] = field(default_factory=list)
     num_failed: int = 0
-    # Faults after which no step has been taken yet, and the number of complete steps at each.
+    # Faults after which no step has been taken yet and the number of complete steps at each.
     _open: list[tuple[Fault, int | None]] = field(default_factory=list)
 
     @property
@@ -300,7 +300,7 @@ def hear(ranks: Sequence[RankProcess], timeout_s: float) -> Iterator[tuple[RankP
 
 @dataclass
 class LocalJob:
-    """The pickled job of local ranks, and its deadline. `recovery` decides what follows a fault."""
+    """The pickled job of local ranks and its deadline. `recovery` decides what follows a fault."""
 
     content: bytes
     timeout_s: float | None

@@ -24,7 +24,7 @@ from paceline.runtime.hosts import agent
 from paceline.runtime.ranks.launch import handle_requests
 
 T = TypeVar("T")
-# Takes "out" or "err", and one or more lines of text.
+# Takes "out" or "err" and one or more lines of text.
 Show = Callable[[str, str], None]
 
 # The last two detect a lost connection within 15 s.
@@ -197,7 +197,7 @@ class Agent:
             self._process.stdin.close()
 
     def close(self, until_s: float) -> None:
-        """Wait for ssh to exit, and kill it at `until_s`. Idempotent."""
+        """Wait for ssh to exit and kill it at `until_s`. Idempotent."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until_s - time.monotonic()))
         has_ended = self.code is not None

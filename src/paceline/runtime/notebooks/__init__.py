@@ -1,1 +1,1 @@
-"""Ranks behind a notebook, and the cells that they run."""
+"""Ranks behind a notebook and the cells that they run."""

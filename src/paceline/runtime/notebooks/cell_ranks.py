@@ -299,7 +299,7 @@ class _CellRun:
         self._ended: dict[int, Ended] = {}
         self._asked: set[int] = set()  # ranks that have not yet reported their position
         self._asked_s = -math.inf
-        self._places: dict[int, tuple[Located, float]] = {}  # where a rank waits, and since when
+        self._places: dict[int, tuple[Located, float]] = {}  # where a rank waits and since when
         self._interrupt_s = math.inf
         self._was_aborted = False
         self._was_noticed = False  # whether a possible deadlock was reported
@@ -421,7 +421,7 @@ class RankLines:
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         self._write = write
-        self._open: tuple[int, str] | None = None  # the rank with an unfinished line, and the line
+        self._open: tuple[int, str] | None = None  # the rank with an unfinished line and the line
         self._held: dict[tuple[int, str], str] = {}
 
     def add(self, rank: int, stream: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A rank that runs cells in IPython's shell, and streams their output to the notebook."""
+"""A rank that runs cells in IPython's shell and streams their output to the notebook."""
 
 from __future__ import annotations
 
@@ -435,7 +435,7 @@ def _describe_line(file: str, line: int) -> str:
 
 
 def _strip(error: BaseException, name: str) -> str:
-    """Remove the frames above the cell from a traceback, and return the last line of a cell in it."""
+    """Remove the frames above the cell from a traceback and return the last line of a cell in it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != name:
         trace = trace.tb_next

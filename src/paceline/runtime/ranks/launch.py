@@ -209,7 +209,7 @@ def _join(ranks: Sequence[RankProcess], timeout_s: float) -> None:
 
 
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
-    """Warm local ranks that run one job after another, and are replaced after failures. `modules` are imported once."""
+    """Warm local ranks that run one job after another and are replaced after failures. `modules` are imported once."""
 
     def __init__(self, num_ranks: int, modules: Sequence[str] = ()) -> None:
         check_rank_count(num_ranks)

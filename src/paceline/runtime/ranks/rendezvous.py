@@ -146,7 +146,7 @@ def _leave(store: Any, place: Place) -> None:
 
 
 def close_stores() -> None:
-    """Close every store that this process opened, and remove their files; idempotent."""
+    """Close every store that this process opened and remove their files; idempotent."""
     atexit.unregister(close_stores)
     for store, _ in _stores.values():
         if isinstance(store, PrivateStore):
@@ -402,7 +402,7 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
 
 
 def _end_server(process: "subprocess.Popen[bytes]") -> None:
-    """Let the server exit with the last rank, and wait for it if this rank is the last."""
+    """Let the server exit with the last rank and wait for it if this rank is the last."""
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -157,7 +157,7 @@ def init(
             refusal = str(error)
         meeting.agree_on_backend(store, place, chosen, refusal, rendezvous_timeout_s)
         if torch_device.type == "cuda":
-            # Before any collective: NCCL and object collectives use the current device, and hang on the wrong one.
+            # Before any collective: NCCL and object collectives use the current device and hang on the wrong one.
             torch.cuda.set_device(torch_device)
             shorten_nccl_dump()
             if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # may hold for this group or a later one
@@ -348,7 +348,7 @@ def _run_keeper() -> None:
 
 
 def _drop_unreferenced() -> None:
-    """Take over queued groups, and drop those without other references.
+    """Take over queued groups and drop those without other references.
 
     Each is dropped on its own thread: the destructor of a gloo group waits for a running collective, which may fail
     only once other ranks notice that another group is gone.
@@ -411,7 +411,7 @@ def _find_local(place: Place, hosts: list[str]) -> tuple[int, int]:
 
 
 def _choose_device(device: str, backend: str, local_rank: int, local_size: int) -> tuple[torch.device, str]:
-    """The device, and a suffix for the announcement."""
+    """The device and a suffix for the announcement."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         if "nccl" in backend or "cuda" in backend or (backend == "auto" and machine.can_serve_nccl(gpus, local_size)):
