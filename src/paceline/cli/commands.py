@@ -260,7 +260,7 @@ class Command:
             if argument is not None:
                 annotation = argument.annotation
                 default = None if argument.default is argument.empty else argument.default
-                if default is None and field is not None and name not in typed:  # the verb leaves it to the settings
+                if default is None and field is not None and name not in typed:  # the settings have the default
                     default = field.default
             elif field is not None:
                 annotation, default, panel = field.type, field.default, field.metadata["option"].panel
@@ -332,7 +332,7 @@ class _Lazy:
         built = self.command.build()
         for param in built.params:
             if param.param_type_name == "argument":
-                param.display_type = lambda _: ""  # its name is self-explanatory
+                param.display_type = lambda _: ""  # the option's name is self-explanatory
         return built
 
     params = property(lambda self: self.built.params, lambda self, _: None)

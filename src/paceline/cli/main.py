@@ -1,4 +1,4 @@
-"""The `paceline` command: its verbs, and how errors become exit codes. `paceline.verbs` implements the verbs."""
+"""The `paceline` command: its verbs and how errors become exit codes. `paceline.verbs` implements the verbs."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def build_traffic(world: World, channel: Channel, memory: torch.Tensor) -> Traff
 
 
 class Disturbance(Probe):
-    """Sends messages of one size when certain gradients are ready, like buckets, but the step does not wait for them.
+    """Sends messages of one size when certain gradients are ready, like buckets. The step does not wait for messages.
 
     If timing the messages would slow the step (`Traffic.is_free`), they are timed in separate steps of kind `messages`.
     `read_ready_times` returns each gradient's ready time in seconds since the start of backward, by parameter index,

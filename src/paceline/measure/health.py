@@ -138,7 +138,7 @@ def _check_interface() -> CheckRecord:
 
 
 def _describe_missing() -> str:
-    """The private names missing from this torch, and the features that need them."""
+    """The private names missing from this torch and the features that need them."""
     try:
         from paceline.torch_internals import find_missing
     except PacelineError as error:

@@ -357,7 +357,7 @@ class Observer:
             self._launched.popleft()
 
     def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
-        """Between two turns, record the buckets of the last turn and rebuild those of the next."""
+        """Between two turns, record the buckets of the last turn and build those of the next."""
         turn, place = divmod(self._num_steps - first, length)
         if place or not 0 <= turn <= len(turns):
             return

@@ -301,7 +301,7 @@ def hook_gradients(params: Sequence[nn.Parameter], hooks: contextlib.ExitStack, 
 
 
 class TimedMessages:
-    """Times a replica's messages: call `begin` before a step and `read` after it.
+    """Times a replica's messages. Call `begin` before a step and `read` after the step.
 
     torch's wrapper accepts a hook only before its first step, so `build` creates another replica in the same wrapper.
     Its messages cannot be timed on a GPU.
@@ -460,7 +460,7 @@ class StepBench:
         after: Callable[[int, int, int], None] | None = None, end_warmup: Callable[[], None] = lambda: None,
         is_over: Callable[[int], bool] = lambda number: False, seed: int | None = None,
     ) -> None:  # fmt: skip
-        """Run all rounds. In each, every remaining variant takes `steps_per_turn` steps of each of its kinds.
+        """Run all rounds. In each round, every remaining variant takes `steps_per_turn` steps of each of its kinds.
 
         The order changes from round to round in a balanced design, or at random with a `seed`. Callbacks:
         `after(place, num_places, round)` after each turn, `end_warmup` after the warm-ups, and `is_over(number)` after

@@ -65,7 +65,7 @@ class Wrapping:
 
 
 def find_wrapping(wrapper: str) -> Wrapping:
-    """The wrapping with this name, except for tuned wrappers, which get their options from a measurement."""
+    """The wrapper configuration with this name. Excludes tuned wrappers, whose options come from a measurement."""
     if wrapper == "bare":
         return Wrapping("no communication", lambda module, group: module)
     name, _, reducer = wrapper.partition("-")

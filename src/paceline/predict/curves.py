@@ -40,7 +40,7 @@ _MOST_ON_ONE_HOST = 512
 
 
 class CostCurve(ABC):
-    """All-reduce time in seconds by size in bytes, and whether the estimate can be trusted."""
+    """All-reduce time in seconds by size in bytes and whether the estimate can be trusted."""
 
     @abstractmethod
     def estimate_s(self, num_bytes: float) -> float:

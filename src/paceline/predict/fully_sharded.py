@@ -54,7 +54,7 @@ class Blocks:
         return cls(owners, shares)
 
     def list_units(self, job: Job) -> tuple[Unit, list[Unit]]:
-        """The root unit, and the others in forward order."""
+        """The root unit and the others in forward order."""
         sizes = dict.fromkeys(("", *self.forward_shares), 0)
         last_s = dict.fromkeys(sizes, 0.0)
         for gradient, ready_s in zip(job.gradients, job.ready_s, strict=True):

@@ -123,7 +123,7 @@ class Contention:
         return replace(self, compute_rates=tuple(compute_rates), message_rates=tuple(message_rates), alone_s=())
 
     def rates(self, num_bytes: int) -> tuple[float, float]:
-        """The speed of compute while such a message is in flight, and the speed of the message at the same time."""
+        """The speed of compute while such a message is in flight and the speed of the message at the same time."""
         if len(self.sizes) == 1:
             return self.compute_rates[0], self.message_rates[0]
         compute, message = (
@@ -382,7 +382,7 @@ class Queue:
         return found
 
     def list_spans(self) -> tuple[list[BucketSpan], float]:
-        """The buckets of the first row in seconds since backward began, and the end of backward."""
+        """The buckets of the first row in seconds since backward began and the end of backward."""
         starts_s, lost_s, left_s, end_s = self.starts_s[0], self.lost_s[0], self.left_s[0], float(self.end_s[0])
         moments_s = np.minimum(np.stack([starts_s, starts_s + self.hides_s[0]], axis=1), end_s)
         delays_s = np.stack([np.cumsum(lost_s) - lost_s, np.cumsum(lost_s)], axis=1)

@@ -47,7 +47,7 @@ class _Backward(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """An all-reduce, and the call that launched it if the trace has one."""
+    """An all-reduce and the call that launched it if the trace has one."""
 
     call: Event | None
     message: Event

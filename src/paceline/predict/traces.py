@@ -228,7 +228,7 @@ def _find_windows(moments: Floats, windows: Floats) -> npt.NDArray[np.intp]:
 
 
 def _cut(edges: Iterable[Floats], windows: Floats) -> tuple[Floats, npt.NDArray[np.intp]]:
-    """All start and end points, and the window of each segment between two of them."""
+    """All start and end points and the window of each segment between two of them."""
     points = np.unique(np.concatenate([windows.ravel(), *edges]))
     return points, _find_windows((points[1:] + points[:-1]) / 2, windows)
 

@@ -170,7 +170,7 @@ class Tuning:
 
     @property
     def notes(self) -> list[str]:
-        """Assumptions about strategies, and the strategies that were not run."""
+        """Assumptions about strategies and the strategies that were not run."""
         strategies = [Strategy.parse(text) for text in self.predicted]
         codecs = [record for record in self.records if isinstance(record, CodecRecord)]
         ran = {candidate.strategy.text for candidate in self.candidates}

@@ -25,7 +25,7 @@ NOISY = ("inconclusive", "unstable", "drifting", "few")
 _MOST_NAMES = 3
 # Limits on the fraction of CPU time stolen by the hypervisor and on the load per core before a run.
 _MOST_STOLEN, _MOST_LOAD = 0.1, 0.5
-_MOST_UNCERTAIN = 0.25  # of the median step of an observed program
+_MOST_UNCERTAIN = 0.25  # as a fraction of the median step of an observed program
 # Evidence and remedy (empty if there is none), most serious first. `_KINDS` merges kinds that differ only in their
 # text.
 _TEXTS = {
@@ -216,8 +216,8 @@ def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds, is_observed:
 
 
 def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
-    """Describe the CPU time stolen by the hypervisor during the run, and the load before it; each text is empty unless
-    its value is too high."""
+    """Describe the CPU time stolen by the hypervisor during the run and the load before the run. Each string is empty
+    unless its value is too high."""
     stolen, load, cores = environment.stolen or 0.0, environment.load_average or 0.0, environment.cores
     took = f"the hypervisor stole {stolen:.0%} of CPU time"
     worked = f"load {load:.1f} on {format_number_of(cores, 'core')}"
@@ -266,7 +266,7 @@ def _count_ranks(record: _Timed) -> int:
 
 
 def _join_reasons(timed: Sequence[_Doubted]) -> list[Finding]:
-    """One finding per kind, backend and number of ranks, with the records that it concerns."""
+    """One finding per kind, backend and number of ranks, with the records that the finding is about."""
     found: dict[tuple[str, str, int], list[tuple[float, str]]] = defaultdict(list)
     totals: Counter[tuple[str, int]] = Counter()
     for r, reasons in timed:
@@ -286,7 +286,7 @@ def _join_reasons(timed: Sequence[_Doubted]) -> list[Finding]:
 
 
 def _find_unstable_steps(timed: Sequence[_Doubted], crowded: set[int]) -> list[str]:
-    """Whether most variants of the step are unstable, and not only due to a lack of cores."""
+    """Whether most variants of the step are unstable, and not just for lack of cores."""
     steps = [(r, reasons) for r, reasons in timed if isinstance(r, _Step)]
     # The conclusion of a tuning run depends on the steps of its candidates.
     steps = [(r, reasons) for r, reasons in steps if getattr(r, "role", "") == "job"] or steps

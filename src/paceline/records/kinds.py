@@ -103,8 +103,8 @@ class _Timed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord(_Timed):
-    """One collective at one size: the full vector, as nccl-tests counts it, not a rank's shard. `memory` is `shared` if
-    the ranks reduce in place in shared memory, and `nodes` the number of nodes; 0 if unknown."""
+    """One collective at one size, which counts the full vector, as in nccl-tests, not a rank's shard. `memory` is
+    `shared` if the ranks reduce in place in shared memory. `nodes` is the number of nodes, 0 if unknown."""
 
     kind: ClassVar[str] = "collective"
     collective: Annotated[str, one_of(COLLECTIVES)]
@@ -173,7 +173,7 @@ class ChunksRecord(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRecord(Record):
-    """One check of `paceline doctor`: `status` is ok, warn or fail, and `advice` says how to fix it."""
+    """One check of `paceline doctor`. `status` is ok, warn or fail, and `advice` says how to fix a problem."""
 
     kind: ClassVar[str] = "check"
     name: str
@@ -189,8 +189,8 @@ class CheckRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRecord(Record):
-    """Messages of `num_bytes` from one host to another over one TCP connection, each timed until its one-byte reply;
-    `short` are one-byte messages."""
+    """Messages of `num_bytes` from one host to another over one TCP connection, each timed until its one-byte reply.
+    `short` has the times of one-byte messages."""
 
     kind: ClassVar[str] = "link"
     sender: str

@@ -138,7 +138,7 @@ def naming_damage() -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def find_file(path: Path) -> Path | None:
-    """The file, or its compressed copy (`.gz`) if only that exists; None if neither does."""
+    """The file, or its compressed copy (`.gz`) if only that exists; None if neither exists."""
     packed = path.with_name(f"{path.name}.gz")
     return path if path.exists() else packed if packed.exists() else None
 
@@ -184,7 +184,7 @@ def name_format(known: tuple[str, int]) -> dict[str, Any]:
 
 
 def check_format(document: Any, known: tuple[str, int], where: str | Path) -> dict[str, Any]:
-    """The document, if it has this format and version; otherwise raises RecordError "damaged" or "version"."""
+    """Return the document if it has this format and version; otherwise raise RecordError "damaged" or "version"."""
     name, version = known
     if not isinstance(document, dict) or document.get("format") != name:
         raise RecordError(f'{where} is not a file of this kind: it lacks "format": "{name}"', code="damaged")
@@ -263,7 +263,7 @@ class Study:
 
     @classmethod
     def load(cls, path: Path, verb: str) -> Study:
-        """The study in a folder, to resume it. ConfigError if there is none, or if it belongs to another verb."""
+        """The study in a folder, for resuming. ConfigError if there is no study, or if it belongs to another verb."""
         try:
             document = load_json(path / STUDY_FILE, f"pass the folder of an interrupted `{verb}`")
             check_format(document, _STUDY_FORMAT, STUDY_FILE)

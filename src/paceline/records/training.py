@@ -130,7 +130,7 @@ class LargeBatchRecord(Record):
 
     @property
     def has_learned(self) -> bool:
-        """Whether the final model beats guessing: accuracy above chance, and a loss not far above that of a guess."""
+        """Whether the final model beats guessing: accuracy above chance and a loss not far above that of a guess."""
         if self.failure:
             return False
         last, classes = self.curve[-1], self.num_classes
@@ -153,8 +153,8 @@ Square = Annotated[float, at_least(0)]
 
 @dataclass(frozen=True)
 class NoiseProbe(Checked):
-    """Squared gradient norms of equally sized small batches from all ranks, and that of their mean: the gradient of the
-    big batch that they form."""
+    """Squared gradient norms of equally sized small batches from all ranks, and the squared norm of their mean, which
+    is the gradient of the big batch that they form."""
 
     small_squares: tuple[Square, ...]
     big_square: Square
@@ -383,7 +383,7 @@ def _build_traced(row: Mapping[str, Any], rank: int, world_size: int, one: Mappi
 
 
 def load_config(folder: str | Path) -> dict[str, Any]:
-    """The `config.json` of a training run: `settings`, `environment`, and `outcome` once it has ended."""
+    """The `config.json` of a training run: `settings`, `environment` and, after the end, `outcome`."""
     file = Path(folder) / CONFIG_FILE
     document = check_format(load_json(file, "pass the folder of a training run"), CONFIG_FORMAT, file)
     if not isinstance(document.get("settings"), dict):

@@ -104,7 +104,7 @@ def _list_numbers(result: Result) -> dict[_Key, _Number]:
 
 
 def _list_observed(result: AttachedResult) -> dict[_Key, _Number]:
-    """The parts of a step on the critical rank, and the step time with each compared plan."""
+    """The parts of a step on the critical rank and the step time with each compared plan."""
     row, times = build_row(WHERE, result.critical), result.steps.timing.reduced_s
     found: dict[_Key, _Number] = {"step": _Number("s", row["step_s"], times)}
     found |= {_name(key): _Number("s", value) for key, value in row.items() if key.endswith("_s") and key != "step_s"}
@@ -514,7 +514,7 @@ class TrainComparisonResult(ComparisonResult):
         return f"{text} Speed: {speeds} times that of {first.name}."
 
     def _explain(self) -> list[str]:
-        """Which differences are significant, and why losses differ if only the number of ranks does."""
+        """Which differences are significant and why losses differ if only the number of ranks does."""
         sure = describe_numbers(self.numbers).removesuffix(".")
         if self.learned_the_same or self.differences or len({row.run.world_size for row in self.rows}) == 1:
             return [sure]

@@ -1,4 +1,4 @@
-"""`predict goodput` as a result: the goodput of each fault policy, and how often to save."""
+"""`predict goodput` as a result: the goodput of each fault policy and how often to save."""
 
 from __future__ import annotations
 

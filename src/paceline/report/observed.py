@@ -272,7 +272,7 @@ def _is_sure(ratio: Interval) -> bool:
 
 
 def round_cap(low_bytes: int, high_bytes: int) -> int:
-    """The roundest cap between the two: the one with the fewest digits in MiB, torch's unit."""
+    """The roundest cap between two: the cap with the fewest digits in MiB, torch's unit."""
     for digits in range(1, 12):
         scale = 10 ** (digits - 1 - math.floor(math.log10(high_bytes / MIB)))
         cap_bytes = int(math.floor(high_bytes / MIB * scale) / scale * MIB)
@@ -566,7 +566,7 @@ class AttachedResult(Result):
 
     @property
     def summary(self) -> str:
-        """The step time on the critical rank, and the verdict on other bucket sizes."""
+        """The step time on the critical rank and the verdict on other bucket sizes."""
         steps, row = self.steps, self.critical
         ranks = format_number_of(steps.world_size, "rank")
         text = f"A step of {steps.model} on {ranks} ({steps.backend}, {steps.device}) takes {format_ms(row.step_s)} ms"
@@ -670,7 +670,7 @@ class AttachedResult(Result):
 
 
 def build_row(step: int, *times: Sequence[float]) -> dict[str, Any]:
-    """A row of metrics: the first one of `PARTS` on each rank, and its maximum over ranks."""
+    """A row of metrics: the first one of `PARTS` on each rank and its maximum over ranks."""
     ranks = {name: list(of) for name, of in zip(PARTS, times, strict=False)}
     return {"step": step, "ranks": ranks} | {name: max(of) for name, of in ranks.items()}
 

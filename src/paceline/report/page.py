@@ -97,7 +97,7 @@ def _read_axis(axis: Any) -> dict[str, Any]:
 
 
 def _read_marks(axes: Any, numbers: Numbers) -> Marks:
-    """The artists of one pair of axes as lines, areas and texts in data coordinates; `fx` and `fy` mark coordinates
+    """The artists of one pair of axes as lines, areas and labels in data coordinates; `fx` and `fy` mark coordinates
     that are fractions of the panel instead."""
     from matplotlib.collections import LineCollection, PolyCollection
     from matplotlib.colors import to_hex
@@ -181,7 +181,7 @@ def _escape(text: Any) -> str:
 
 
 def split_verdict(text: str) -> tuple[str, str]:
-    """The first sentence, and the rest."""
+    """The first sentence and the rest."""
     first, _, rest = re.sub(r"([.!?]) (?=[A-Za-z])", r"\1\n", text, count=1).partition("\n")
     return first, rest
 

@@ -1,4 +1,4 @@
-"""The rows of all predictions as tables and figures: one list of columns for each kind, and the comparison of plans."""
+"""The rows of all predictions as tables and figures: one list of columns for each kind and the comparison of plans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def join_sizes(low_bytes: int, high_bytes: int) -> str:
 
 
 def format_interval(ratio: Interval, percent: str = "{:+.1%}") -> str:
-    """A ratio as a percentage difference, with its interval."""
+    """Format a ratio as a percentage difference, with its interval."""
     if ratio.low == ratio.high:
         return "0"
     value, low, high = (percent.format(end - 1) for end in (ratio.value, ratio.low, ratio.high))
@@ -41,7 +41,7 @@ def format_interval(ratio: Interval, percent: str = "{:+.1%}") -> str:
 
 
 def describe_rows(rows: Sequence[Prediction], assumed: Iterable[str], prefix: str) -> list[str]:
-    """The assumptions behind the rows, and the doubts about them."""
+    """The assumptions behind the rows and the doubts about them."""
     lines = [line if line.startswith(_NAMED) else f"{prefix}: {line}" for line in dict.fromkeys(assumed)]
     for doubt, same in group_by((row for row in rows if row.doubt), lambda row: row.doubt).items():
         places = ", ".join(f"{row.network} on {row.world_size:,} ranks" for row in same)
@@ -202,7 +202,7 @@ def _find_status(race: Race, label: str) -> str:
 
 
 def _find_offer_status(ratio: Interval) -> str:
-    """Status of a strategy that changes the update and is therefore never chosen automatically."""
+    """The status of a strategy that changes the update and is therefore never chosen automatically."""
     return "within 1 %" if ratio.is_flat else "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else ""
 
 

@@ -743,7 +743,7 @@ class TuneResult(Result):
         return [table for table in tables if table.rows]
 
     def _list_strategies(self) -> list[Prediction]:
-        """Each strategy with its measured step, and the bytes that a rank sends."""
+        """Each strategy with its measured step and the bytes that a rank sends."""
         tuning, rows = self.tuning, []
         measured = {c.strategy.text: c.measured for c in tuning.candidates if c.label != DEFAULT}
         for text, one in tuning.predicted.items():

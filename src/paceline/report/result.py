@@ -128,7 +128,7 @@ class Result:
 
     @property
     def failure(self) -> str:
-        """Why the result counts as a failure, for which the command exits with 1; empty if it does not."""
+        """Why the result counts as a failure, which makes the command exit with 1; empty if it is not a failure."""
         return next((doubt.text for doubt in self.doubts if doubt.kind == "wrong"), "")
 
     @property
@@ -363,7 +363,7 @@ def _find_class(verb: str) -> type[Result]:
 
 
 def build_result(run: Run, folder: Path | None = None) -> Result:
-    """The result of a run, as the class of its verb."""
+    """The result of a run, as an instance of its verb's class."""
     is_empty = run.verb not in _WITHOUT_RECORDS and not run.records  # interrupted before its first cell
     return (Result if is_empty else _find_class(run.verb))(run, folder)
 

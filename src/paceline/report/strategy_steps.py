@@ -1,4 +1,4 @@
-"""The result of `predict --strategy`: step times by strategy, and the bandwidths at which the fastest one changes."""
+"""The result of `predict --strategy`: step times by strategy and the bandwidths at which the fastest one changes."""
 
 from __future__ import annotations
 

@@ -107,13 +107,13 @@ def text_columns(*paths: str, **options: Any) -> list[Column]:
 
 
 def ratio_columns(name: str | None, path: str, key: str, noise_key: str = "", priority: int = -1) -> list[Column]:
-    """A `Ratio` with its noise for people, unless `name` is None, and both numbers for programs."""
+    """Columns of a `Ratio`: with its noise for people (unless `name` is None), and both numbers for programs."""
     shown = [] if name is None else [Column(name, path, format_ratio, priority=priority)]
     return [*shown, *raw_columns(**{key: f"{path}.value", noise_key or f"{key}_noise": f"{path}.noise"})]
 
 
 def format_ratio(ratio: Any) -> str:
-    """`=` marks a ratio that is 1 within the noise, `?` a single repetition."""
+    """Format a ratio. `=` marks a ratio that is 1 within the noise, and `?` a single repetition."""
     if ratio.noise is None:
         return f"{ratio.value:.3f} ?"
     is_itself = (ratio.value, ratio.noise) == (1.0, 0.0)
@@ -121,7 +121,7 @@ def format_ratio(ratio: Any) -> str:
 
 
 def describe_change(ratio: Any, of: str) -> str:
-    """How much more or less time something takes than its baseline, and whether the difference is significant."""
+    """How much more or less time something takes than its baseline and whether the difference is significant."""
     if ratio.noise is None:
         return f"{ratio.value - 1:+.1%} {of} (one repetition)"
     return f"{ratio.value - 1:+.1%} ± {ratio.noise:.1%} {of}{'' if ratio.is_clear else ', within the noise'}"

@@ -23,7 +23,7 @@ from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, join_words, raw_columns
 from paceline.units import format_duration, format_ms, format_number_of, format_speed
 
-_MOST_EPOCHS = 12  # in the text; --details shows all
+_MOST_EPOCHS = 12  # maximum number in the text; --details shows all
 _COLUMNS = (
     Column("epoch", lambda e: e.epoch + 1, "number", "epoch", is_key=True),
     Column("steps", "num_steps", "number", "steps", priority=-1),
@@ -154,7 +154,7 @@ class TrainRunResult(Result):
         return [*self._describe_times(), *self._describe_phases(), *self._describe_saves(), *self._describe_faults()]
 
     def _describe_times(self) -> Sequence[str]:
-        """The total time, and the mean step of each rank over the steps with the final number of ranks."""
+        """The total time and the mean step of each rank over the steps with the final number of ranks."""
         if self.total is None or not self.total.seconds or "ranks" not in self.rows[-1]:
             return ()
         own = zip(*(records.list_ranks(row, "step_s") for row in records.pick_like_last(self.rows)), strict=True)
@@ -239,7 +239,7 @@ class TrainRunResult(Result):
         return super().to_json() | ({"faults": self.faults} if self.faults else {}) | {"phases": self.phases or None}
 
     def _save_run(self, folder: Path) -> None:
-        """Write the files of a run that wrote none. The run can then be loaded, but not resumed."""
+        """Write the files of a run that was not saved. The run can then be loaded but not resumed."""
         if self.folder is not None and folder.resolve() == self.folder.resolve():
             return
         if (folder / records.CONFIG_FILE).exists() or (folder / records.METRICS_FILE).exists():

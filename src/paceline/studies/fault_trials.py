@@ -121,7 +121,7 @@ _LEAVE_S = 2.0, 8.0  # time limit for processes to exit after the command, on on
 
 @dataclass(frozen=True)
 class Trial:
-    """One fault to inject into one job. `limit_s` is the timeout for its identification, and the duration of noise.
+    """One fault to inject into one job. `limit_s` is the timeout for identifying the fault and the duration of noise.
     `policy` applies under `paceline train`; `state_bytes` is the size of the model and momentum, 0 for a small one."""
 
     fault: str
@@ -303,7 +303,7 @@ def why_not(fault: str, device: str, ranks: int) -> str:
 
 
 def parse_faults(names: str, device: str = "cpu", ranks: int = 2) -> tuple[list[str], dict[str, str]]:
-    """The chosen faults, or all that can be injected here; and the skipped ones, each with the reason."""
+    """The chosen faults, or all that can be injected here, and the skipped faults, each with the reason."""
     chosen = list(FAULTS) if names == "all" else [name.strip() for name in names.split(",")]
     if unknown := [name for name in chosen if name not in FAULTS]:
         raise ConfigError(f"unknown faults: {', '.join(unknown)}; use {', '.join(FAULTS)}")
@@ -468,7 +468,7 @@ def measure_fault(trial: Trial) -> FaultRecord:
 
 
 def _build_pattern(kind: Fault, rank: int) -> str:
-    """The pattern of a correct report. For a pause it matches any report, since every report is wrong."""
+    """The pattern of a correct report. For a pause, it matches any report, because every report is wrong."""
     if not kind.cause:
         return r"paceline: (\w+: )?(rank \d|ranks \d|all ranks|the host )"
     named = rf"(?i)rank\s*:?\s*{rank}\b((?!\brank)[^\n])*(\n[^\n]*){{0,2}}"  # no other rank before the cause
@@ -496,7 +496,7 @@ def _make_damaged(trial: Trial, asked: Asked) -> int:
 
 
 def _find_recovered(folder: Path) -> dict[str, Any]:
-    """Read the fault as recorded by a run that continued; empty if it did not continue."""
+    """Read the fault that a continued run recorded; empty if the run did not continue."""
     for path in folder.glob(f"{OUT}/*/config.json"):
         for fault in json.loads(path.read_text()).get("faults", []):
             return {name: value for name, value in fault.items() if value is not None}
@@ -601,7 +601,7 @@ class FaultsResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        """Totals over all trials except those with only torch's wrapper."""
+        """Totals over all trials except those with nothing but torch's wrapper."""
         ours = [one for one in self.only(FaultRecord) if one.system != "torch"]
         faults = [one for one in ours if one.steps_lost is not None]
         stepped = [one for one in faults if one.names_step is not None]

@@ -60,7 +60,7 @@ def large_batch(
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatchSettings(grid.GridSettings):
-    """The job at its base batch, and at larger ones with each recipe.
+    """The job at its base batch, and at larger batches with each recipe.
 
     `job` has settings tuned for `base_batch_size`. `updates` is the length of the additional runs with equal numbers of
     updates: None means twice that of the largest batch, 0 skips these runs. `most_at_once` limits the micro-batch per

@@ -102,7 +102,7 @@ class StrategiesSettings(grid.GridSettings):
 
 
 class StrategiesResult(grid.GridResult):
-    """`scale strategies`: each strategy's bytes sent, and its test accuracy (or loss) compared with bf16."""
+    """`scale strategies`: each strategy's bytes sent and its test accuracy (or loss) compared with bf16."""
 
     topic = "Strategies"
     baseline = _BASELINE

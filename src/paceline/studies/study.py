@@ -65,7 +65,7 @@ class StudySettings:
         check_options(self)
 
     def check_size(self) -> None:
-        """Reject cells that do not fit into this host's memory, or that would never finish."""
+        """Reject cells that do not fit in this host's memory or that would never finish."""
         given = asdict(self)
         sizes = (*given.get("batch_sizes", ()), given.get("most_at_once", 1))
         check_size(replace(self.job, batch_size=max(sizes), global_batch_size=None, accumulate=None))

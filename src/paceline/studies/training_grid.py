@@ -307,7 +307,7 @@ def format_score(summary: SeedSummary, value: float) -> str:
 
 
 def describe_gap(summary: SeedSummary, baseline: str = "the baseline") -> str:
-    """Describe the gap to the baseline's score, and whether it is within the spread over seeds."""
+    """Describe the gap to the baseline's score and whether it is within the spread over seeds."""
     gap, widest = summary.gap or 0.0, summary.widest
     inside = " (less than the spread over seeds)" if widest is not None and abs(gap) <= widest else ""
     points, worse, better = (" points", "below", "above") if summary.accuracy else ("", "above", "below")
@@ -315,7 +315,7 @@ def describe_gap(summary: SeedSummary, baseline: str = "the baseline") -> str:
 
 
 def describe_score(summary: SeedSummary, baseline: str = "the baseline") -> str:
-    """Describe the mean over seeds with its spread, and the gap to the baseline."""
+    """Describe the mean over seeds with its spread and the gap to the baseline."""
     score = summary.score
     if score is None:
         return f"no seed finished ({summary.first.failure})"

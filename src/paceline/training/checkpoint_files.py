@@ -111,7 +111,7 @@ def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
 
 
 def _split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the state without aliases of tied tensors, and a map from each alias to its tensor's first name."""
+    """Return the state without aliases of tied tensors and a map from each alias to its tensor's first name."""
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[object, ...], str] = {}
@@ -164,7 +164,7 @@ _SUM = b', "crc32": "'
 
 
 def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
-    """Write the files and their manifest into a new folder; once complete, it replaces any existing one."""
+    """Write the files and their manifest into a new folder, which replaces any existing one once it is complete."""
     temporary = path.with_name(f".saving-{path.name}")
     try:
         temporary.mkdir(0o700)
@@ -191,7 +191,7 @@ def _seal(body: bytes) -> bytes:
 
 
 def _write(path: Path, data: bytes | memoryview) -> str:
-    """Write and fsync a new file; returns its checksum.
+    """Write and fsync a new file; return its checksum.
 
     Large files bypass the page cache where supported: copying 90 MB into it takes 30 to 120 ms of CPU time, a direct
     write 6 ms.
@@ -347,7 +347,7 @@ class CheckpointStore:
             self._writer = thread, thread.submit(self._write, step, files, copied)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk; raises its error once."""
+        """Wait until the last save is on disk. Raises an error of the save once."""
         if self._writer is not None:
             thread, saving = self._writer
             thread.shutdown()

@@ -43,7 +43,7 @@ _NUM_STALLS = 20
 
 
 class SaveTimes:
-    """A file with one row per save: its training stall, and its write time after the stall."""
+    """A file with one row per save: its training stall and its write time after the stall."""
 
     def __init__(self, path: Path, step: int) -> None:
         """Continue the file of a run that is at this step."""
@@ -104,7 +104,7 @@ class EventsLog:
 
 
 class RunFiles:
-    """The files of a run. Rank 0 writes into `folder`, if any; the others only contribute their state."""
+    """The files of a run. Rank 0 writes into `folder`, if any; other ranks only contribute their state."""
 
     def __init__(self, folder: Path | None, settings: TrainSettings, world: World) -> None:
         self._world, self._tensorboard = world, settings.tensorboard
@@ -323,7 +323,7 @@ class RunFiles:
 
 
 def build_meta(job: Job, position: Position) -> dict[str, Any]:
-    """The run's position, and the properties that must not change when it resumes."""
+    """The run's position and the properties that must not change when it resumes."""
     model = job.learner.model
     plan = model.plan if isinstance(model, DataParallel) else None
     return dataclasses.asdict(position) | {

@@ -55,7 +55,7 @@ def catch_stop() -> Iterator[StopRequest]:
 
 @dataclass(frozen=True)
 class Position:
-    """A position in a run: the next window of an epoch, and the number of steps taken."""
+    """A position in a run: the next window of an epoch and the number of steps taken."""
 
     epoch: int
     window: int
@@ -64,7 +64,7 @@ class Position:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """One step of the loop on this rank; `position` is the position in the run after it."""
+    """One step of the loop on this rank; `position` is the position in the run after the step."""
 
     position: Position
     epoch: int
@@ -158,7 +158,7 @@ class Journal:
         return Exchange(rows, bad, number, reports[0].is_save_due, reports[0].is_left)
 
     def _read_entries(self) -> tuple[list[dict[str, Any]], tuple[int, int, str] | None]:
-        """The records of this rank's steps, and its first non-finite loss."""
+        """The records of this rank's steps and its first non-finite loss."""
         if torch.cuda.is_initialized():
             with pulse.within(pulse.WAIT):
                 torch.cuda.current_stream().synchronize()  # wait for the copies to pinned memory

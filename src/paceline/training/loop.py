@@ -326,7 +326,7 @@ def _run(
 
 
 def _finish_previous_world(job: Job, files: RunFiles, journal: Journal, start: Position, carried: Carried) -> int:
-    """Write the previous world's unwritten rows, and finish its last step. Returns a signal, or 0."""
+    """Write the previous world's unwritten rows and finish its last step. Returns a signal, or 0."""
     written = job.world.share(files.written)[0]
     journal.carry(carried.unwritten, start.step)
     carried.journal, carried.unwritten = journal, None

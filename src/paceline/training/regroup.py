@@ -36,11 +36,11 @@ _IN_MEMORY = Path("the state in memory")  # a snapshot's origin in error message
 
 
 class MoreRanksError(PacelineError):
-    """Raised on all ranks after the same step: they leave their world for a larger one."""
+    """Raised on all ranks after the same step, so that they leave their world for a larger one."""
 
 
 def may_stay(error: BaseException) -> bool:
-    """Whether a rank may continue in another world after this error: it lost a peer, or more ranks are available."""
+    """Whether a rank may continue in another world after this error: a peer was lost, or more ranks are available."""
     if isinstance(error, Exception) and has_lost_rank():  # an aborted message can cause any kind of error
         return True
     return isinstance(error, MoreRanksError) or find_code(error) == "peer-lost"

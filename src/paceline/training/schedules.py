@@ -167,7 +167,7 @@ class BatchSchedule:
 
     @cached_property
     def growth_steps(self) -> tuple[int | None, ...]:
-        """The first step of each growth, counted from 0; None if it never takes effect."""
+        """The first step of each growth, counted from 0; None for growths that never take effect."""
         first: dict[int, int] = {}
         step = 0
         for epoch in range(self.epochs if self.growths else 0):

@@ -326,7 +326,7 @@ class TrainSettings:
             raise ConfigError(f"{found}: write dgc={self.momentum}")
 
     def check_policy(self) -> None:
-        """Reject recovery from other ranks' memory if they have no copy of the lost state."""
+        """Reject recovery from other ranks' memory if no other rank has a copy of the lost state."""
         if not self.stays_in_memory:
             return
         asked = f"--on-fault {self.on_fault}"

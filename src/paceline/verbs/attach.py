@@ -93,7 +93,7 @@ def attach(
     recorded = {"warmup": min(_BEFORE, steps // 2 or _BEFORE), "record": min(_RECORDED, steps // 4 or _RECORDED)}
     with (
         open_session(verb, {"command": words, **asked}, out=out, progress=progress) as session,
-        # Inside the run's folder, because other hosts may share it.
+        # Inside the run's folder, which other hosts may share.
         tempfile.TemporaryDirectory(dir=session.folder, prefix=".attach-", ignore_cleanup_errors=True) as folder,
     ):
         if session.progress and steps and not (asked["stop"] or every):
@@ -396,7 +396,7 @@ def _read_pauses(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _extend_pauses(times: Sequence[float], usual_s: float) -> list[float]:
-    """The pauses of a step. The longest one includes its aftereffects: flushing a file, caches to fill again."""
+    """The pauses of a step. The longest includes its aftereffects, such as flushing a file or refilling caches."""
     pauses = list(_read_pauses(times))
     if (paused_s := sum(pauses)) > 0:
         pauses[pauses.index(max(pauses))] += max(0.0, times[0] - usual_s - paused_s)

@@ -26,7 +26,7 @@ class _Variant:
     name: str
     num_messages: int
     step_s: float
-    share: float  # of the longest step
+    share: float  # fraction of the longest step
 
 
 _VARIANTS = (
@@ -42,7 +42,7 @@ class DemoResult(AttachedResult):
 
     @property
     def variants(self) -> list[_Variant]:
-        """The program as it is, and with other buckets; empty if nothing was compared."""
+        """The program with its own buckets and with others; empty if nothing was compared."""
         found = [(name, len(one.bucket_bytes), one.timing.median_s) for name, one in self.raced.items()]
         longest_s = max((step_s for *_, step_s in found), default=0.0)
         named = {name: "as written" if name == NOW else f"bucket_cap_mb={format_cap(self.config['plans'][name])}"

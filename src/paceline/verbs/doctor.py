@@ -21,7 +21,7 @@ def doctor(
     hosts: str = "", *, interface: str = "", port: int = 0, folder: str = "", ssh: str = "ssh", python: str = "",
     env: Sequence[str] = (), check_timeout: float = CHECK_S, progress: bool | None = None,
 ) -> DoctorResult:  # fmt: skip
-    """Check everything that ranks need, then run a real all-reduce on two of them.
+    """Check everything that ranks need, then run a real all-reduce on two ranks.
 
     With `hosts`, check reachability, versions, clocks, interfaces, free space, and the bandwidth between each pair; the
     other arguments are then as in `paceline run --hosts`.

@@ -1,4 +1,4 @@
-"""`paceline.predict`: the cost of a step elsewhere, and the productive time of a job under faults. Needs no torch."""
+"""`paceline.predict`: the cost of a step elsewhere and the productive time of a job under faults. Needs no torch."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def predict_goodput(
     spare_seconds: float | None = None, shrink_seconds: float | None = None, all_lost: str = "5%",
     repair: str = "0s", horizon: str = "30d", save_every: str | None = None, out: Place = None,
 ) -> GoodputResult:  # fmt: skip
-    """What fraction of a job's time is productive under random faults? For each policy, with its best save interval.
+    """What fraction of a job's time is productive under random faults? Evaluates each policy at its best save interval.
 
     Args:
         runs: Runs that measured costs: training runs (steps, saves and recoveries from faults), and runs of `faults`
@@ -424,7 +424,7 @@ def _count_usable(result: Result, count: int) -> int | None:
 
 
 def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord]]:
-    """A result, and the measured costs in it that determine goodput."""
+    """A result and the measured costs in it that determine goodput."""
     from paceline.report.result import load_result
     from paceline.report.training_result import TrainRunResult
 
@@ -541,7 +541,7 @@ def _finish(
 
 
 def find_profile(run: Run) -> LayerProfileRecord:
-    """The one layer profile of a run."""
+    """The layer profile of a run, which must have exactly one."""
     found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
     if len(found) != 1:
         what = f"this run of `{run.verb}` has {len(found)} layer profiles; expected one"
@@ -573,7 +573,7 @@ def _get_run(source: Result | str | Path) -> Run:
 
 
 def _load_sweep(source: Result | str | Path) -> tuple[list[CollectiveRecord], Run | None]:
-    """The collectives of a run or a table, and the run, if there is one."""
+    """The collectives of a run or a table, and the run unless the source is a table."""
     if isinstance(source, str | Path) and not is_run_path(source):
         return load_table(source), None
     run = _get_run(source)

@@ -17,7 +17,7 @@ from paceline.verbs.jobs import Place
 def save_report(
     runs: Sequence[str | Path | Result] = (), *, page: Place = None, progress: bool | None = None
 ) -> Result:
-    """Write these runs to one page, and return its first result: the comparison, if there are several.
+    """Write these runs to one page and return its first result: the comparison if there are several runs.
 
     Args:
         runs: Folders, or results.

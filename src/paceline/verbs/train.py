@@ -142,7 +142,7 @@ def _compare(session: Session, parts: Sequence[Result]) -> TrainComparisonResult
 
 
 def _build_jobs(counts: Sequence[int], given: dict[str, Any]) -> list[TrainSettings]:
-    """The job on each number of ranks. All have the same global batch, by default that of one rank."""
+    """The job on each number of ranks. All have the same global batch, by default that of a single rank."""
     if len(counts) > 1 and given.get("global_batch_size") is None:
         size = given.get("batch_size")
         asked = f"--batch-size {size} with --ranks {','.join(map(str, counts))}"
@@ -233,7 +233,7 @@ def _train(
 
 
 def _check_recovery(wanted: TrainSettings, is_saved: bool) -> None:
-    """Refuse recovery if it is impossible, before anything is written."""
+    """Refuse impossible recovery policies before anything is written."""
     if wanted.on_fault == "stop":
         return
     launcher = read_place().launcher if joins_world(wanted.ranks) else ""

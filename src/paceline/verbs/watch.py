@@ -168,7 +168,7 @@ def _is_locked(folder: Path) -> bool:
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # locked; or a file system without locks, where it is assumed to be running
+    except OSError:  # locked, or a file system without locks, where the run is assumed to be active
         return True
     finally:
         os.close(handle)
@@ -279,7 +279,7 @@ def watch(
     linger: float = _LINGER_S,
     progress: bool | None = None,
 ) -> TrainRunResult:
-    """Show a training run on a live page and in a terminal; return its result when it has ended.
+    """Show a training run on a live page and in a terminal; return its result when the run has ended.
 
     Prints the address of the page. Once the run has ended and the page has had no viewer for a while, or on Ctrl-C, the
     page is saved in the folder of the run.
@@ -341,7 +341,7 @@ def say(text: str) -> None:
 
 
 def show_address(server: Server, name: str, browser: bool | None) -> None:
-    """Print the address of the page, and open it with `browser`; None opens it if there is a display."""
+    """Print the address of the page, and open the page if `browser` is true, or is None and there is a display."""
     say(f"the page of {name}: {server.address}")
     has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
     if has_display if browser is None else browser:
