@@ -129,5 +129,5 @@ def test_a_users_own_model(tmp_path, data, inputs):
 def test_a_users_own_model_without_data_says_what_to_give(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     answer = type_alone("train", "--model", "own.py:build")
-    assert answer.code == 2 and "such as --data synthetic:images" in answer.err
+    assert answer.code == 2 and "--data synthetic:images" in answer.err
     assert not any((tmp_path / "runs").glob("*"))

@@ -107,7 +107,7 @@ def find_options_without_help(app: typer.Typer) -> list[str]:
 
 def find_python(app: typer.Typer) -> list[str]:
     """Options whose help contains Python names or literals, which users do not type in a shell."""
-    python = re.compile(r"""\bpaceline\.\w|\bresult\.|`\w+_\w+`|["]""")
+    python = re.compile(r"""\bpaceline\.\w|\bresult\.\w|`\w+_\w+`|["]""")
     return [
         f"{words}: {parameter.opts[0]}: {parameter.help}"
         for words, command in walk_commands(app)
