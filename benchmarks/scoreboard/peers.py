@@ -98,7 +98,7 @@ def analyse_hta(folder: Path) -> dict[str, Any]:
     from hta.trace_analysis import TraceAnalysis
 
     try:
-        analysis = TraceAnalysis(trace_dir=str(folder))
+        analysis = TraceAnalysis(trace_dir=str(folder / "traces"))
         times = analysis.get_temporal_breakdown(visualize=False)
         overlap = analysis.get_comm_comp_overlap(visualize=False)
         total = times["non_compute_time_pctg"].max() / 100

@@ -2,12 +2,15 @@
 """Run the scoreboard programs under Paceline and its peers, and compare their answers with the planted problems.
 
     python benchmarks/scoreboard/run.py [--only NAME,...] [--quick] [--busy] [--rounds N] --out runs/scoreboard
+    python benchmarks/scoreboard/run.py --tools plain,Paceline,cured --rounds 3 --out runs/scoreboard
 
 Each program runs on its own, with its problem fixed, under `paceline profile -- torchrun ...`, under TraceML, and with
 torch.profiler, whose traces HTA reads. Raw results are written to FOLDER/quiet or FOLDER/busy, one file per program;
-programs with results and without failures are skipped. Where the hypervisor gave more than 5 % of a run's CPU time to
-other guests, the run is repeated up to twice, and the least disturbed one counts. With `--busy`, another process keeps
-one core busy, and only Paceline runs. `render.py FOLDER` writes the table. Peers need their own environment:
+programs with results and without failures are skipped. `--tools` measures only these again, and keeps the results of
+the others. Rounds alternate between the tools, so that their ratios do not contain the drift of the machine. Where the
+hypervisor gave more than 5 % of a run's CPU time to other guests, the run is repeated up to twice, and the least
+disturbed one counts. With `--busy`, another process keeps one core busy, and only Paceline runs. `render.py FOLDER`
+writes the table. Peers need their own environment:
 
     python -m venv build/peers && build/peers/bin/pip install torch traceml-ai==0.5.* HolisticTraceAnalysis==0.5.*
 """
@@ -178,9 +181,11 @@ def try_tool(call: Any, program: str, folder: Path, steps: int) -> tuple[float, 
     return min(trials, key=lambda trial: trial[0])
 
 
-def run_program(facts: dict[str, Any], tools: dict[str, Any], steps: int, rounds: int) -> dict[str, Any]:
-    """Run one program under every tool, and return the raw results."""
+def run_program(facts: dict[str, Any], tools: dict[str, Any], steps: int, rounds: int, kept: Any) -> dict[str, Any]:
+    """Run one program under every tool, and return the raw results; `kept` has those of other tools."""
     document = {**facts, "runs": {}, "answers": {}, "errors": {}, "steps": steps}
+    for part in ("runs", "answers", "errors"):
+        document[part] |= {name: found for name, found in kept.get(part, {}).items() if name not in tools}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as place:
             profiled = None
@@ -235,10 +240,18 @@ def summarise(document: dict[str, Any]) -> str:
     return "; ".join([*parts, *(f"{name} failed ({why})" for name, why in document["errors"].items())])
 
 
-def is_done(path: Path, steps: int) -> bool:
-    """Whether an earlier run left all results of a program; failed programs are run again."""
+def load_earlier(path: Path, steps: int) -> dict[str, Any]:
+    """The results of an earlier run of a program with as many steps; empty if there are none."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    return found.get("steps") == steps and not found["errors"]
+    return found if found.get("steps") == steps else {}
+
+
+def is_done(earlier: dict[str, Any], tools: dict[str, Any], rounds: int) -> bool:
+    """Whether an earlier run left enough results of these tools; failed programs are run again."""
+    if not earlier or earlier["errors"]:
+        return False
+    counts = [len(earlier["runs"].get(name, ())) for name in tools if name in ("plain", PACELINE)]
+    return min(counts, default=rounds) >= rounds
 
 
 def main() -> None:
@@ -247,6 +260,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, to try it")
     parser.add_argument("--busy", action="store_true", help="keep one core busy meanwhile")
     parser.add_argument("--rounds", type=int, default=1, help="of all runs of a program; medians count")
+    parser.add_argument("--tools", default="", help="measure only these again, separated by commas")
     parser.add_argument("--peers", type=Path, default=PEERS, help="the interpreter that has TraceML and HTA")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "scoreboard")
     asked = parser.parse_args()
@@ -256,6 +270,10 @@ def main() -> None:
         parser.error(f"no such program: {', '.join(unknown)}; there are {', '.join(known)}")
     steps = QUICK_STEPS if asked.quick else STEPS
     tools, left_out = list_tools(asked.peers, asked.busy)
+    chosen = [name for name in asked.tools.split(",") if name] or list(tools)
+    if unknown := sorted(set(chosen) - set(tools)):
+        parser.error(f"no such tool: {', '.join(unknown)}; there are {', '.join(tools)}")
+    tools = {name: call for name, call in tools.items() if name in chosen}
     for why in left_out.values():
         print(f"skipped: {why}", file=sys.stderr)
     machine, begin_s = describe_machine(), time.monotonic()
@@ -264,13 +282,14 @@ def main() -> None:
     with keep_core_busy(asked.busy):
         for number, name in enumerate(names, 1):
             path, facts = folder / f"{name}.json", describe(name)
-            if is_done(path, steps):
+            earlier = load_earlier(path, steps)
+            if is_done(earlier, tools, asked.rounds):
                 print(f"[{number}/{len(names)}] {name}: kept from an earlier run", file=sys.stderr)
                 continue
             if facts["needs_cuda"] and not machine["gpu"]:
                 print(f"[{number}/{len(names)}] {name}: skipped: it needs a GPU", file=sys.stderr)
                 continue
-            document = run_program(facts, tools, steps, asked.rounds) | {"environment": machine}
+            document = run_program(facts, tools, steps, asked.rounds, earlier) | {"environment": machine}
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(document) + "\n")
             partial.replace(path)

@@ -191,7 +191,8 @@ def test_alternately_late_ranks_delay_even_the_one_that_waits_least():
     assert "spin takes 12 ms longer" in found.evidence
 
 
-@pytest.mark.parametrize(("saved_s", "first"), [(0.012, "backend"), (0.008, "batch")])
-def test_a_cure_that_changes_the_training_comes_after_one_that_saves_half_as_much(saved_s, first):
-    found = [Finding("batch", "small", "larger", 0.02), Finding("backend", "gloo", "shm", saved_s)]
-    assert rank_findings(found, 0.1)[0].kind == first
+@pytest.mark.parametrize("kind", ["backend", "collectives", "buffers"])
+def test_a_cure_that_changes_the_training_comes_after_one_that_saves_half_as_much(kind):
+    for saved_s, first in ((0.012, kind), (0.008, "batch")):
+        found = [Finding("batch", "small", "larger", 0.02), Finding(kind, "some", "other", saved_s)]
+        assert rank_findings(found, 0.1)[0].kind == first

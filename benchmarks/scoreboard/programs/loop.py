@@ -150,8 +150,10 @@ def main(kind: type[Program]) -> None:
         torch.cuda.set_device(program.device)
         if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):  # on separate hosts, NCCL ranks can share a GPU
             os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-    if program.backend == "shm":
-        import paceline  # noqa: F401 - registers the backend
+    if program.backend == "shm":  # the environments of other tools have Paceline on their path, but not installed
+        from paceline.transport import register
+
+        register()
     dist.init_process_group(program.backend)
     with open_peer(asked.peer, asked.folder, rank) as peer:
         moments_s = run_loop(program, asked.steps, peer)
@@ -187,7 +189,7 @@ def open_peer(name: str | None, folder: Path, rank: int) -> Iterator[Any]:
         yield traceml_ai.trace_step
     elif name == "profiler":
         schedule = torch.profiler.schedule(wait=10, warmup=2, active=8, repeat=1)
-        ready = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank-{rank}")
+        ready = torch.profiler.tensorboard_trace_handler(str(folder / "traces"), worker_name=f"rank-{rank}")
         with torch.profiler.profile(schedule=schedule, on_trace_ready=ready) as profiler:
 
             @contextlib.contextmanager

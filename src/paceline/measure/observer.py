@@ -375,7 +375,7 @@ class Observer:
             self._head["not_recorded"] = "the program runs torch's profiler itself"
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
-        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler = profile(activities=activities, record_shapes=True)
         self._profiler.start()
         self._first = self._num_steps
         self._open_range()

@@ -51,7 +51,7 @@ _SUBJECTS = {
     "compress": "the message size", "copies": "copying", "optimizer": "the optimizer", "launches": "kernel launching",
     "tensor cores": "arithmetic without tensor cores", "threads": "CPU oversubscription",
     "changing late rank": "variation between ranks", "shared cores": "core contention", "throttling": "CPU throttling",
-    "collectives": "extra collectives", "unused parameters": "the search for unused parameters",
+    "collectives": "communication outside DDP", "unused parameters": "the search for unused parameters",
     "buffers": "the broadcast of buffers",
     "replicated optimizer": "the replicated optimizer",
     "evaluation": "evaluation between steps", "checkpoint": "saving checkpoints",
