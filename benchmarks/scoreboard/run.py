@@ -181,11 +181,13 @@ def try_tool(call: Any, program: str, folder: Path, steps: int) -> tuple[float, 
     return min(trials, key=lambda trial: trial[0])
 
 
-def run_program(facts: dict[str, Any], tools: dict[str, Any], steps: int, rounds: int, kept: Any) -> dict[str, Any]:
-    """Run one program under every tool, and return the raw results; `kept` has those of other tools."""
+def run_program(
+    facts: dict[str, Any], tools: dict[str, Any], steps: int, rounds: int, earlier: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Run one program under every tool, and return the raw results, with `earlier` results of other tools."""
     document = {**facts, "runs": {}, "answers": {}, "errors": {}, "steps": steps}
     for part in ("runs", "answers", "errors"):
-        document[part] |= {name: found for name, found in kept.get(part, {}).items() if name not in tools}
+        document[part] |= {name: found for name, found in (earlier or {}).get(part, {}).items() if name not in tools}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as place:
             profiled = None

@@ -246,9 +246,10 @@ def test_steps_are_timed_with_their_data_and_some_are_recorded(tmp_path):
     found = read(tmp_path)
     assert [step[0] for step in found["steps"]] == list(range(2, 17))
     assert all(0 < data_s < step_s and host_s > 0 for _, step_s, data_s, host_s, *_ in found["steps"])
-    assert found["recorded"] == [7, 11] and found["num_steps"] == 16
+    ((trace, *window),) = found["windows"]
+    assert window == [7, 11, 0] and found["num_steps"] == 16
     assert (found["rank"], found["world_size"], found["device"], found["backend"]) == (0, 1, "cpu", "none")
-    events = json.loads((tmp_path / found["trace"]).read_text())["traceEvents"]
+    events = json.loads((tmp_path / trace).read_text())["traceEvents"]
     named = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert named.count("Optimizer.step#SGD.step") >= 4
     assert [name for name in named if name.startswith("ProfilerStep")] == [f"ProfilerStep#{n}" for n in (6, 7, 8, 9)]
@@ -342,7 +343,7 @@ def test_a_program_that_begins_to_profile_itself_ends_the_recording(tmp_path):
         program.train(3)
     program.train(6)
     assert any("SGD" in event.key for event in own.key_averages())
-    assert read(tmp_path)["recorded"] == [5, 7]
+    assert [window[1:3] for window in read(tmp_path)["windows"]] == [[5, 7]]
 
 
 def test_a_wrapper_is_noted_however_its_constructor_is_called(tmp_path, monkeypatch):
@@ -418,3 +419,59 @@ def test_a_request_to_stop_keeps_what_was_observed_and_reaches_the_program(error
     finally:
         program.kill()
         program.wait()
+
+
+# -- changes of the step time ------------------------------------------------------------------------------------------
+
+
+def find_change(steps_s: list[float], begin: int = 12) -> tuple[int, int]:
+    """The first step of a change that the observer finds in these steps, and the step after which it records again."""
+    observer = Observer(Settings("unused", steps=0, record=4))
+    observer._head["windows"] = [["trace", 7, begin - 1, 0]]
+    for number, step_s in enumerate(steps_s, begin):
+        observer._find_change(number, step_s)
+        if observer._again:
+            break
+    return observer._since, observer._again
+
+
+def test_noise_and_pauses_are_no_lasting_change():
+    noisy_s = [0.01 * (1 + 0.1 * (number % 3 - 1)) * (4 if number % 5 == 0 else 1) for number in range(400)]
+    assert find_change(noisy_s) == (0, 0)
+    assert find_change([0.01] * 30 + [0.03] * 9 + [0.01] * 100) == (0, 0)  # nine slow steps end again
+
+
+@pytest.mark.parametrize("later_s", [0.013, 0.03, 0.007])
+def test_a_lasting_change_is_found_with_its_first_step(later_s):
+    steps_s = [0.01] * 49 + [later_s] * 40
+    steps_s[12], steps_s[55] = 0.05, 0.0101  # outliers
+    since, again = find_change(steps_s)
+    assert since == 12 + 49 and since + 16 <= again <= since + 16 + 12
+
+
+def test_steps_are_recorded_again_after_a_change_but_not_if_the_program_ends(tmp_path, monkeypatch):
+    observer = observe(tmp_path, steps=40, warmup=4, record=4)
+    program = Program()
+    program.loader = DataLoader(torch.randn(256, 4), batch_size=2)
+    monkeypatch.setattr(observer, "_find_change", lambda *_: None)
+    program.train(20)
+    observer._since, observer._again = 15, 22
+    program.train(10)
+    observer._since, observer._again = 29, 38
+    program.train(20)  # observation ends in the third recording
+    windows = read(tmp_path)["windows"]
+    assert [window[1:] for window in windows] == [[5, 9, 0], [23, 27, 15]]
+    for name, *_ in windows:
+        events = json.loads((tmp_path / name).read_text())["traceEvents"]
+        assert sum(str(event.get("name")).startswith("ProfilerStep") for event in events) >= 4
+
+
+def test_ranks_use_the_last_steps_that_all_of_them_recorded():
+    both = [[["a", 11, 19, 0], ["b", 80, 88, 61]], [["a", 11, 19, 0], ["b", 80, 88, 61], ["c", 140, 148, 131]]]
+    ranks = [attach._Rank({"windows": windows}, [(n, 0.1, 0.0) for n in range(1, 160)]) for windows in both]
+    assert attach._choose_window(ranks) == ("b", 80, 88, 61)
+    _, common, used = attach._pick_steps(ranks)
+    assert common == list(range(1, 160)) and used == [*range(61, 80), *range(89, 140), *range(149, 160)]
+    ranks.append(attach._Rank({}, ranks[0].steps))  # ranks beyond the 16th are not recorded
+    assert attach._choose_window(ranks).trace == "b"
+    assert attach._choose_window(ranks[2:]) == attach._Window()

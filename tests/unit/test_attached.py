@@ -243,7 +243,7 @@ def test_files_of_ranks_are_read_as_they_grow(tmp_path, capsys):
 def test_steps_that_were_recorded_or_came_first_are_not_timed(tmp_path):
     wrapper = {"model": "Net", "wrapper": "torch", "cap_bytes": MIB, "bucket_bytes": [3 * MIB, MIB]}
     for rank in (0, 1):
-        write_rank(tmp_path, str(rank), rank, range(2, 13), recorded=[6, 9], wrappers=[wrapper])
+        write_rank(tmp_path, str(rank), rank, range(2, 13), windows=[["trace", 6, 9, 0]], wrappers=[wrapper])
     record = _build_record(_Files(tmp_path, 0).read())
     assert [row[0] for row in record.timing.seconds] == pytest.approx([0.05, 0.10, 0.11, 0.12])
     assert len(record.timing.warmup_seconds) == 3 and record.phase("data_wait").median_s == 0.001
@@ -480,6 +480,22 @@ def test_a_tuner_races_the_best_prediction_even_if_the_default_saves_as_much(mon
         attaching._compare_plans(session, tmp_path, [made_steps((records[0].step_s,) * 9), *records], (), None)
     own, other = asked["race"]["plans"]
     assert own is None and other > 1 and not session.warnings
+
+
+@pytest.mark.parametrize(("num_steps", "num_rounds"), [(120, 11), (27, 2), (23, 0)])
+def test_a_comparison_that_the_program_cuts_short_counts_its_whole_rounds(monkeypatch, tmp_path, num_steps, num_rounds):
+    session = Session("tune attach", {"command": ["x"]}, 1, capture_environment(), progress=False)
+
+    def run(session, folder, settings, viewer=None):
+        about = {"num_steps": num_steps, "world_size": 2, "backend": "gloo", "device": "cpu", "threads": 1}
+        about["layouts"] = {"0": [MIB], "1": [MIB // 2] * 2}
+        return [attaching._Rank(about, [(n, 0.1, 0.0, 0.1) for n in range(1, num_steps + 1)]) for _ in range(2)]
+
+    monkeypatch.setattr(attaching, "_run", run)
+    made = attached_to(cap_bytes=MIB)
+    found = attaching._compare_plans(session, tmp_path, made.run.records, (MIB // 2,), None)
+    assert [len(record.turns_s) for record in found] == ([num_rounds] * 2 if num_rounds else [])
+    assert f"step {num_steps}" in session.warnings[0]
 
 
 def test_caps_are_those_of_the_program():

@@ -254,11 +254,17 @@ def test_a_run_that_fails_is_recorded_and_tried_again(board, tmp_path):
     assert {name: len(runs) for name, runs in document["runs"].items()} == {"plain": 2, "Paceline": 2, "cured": 2}
     assert document["answers"]["Paceline"]["rank"] == 1
     assert list(document["errors"]) == ["TraceML"] and "no such backend" in document["errors"]["TraceML"]
-    assert not module.is_done(path, 80)
+
+    def is_done(rounds=2, steps=80):
+        return module.is_done(module.load_earlier(path, steps), tools, rounds)
+
+    assert not is_done()
     path.write_text(json.dumps(document))
-    assert not module.is_done(path, 80)
+    assert not is_done()
     path.write_text(json.dumps(document | {"errors": {}}))
-    assert module.is_done(path, 80) and not module.is_done(path, 220)
+    assert is_done() and not is_done(steps=220) and not is_done(rounds=3)
+    again = module.run_program(facts, {"Paceline": answer}, 80, 3, document | {"errors": {}})
+    assert {name: len(runs) for name, runs in again["runs"].items()} == {"plain": 2, "Paceline": 3, "cured": 2}
 
 
 def test_healthy_programs_are_not_cured_and_only_paceline_runs_beside_a_busy_core(board, tmp_path):

@@ -15,9 +15,11 @@ import functools
 import gc
 import itertools
 import json
+import math
 import multiprocessing.util
 import os
 import platform
+import statistics
 import sys
 import threading
 import time
@@ -46,6 +48,11 @@ _MOST_EXITS = 3  # number of times that a program may catch the SystemExit raise
 _LEAST_TOKENS = 8  # minimum length of integer rows to count as sequences
 _MOST_BUFFER_BYTES = 64 * 2**20  # larger buffers are not checked for changes
 _OLDEST = 2  # garbage collector generation to time; collections of younger ones are short
+# Steps are recorded again if two blocks of steps in a row take this many times as long as the first block after the
+# last recording, or as short; at most so often. All ranks see the same change, because they wait for each other. They
+# start some steps later, in case a GPU has finished more steps on one rank than on another.
+_CHANGE, _BLOCK, _MOST_WINDOWS, _LATER = 1.2, 8, 4, 4
+_LEAST_AGAIN = 4  # fewest steps of a later recording
 # Reported DataLoader options, and their names in its iterators.
 _LOADER = {"num_workers": "num_workers", "are_workers_persistent": "persistent_workers"}
 # Attributes for bucket sizes: in our wrapper, and in several versions of torch's.
@@ -126,6 +133,11 @@ class Observer:
         self._profiler: Any = None
         self._range: Any = None  # profiler range of the current step
         self._first = 0  # step after which recording began
+        self._usual_s = 0.0  # median step of the first block after the last recording
+        self._block_s: list[float] = []  # steps since the last full block
+        self._blocks_s: deque[list[float]] = deque(maxlen=3)  # the last blocks since the last recording
+        self._again = 0  # step after which to record again
+        self._since = 0  # first step after a lasting change
         self._head: dict[str, Any] = {}
         self._tail: dict[str, Any] = {}
         self._path = Path(settings.folder)
@@ -324,7 +336,7 @@ class Observer:
             self._used, self._fetched_s = _read_usage(), [0.0, 0.0]
         if self._profiler is not None:
             self._open_range()
-        elif settings.record and number == max(2, settings.warmup) and self._head["rank"] < _MOST_RECORDED:
+        elif number == max(2, settings.warmup) or 0 < self._again <= number:
             self._start_recording()
         if settings.race is not None:
             self._take_turn(**settings.race)
@@ -355,6 +367,29 @@ class Observer:
             times = between_s(step.begin, step.end), data_s, step.host_s, *paused, step.collected_s, step.elements
             self._steps.append((step.number, *times))
             self._launched.popleft()
+            if self._head.get("windows"):
+                self._find_change(step.number, times[0])
+
+    def _find_change(self, number: int, step_s: float) -> None:
+        """Look for a lasting change of the step time since the last recording. If there is one, record again."""
+        windows = self._head["windows"]
+        if number <= windows[-1][2] or self._again or len(windows) >= _MOST_WINDOWS:
+            return
+        self._block_s.append(step_s)
+        if len(self._block_s) < _BLOCK:
+            return
+        self._blocks_s.append(self._block_s)
+        self._block_s = []
+        self._usual_s = self._usual_s or statistics.median(self._blocks_s[0])
+        usual_s, last = self._usual_s, [statistics.median(block_s) for block_s in self._blocks_s]
+        if len(last) == 3 and (min(last[1:]) > _CHANGE * usual_s or max(last[1:]) < usual_s / _CHANGE):
+            steps_s = list(itertools.chain.from_iterable(self._blocks_s))
+            between_s = math.sqrt(usual_s * last[2])
+            # The split with the most usual steps before it and the most changed ones after it.
+            sides = (1 if (step_s > between_s) == (usual_s > between_s) else -1 for step_s in steps_s)
+            agreement = list(itertools.accumulate(sides, initial=0))
+            self._since = number + 1 - len(steps_s) + agreement.index(max(agreement))
+            self._again = number + _LATER
 
     def _take_turn(self, plans: Sequence[float | None], turns: Sequence[int], first: int, length: int) -> None:
         """Between two turns, record the buckets of the last turn and build those of the next."""
@@ -371,15 +406,20 @@ class Observer:
         return [wrapper for one in self._wrapped if (wrapper := one()) is not None]
 
     def _start_recording(self) -> None:
+        self._again = 0
+        if not self._settings.record or self._head["rank"] >= _MOST_RECORDED:
+            return
         if is_profiling():  # a second profiler would stop the program's
             self._head["not_recorded"] = "the program runs torch's profiler itself"
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._head["device"] == "cuda" else [])]
-        self._profiler = profile(activities=activities, record_shapes=True)
-        self._profiler.start()
+        profiler = profile(activities=activities, record_shapes=True)
+        profiler.start()
+        self._profiler = profiler
         self._first = self._num_steps
         self._open_range()
-        self._patch(profile, "start", self._yield_profiler)
+        if "windows" not in self._head:
+            self._patch(profile, "start", self._yield_profiler)
 
     def _yield_profiler(self, original: Any) -> Callable[..., Any]:
         """Stop our recording when the program starts its own profiler."""
@@ -403,10 +443,16 @@ class Observer:
     def _stop_recording(self) -> None:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        path = self._path.with_name(f"trace-{self._head['rank']}-{self._pid}.json")
+        windows = self._head.setdefault("windows", [])
+        self._usual_s = 0.0
+        self._block_s = []
+        self._blocks_s.clear()
+        if windows and self._num_steps - self._first < _LEAST_AGAIN:
+            return  # the program ended: keep the earlier trace
+        path = self._path.with_name(f"trace-{self._head['rank']}-{self._pid}-{len(windows)}.json")
         profiler.export_chrome_trace(str(path))
         # The last of these steps includes the time to write the file.
-        self._head |= {"trace": path.name, "recorded": [self._first + 1, self._num_steps + 1]}
+        windows.append([path.name, self._first + 1, self._num_steps + 1, self._since])
 
     def _write(self, more: dict[str, Any]) -> None:
         with self._path.open("a") as file:

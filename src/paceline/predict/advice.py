@@ -130,12 +130,18 @@ def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Finding]:
 
 
 def blame_rank(
-    lateness: Lateness, gain_s: float, interval_s: tuple[float, float] | None = None, slow: SlowPart | None = None
+    lateness: Lateness,
+    gain_s: float,
+    interval_s: tuple[float, float] | None = None,
+    slow: SlowPart | None = None,
+    since: int = 0,
 ) -> Finding:
-    """The finding for a late rank, with the operator that is slower on it if that explains much of the wait."""
+    """The finding for a late rank, with the operator that is slower on it if that explains much of the wait, and with
+    the step `since` which steps are slower."""
     waited = f"the other ranks wait {format_duration(lateness.mean_s)} per step for rank {lateness.rank}"
     cure = f"check the cores, GPU clock, data and batch sizes of rank {lateness.rank}"
-    evidence, operator = f"{waited}, which is last in {lateness.share:.0%} of steps", ""
+    often = f"which is last in {lateness.share:.0%} of steps{f' since step {since}' if since else ''}"
+    evidence, operator = f"{waited}, {often}", ""
     if slow is not None and slow.is_named:
         operator = slow.name if slow.name != OUTSIDE else ""
         evidence += f"; {slow.name} takes {format_duration(slow.more_s)} longer there"

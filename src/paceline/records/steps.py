@@ -482,7 +482,8 @@ class RankRecord(Record):
     times exclude, and the elements of the step's batches. `cpu_share` (above 1 with several threads), `queued_share`
     (waiting for a core) and `throttled_share` (by a container's limits) are fractions of wall time. `padded_share` is
     the fraction of padding in the batches of recorded steps. `buffer_bytes` are broadcast in each forward.
-    `delivered_share` is the fraction of data-loader time spent on transferring batches that were already complete."""
+    `delivered_share` is the fraction of data-loader time spent on transferring batches that were already complete. If
+    the step time changed for good, only the steps since step `since` count, and earlier ones took `before_s`."""
 
     kind: ClassVar[str] = "rank"
     rank: int
@@ -509,6 +510,8 @@ class RankRecord(Record):
     num_workers: Count = 0
     are_workers_persistent: bool = False
     delivered_share: Seconds = 0.0
+    since: Count = 0
+    before_s: Seconds = 0.0
 
     @property
     def place(self) -> str:

@@ -400,6 +400,17 @@ class AttachedResult(Result):
         return 2 * find_noise(own_s) / math.sqrt(len(own_s))
 
     @property
+    def _since(self) -> int:
+        """The first step after a lasting change of the step time; 0 without a change."""
+        return max((one.since for one in self.only(RankRecord)), default=0)
+
+    @property
+    def _change(self) -> float:
+        """How much longer a step takes since then, as a fraction; negative if it takes less."""
+        before_s = max((one.before_s for one in self.only(RankRecord)), default=0.0)
+        return max(self._ranks_s) / before_s - 1 if before_s else 0.0
+
+    @property
     def critical(self) -> RankRow:
         """The row of the rank that limits the step: the one that waits least for the others."""
         return find_critical(self.rows)
@@ -454,7 +465,7 @@ class AttachedResult(Result):
             uneven = (one for one in causes if one.kind == "uneven batches" and one.rank == late.rank)
             others = max(1, len(self.rows) - 1) / len(self.rows)  # equal batches save this fraction of the delay
             if all(2 * one.gain_s < others * gain_s for one in uneven):  # otherwise the batches explain it
-                yield blame_rank(late, gain_s, interval_s, slow)
+                yield blame_rank(late, gain_s, interval_s, slow, self._since if self._change > 0 else 0)
         else:
             # The last rank of a step waits only for the transfer itself.
             excess_s = [one[rank] - min(one.values()) for one in steps if rank in one]
@@ -570,6 +581,8 @@ class AttachedResult(Result):
         steps, row = self.steps, self.critical
         ranks = format_number_of(steps.world_size, "rank")
         text = f"A step of {steps.model} on {ranks} ({steps.backend}, {steps.device}) takes {format_ms(row.step_s)} ms"
+        if self._since and self._change:
+            text += f" since step {self._since} ({abs(self._change):.0%} {'more' if self._change > 0 else 'less'})"
         if row.backward_s is not None:
             shares = {name: getattr(row, name) / row.step_s for name in _PARTS}
             parts = ", ".join(f"{_PARTS[name]} {share:.0%}" for name, share in shares.items() if share >= 0.005)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from paceline.errors import ConfigError, LaunchError, refuse
 from paceline.options import check_counts
@@ -47,6 +47,7 @@ _STEPS, _LEAST_S = 48, 10.0  # minimum number of steps to observe by default, an
 _COMPARISON_STEPS = 145  # total steps of a plan comparison
 _SWITCH_STEPS = 2  # untimed steps at the start of each turn
 _TURN_STEPS = 3  # timed steps of each turn
+_LEAST_ROUNDS = 2  # rounds that a comparison needs if the program ends before it
 _RECORDED = 8  # traced steps
 _BEFORE = 10  # steps before tracing starts
 _END_S = 60.0  # how long a program may take to exit after its ranks were told to stop
@@ -255,7 +256,8 @@ class _Viewer(Follower):
         self._slower = slower
         self._ranks: list[_Rank] = []
         self._end = ("running", "Running")
-        self._traced: list[TracedStepRecord] | None = None
+        self._traced: list[TracedStepRecord] = []
+        self._window = _Window()
         self._log = MetricsLog(folder / METRICS_FILE)
         self._step = 0
         super().__init__(folder)
@@ -267,9 +269,11 @@ class _Viewer(Follower):
         with self.lock:
             records: list[Record] = []
             if self._step:
-                if self._traced is None and all("trace" in rank.about for rank in self._ranks):
+                window = _choose_window(self._ranks)
+                if window != self._window and all("windows" in rank.about for rank in self._ranks):
                     self._traced = _read_traces(self._ranks)[1]
-                traced = self._traced or ()
+                    self._window = window
+                traced = self._traced
                 records = [_build_record(self._ranks, traced), *_build_ranks(self._ranks), *traced]
             run = Run(self._session.verb, self._session.config, self._session.environment, tuple(records))
         if not records:
@@ -342,29 +346,51 @@ def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedSt
     traces = []
     steps: list[TracedStepRecord] = []
     why: dict[str, None] = {}
+    window = _choose_window(ranks)
     for rank in ranks:
         about = rank.about
-        if "trace" not in about:
+        if "windows" not in about:
             if found := about.get("not_recorded") or about.get("error"):
                 why[f"no step was recorded: {found}"] = None
             continue
         try:
-            document = json.loads((about["folder"] / about["trace"]).read_text(errors="replace"))
+            name = next(found.trace for found in _list_windows(rank) if found.first == window.first)
+            document = json.loads((about["folder"] / name).read_text(errors="replace"))
             traces.append(read_chrome(document, about["rank"], about["world_size"]))
             if about["world_size"] > 1:
-                steps += _drop_paused(read_steps(traces[-1]), rank)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                steps += _drop_paused(read_steps(traces[-1]), rank, window)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, StopIteration) as error:
             why[f"messages could not be read from the recorded steps: {error}"] = None
     return traces, steps, list(why)
 
 
-def _drop_paused(recorded: Sequence[TracedStepRecord], rank: _Rank) -> list[TracedStepRecord]:
+class _Window(NamedTuple):
+    """A trace of the steps from `first` to `last`, which were recorded because the step time has changed since step
+    `since`; 0 if it has not."""
+
+    trace: str = ""
+    first: int = 0
+    last: int = -1
+    since: int = 0
+
+
+def _list_windows(rank: _Rank) -> list[_Window]:
+    return [_Window(*found) for found in rank.about.get("windows", ())]
+
+
+def _choose_window(ranks: Sequence[_Rank]) -> _Window:
+    """The last steps that all ranks with traces recorded."""
+    by_rank = [found for found in map(_list_windows, ranks) if found]
+    common = set.intersection(*({one.first for one in found} for found in by_rank)) if by_rank else set()
+    return max((one for one in by_rank[0] if one.first in common), key=lambda one: one.first) if common else _Window()
+
+
+def _drop_paused(recorded: Sequence[TracedStepRecord], rank: _Rank, window: _Window) -> list[TracedStepRecord]:
     """The recorded steps without evaluation, checkpoint or garbage collection. If there are none, or if the trace lacks
     some steps, all recorded steps."""
-    first, last = rank.about["recorded"]
     paused = {number for number, *times in rank.steps if _is_paused(times)}
-    found = [step for step in recorded if first + step.number not in paused]
-    return found if found and len(recorded) == last - first else list(recorded)
+    found = [step for step in recorded if window.first + step.number not in paused]
+    return found if found and len(recorded) == window.last - window.first else list(recorded)
 
 
 _Times = list[dict[float, list[float]]]  # for each rank, the times of its steps by step number
@@ -372,11 +398,13 @@ _Times = list[dict[float, list[float]]]  # for each rank, the times of its steps
 
 def _pick_steps(ranks: Sequence[_Rank]) -> tuple[_Times, list[float], list[float]]:
     """The steps of each rank, the numbers of the steps that all ranks took, and the numbers of those to use: untraced
-    steps after warm-up."""
-    first, last = ranks[0].about.get("recorded", (0, -1))
+    steps after warm-up and since the last change of the step time."""
     by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
     common = sorted(set.intersection(*map(set, by_rank)))
-    return by_rank, common, [n for n in common if n > _WARMUP and not first <= n <= last] or common
+    traced = [one for rank in ranks for one in _list_windows(rank)]
+    plain = [n for n in common if n > _WARMUP and not any(one.first <= n <= one.last for one in traced)]
+    since = _choose_window(ranks).since
+    return by_rank, common, [n for n in plain if n >= since] or plain or common
 
 
 def _drop_pauses(by_rank: _Times, numbers: Sequence[float]) -> list[float]:
@@ -435,14 +463,17 @@ def _build_record(
 
 def _build_ranks(ranks: Sequence[_Rank]) -> list[RankRecord]:
     """What each rank did besides its timed steps; empty if some rank did not report it."""
-    by_rank, _, numbers = _pick_steps(ranks)
+    by_rank, common, numbers = _pick_steps(ranks)
     calm, found = _drop_pauses(by_rank, numbers), []
+    window = _choose_window(ranks)
+    before = [number for number in common if _WARMUP < number < window.since]
     for rank, steps in zip(ranks, by_rank, strict=True):
         about, used = rank.about, [steps[number] for number in numbers]
         if "cores" not in about:
             return []
         options, optimizer, usage = (about.get(name) or {} for name in ("options", "optimizer", "used"))
         usual_s = statistics.median(steps[number][0] for number in calm)
+        before_s = statistics.median(steps[number][0] for number in before) if before else 0.0
         evaluated_s, saved_s, collected_s = zip(*(_extend_pauses(times, usual_s) for times in used), strict=True)
         shares = {name: usage.get(f"{name}_s", 0.0) / usage["wall_s"] for name in _SHARES} if usage else {}
         padded = about.get("padded") or [0.0]
@@ -454,7 +485,7 @@ def _build_ranks(ranks: Sequence[_Rank]) -> list[RankRecord]:
                 optimizer=optimizer.get("name", ""), is_fused=optimizer.get("is_fused", False),
                 can_fuse=optimizer.get("can_fuse", False), find_unused=options.get("find_unused", False),
                 has_unused=options.get("num_unused_bytes", 0) > 0, is_static=options.get("is_static", False),
-                buffer_bytes=options.get("buffer_bytes", 0),
+                buffer_bytes=options.get("buffer_bytes", 0), since=window.since, before_s=before_s,
                 are_buffers_constant=about.get("are_buffers_constant", False), **about.get("loader", {}),
                 **{f"{name}_share": max(0.0, share) for name, share in shares.items()},
             )
@@ -489,10 +520,20 @@ def _compare_plans(
     session.say_long(seen.step_s * steps)
     race = {"plans": list(plans.values()), "turns": turns, "first": _WARMUP, "length": length}
     ranks = _run(session, folder, {"steps": steps, "stop": True, "race": race})
-    if not all(rank.about.get("num_steps") == steps for rank in ranks):
-        why = next((r.about["error"] for r in ranks if "error" in r.about), f"it ended before step {steps}")
-        session.warnings.append(f"plans were not compared: {why}")
+    if failed := next((r.about["error"] for r in ranks if "error" in r.about), ""):
+        session.warnings.append(f"plans were not compared: {failed}")
         return []
+    num_steps = min(rank.about.get("num_steps", 0) for rank in ranks)
+    num_rounds = max(0, num_steps - _WARMUP) // (length * len(plans))
+    if num_rounds < min(rounds, _LEAST_ROUNDS):
+        why = f"the program ended at step {num_steps}, and {_LEAST_ROUNDS} rounds take"
+        needed = _WARMUP + _LEAST_ROUNDS * length * len(plans)
+        session.warnings.append(f"plans were not compared: {why} {needed} steps")
+        return []
+    if num_rounds < rounds:
+        ended = f"the program ended at step {num_steps}"
+        session.warnings.append(f"{ended}: plans were compared over {num_rounds} of {rounds} rounds")
+        turns = turns[: num_rounds * len(plans)]
     found = []
     for number, label in enumerate(plans):
         begins = [_WARMUP + length * place for place, turn in enumerate(turns) if turn == number]
