@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, refuse, suggest
 from paceline.units import format_duration, shorten
 
 _YEAR_S = 365 * 24 * 3600
-# Why a resumed study refuses other options.
+# The reason given when a resumed study refuses other options.
 RESUMED = "with --resume: a study keeps the settings it was started with; leave it out"
 # Help panels, in display order.
 PANELS = JOB, DATA, MODEL, LEARNING, MEASUREMENT, OUTPUT = "Job", "Data", "Model", "Learning", "Measurement", "Output"
@@ -106,7 +106,7 @@ class Option:
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", panel: str = JOB, **limits: Any) -> Any:
-    """A settings field that is an option. `limits` are passed to `Option`."""
+    """Declare a settings field as an option. `limits` are passed to `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(help, panel, **limits)})
 
 

@@ -32,8 +32,8 @@ _GLOO_BYTES_PER_RANK = 4 * MIB
 # Buckets are limited to about this fraction of the model, so that communication also overlaps with backward in small
 # models. This yields about four messages; with more, the added latency would cancel the gain from overlap.
 _SHARE = 2 / 7
-# On NCCL over sockets, the latency of a message costs as much as about this many bytes per rank, for up to 8 ranks (not
-# measured beyond). The first bucket has at least this size, the others at least four times this size.
+# On NCCL over sockets, the latency of a message equals the time for about this many bytes per rank, on up to 8 ranks
+# (larger counts were not measured). The first bucket has at least this size, the others at least four times this size.
 _NCCL_LATENCY_BYTES, _MEASURED_RANKS = 5 * MIB // 16, 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -157,7 +157,7 @@ _computing: list[int] = []
 
 @contextlib.contextmanager
 def only_computing(num_ranks: int) -> Iterator[None]:
-    """In this context, wrappers assume `num_ranks` ranks on this host, because the other ranks wait without using a
+    """In this context, wrappers assume that this host has `num_ranks` ranks, because the others wait without using a
     core."""
     _computing.append(num_ranks)
     try:
@@ -167,7 +167,7 @@ def only_computing(num_ranks: int) -> Iterator[None]:
 
 
 def _has_spare_cores(world_size: int) -> bool:
-    """Whether this host has a spare core per local rank, beyond those that compute."""
+    """Whether this host has a spare core per local rank, in addition to the cores that compute."""
     world = current_world()
     local = world.local_world_size if world is not None else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return count_cores() >= min([local, *_computing]) * (torch.get_num_threads() + 1)

@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 _EPSILON = 1e-12
-# From this number of buckets on, the closed form is faster than the events, for a single step.
+# With at least this many buckets, the closed form is faster than simulating events, even for a single step.
 _MANY_BUCKETS = 16
 # Maximum number of buckets that are simulated at once.
 _MOST_CELLS = 200_000
@@ -43,7 +43,7 @@ MODEL_ERROR = 0.10
 _SLOWED_MEAN, _SLOWED_MOST = 0.189, 0.40
 # The speed of an NCCL message while the GPU computes: least, most likely and most.
 _MESSAGE_RATES = (0.35, 0.60, 0.85)
-# Standard deviation of an assumed fraction of a core.
+# Standard deviation of an assumed core fraction.
 _SHARE_ERROR = 0.15
 _SIZES = tuple(4096 << 2 * power for power in range(11))  # up to 4 GiB
 # Codec work that follows a message shares the rank's core with backward.
@@ -134,8 +134,8 @@ class Contention:
 
 
 class Load(NamedTuple):
-    """A message, as the size of an all-reduce that moves the same number of bytes, over all ranks or only one
-    host's."""
+    """A message between all ranks or the ranks of one host. Its size is that of an all-reduce that transfers the same
+    number of bytes."""
 
     num_bytes: int
     is_inside: bool = False
@@ -161,11 +161,11 @@ class Schedule:
         return False
 
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[Load, ...]:
-        """The messages that a bucket becomes, one after the other."""
+        """The messages that a bucket is sent as, one after the other."""
         return (Load(sum(gradient.num_bytes for gradient in gradients)),)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
-        """Seconds of compute before the first of a bucket's `count` messages, and after each of them."""
+        """Seconds of compute before the first of a bucket's `count` messages and after each message."""
         return [0.0] * (count + 1)
 
     def simulate(self, job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
@@ -204,8 +204,8 @@ class MachineCosts:
 
 class Layout(NamedTuple):
     """Buckets in launch order: their bytes, when each is complete in an undisturbed backward, and their messages if a
-    bucket is not a single all-reduce. `late` names the gradients that are sent whole even if the job is split, for the
-    same reason as in `drop_late_rows`."""
+    bucket is not a single all-reduce. `late` names the gradients that are sent whole even if the job is split, because
+    their dense part is late (`drop_late_rows`)."""
 
     num_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]
@@ -307,8 +307,8 @@ def _simulate_rows(job: Job, ends: Indices, costs: MachineCosts) -> Floats:
 
 
 def find_tails(job: Job, costs: MachineCosts, starts: Indices) -> tuple[Floats, Floats]:
-    """For last buckets that start at these gradients: when they are ready, and the seconds of the rows that follow
-    them. A tied gradient in the last bucket is sent whole, when its lookups are ready, too."""
+    """For last buckets that start at these gradients: when they are ready, and the seconds that the rows after them
+    take. A tied gradient in the last bucket is sent whole, once its lookups are also ready."""
     tied = {job.gradients[place].name: place for place in job.tied}
     ready_s, rows_s = np.full(starts.shape, job.latest_s[-1]), np.zeros(starts.shape)
     for one, num_bytes in job.tail:
@@ -324,8 +324,8 @@ def has_closed_form(costs: MachineCosts) -> bool:
 
 
 class MessageTimes(NamedTuple):
-    """Messages of some sizes: seconds alone, the compute that hides one, and, for each hidden second of compute, the
-    seconds by which the message advances and by which the compute is delayed."""
+    """Times of messages of some sizes: seconds alone, the compute that hides a message, and, per second of this
+    compute, by how many seconds the message advances and the compute is delayed."""
 
     alone_s: Floats
     hiding_s: Floats
@@ -354,7 +354,7 @@ class Queue:
         times = MessageTimes.estimate(sizes, costs)
         alone_s, self.hiding_s = times.alone_s * is_bucket, times.hiding_s * is_bucket
         own_s = costs.launch_s * is_bucket + costs.gather_s_per_byte * sizes
-        # Seconds on the clock: launched, in flight, and the end of backward.
+        # Times on the clock: launched, in flight, and the end of backward.
         self.launched_s = ready_s + np.cumsum(own_s, axis=1)
         self.ready_s = self.launched_s - own_s
         self.end_s = backward_s + own_s.sum(axis=1)
@@ -424,7 +424,7 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Schedule | None) 
     if sending is not None:
         messages = tuple(sending.list_messages([job.gradients[place] for place in one]) for one in places)
     late = find_late(places, len(job.gradients) - 1, job.tied) if job.tied else set()
-    if late:  # sent as one tensor, which is ready only once its lookups are
+    if late:  # sent as one tensor, which is not ready before its lookups
         ready = tuple(r if late.isdisjoint(one) else job.backward_s for r, one in zip(ready, places, strict=True))
     return Layout(sizes, ready, messages, frozenset(job.gradients[place].name for place in late))
 
@@ -452,7 +452,7 @@ class Timeline:
     waiting: tuple[deque[_Task], deque[_Task]] = field(default_factory=lambda: (deque(), deque()))
     moving: list[_Task] = field(default_factory=list)
     # State of the work in progress: the number of messages, whether a codec is computing, and the speed of all compute.
-    # Two messages share a core, so together they use only as much of the core as the more demanding one alone.
+    # Two messages share a core, so together they use no more of it than the more demanding one does alone.
     num_messages: int = 0
     is_coding: bool = False
     compute_rate: float = 1.0

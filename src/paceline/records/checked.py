@@ -63,7 +63,7 @@ class Checked:
 
     @property
     def place(self) -> str:
-        """The object's name in errors: the words of its class and its name or model if it has one."""
+        """The object's name in errors: the words of its class name, and its name or model if it has one."""
         kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
         name = getattr(self, "name", "") or getattr(self, "model", "")
         return f"{kind} {name}" if name else kind

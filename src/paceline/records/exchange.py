@@ -130,7 +130,7 @@ def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
-    """All-reduce times from a run, its CSV, nccl-tests output (text or JSON), or a table in CSV or Markdown.
+    """Load all-reduce times from a run, its CSV, nccl-tests output (text or JSON), or a table in CSV or Markdown.
 
     The records of a run keep their source (such as `measured`); all others are `imported`.
     """
