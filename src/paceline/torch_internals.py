@@ -169,7 +169,7 @@ def new_local_group(ranks: Sequence[int], backend: str) -> Any:
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """In this context, groups created by this thread get this name."""
+    """In this context, groups that this thread creates get this name."""
     module: Any = distributed_c10d
     thread, original = threading.get_ident(), getattr(module, "_process_group_name", None)
     if original is None:

@@ -50,7 +50,7 @@ class Table:
         self.why = ""  # why the table is sent dense
         self.sent: Rows | None = None  # the plan's entry, if the table is sent as rows
         self.pending: list[torch.Tensor] = []  # sparse gradients of this backward
-        self.mine: tuple[torch.Tensor, torch.Tensor] | None = None  # indices of this rank's distinct rows, and the sum for each
+        self.mine: tuple[torch.Tensor, torch.Tensor] | None = None  # distinct rows of this rank and their sums
         self.num_sent = 0  # rows sent by all ranks in the last step
         self._folded: tuple[torch.Tensor, int, list[torch.Tensor]] | None = None  # `.grad`, its version, its rows
         self._dense: torch.Tensor | None = None  # the averaged gradient, if it consists of rows only

@@ -140,7 +140,7 @@ def build_memory(events: Sequence[dict[str, Any]], marks: MemoryMarks) -> Memory
 
     edges_us = np.array([moment_us for _, moment_us in phases])
     edges_s, names = at_s(edges_us).tolist(), [name for name, _ in phases[:-1]]
-    firsts = np.searchsorted(points, edges_us, side="right") - 1  # memory held at the start of a phase counts toward that phase
+    firsts = np.searchsorted(points, edges_us, side="right") - 1  # memory held when a phase begins counts there
     lasts = np.maximum(firsts[:-1] + 1, np.searchsorted(points, edges_us[1:]))
     both = np.vstack([held, held.sum(axis=0)])
     largest = [tuple(both[:, a:b].max(axis=1).tolist()) for a, b in zip(firsts[:-1], lasts, strict=True)]

@@ -151,7 +151,7 @@ def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord
     found = [r.no_comm for r in alike if r.no_comm is not None and r.no_comm.count == record.timing.count]
     if record.no_comm is None or len(found) < 2:
         return record
-    joined = []  # per repetition: the median over wrappers of the slowest rank, and the other ranks scaled in proportion
+    joined = []  # per repetition: median slowest rank over wrappers, other ranks scaled to match
     for number in range(record.timing.count):
         slowest_s = statistics.median(samples.reduced_s[number] for samples in found)
         row = [statistics.median(times) for times in zip(*(samples.seconds[number] for samples in found), strict=True)]

@@ -1,6 +1,6 @@
 """Runs on disk: one folder per run, with its records in one versioned JSON file, and one file per finished cell.
 
-A file of records appears whole or not at all and is never overwritten. Every file can also be read compressed: if
+A file of records is written atomically and never overwritten. Every file can also be read compressed: if
 `run.json` is missing, `run.json.gz` is read. Tables and figures are written by `report`.
 """
 
@@ -43,8 +43,8 @@ _STUDY_FORMAT, _CELL_FORMAT = ("paceline-study", 1), ("paceline-cell", 3)
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a command: its resolved settings (`config`), the `environment`, and the `records`. `warnings` are only
-    reasons to distrust the result."""
+    """One run of a command: its resolved settings (`config`), the `environment`, and the `records`. `warnings` contains
+    only reasons not to trust the result."""
 
     verb: str
     config: dict[str, Any]
@@ -159,7 +159,7 @@ def read_file(path: Path) -> bytes:
 
 
 def is_run_path(path: str | Path) -> bool:
-    """Whether this is a folder or has the name of a run's own file, and is therefore not a table."""
+    """Whether this is a run rather than a table: a folder, or a file with the name of one in a run's folder."""
     return Path(path).is_dir() or Path(path).name in (RUN_FILE, f"{RUN_FILE}.gz")
 
 
@@ -195,7 +195,7 @@ def check_format(document: Any, known: tuple[str, int], where: str | Path) -> di
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run from its file or its folder. RecordError names the file and what is wrong with it."""
+    """Read a run from its file or its folder. RecordError names the file and the problem."""
     path = Path(path)
     file = path / RUN_FILE if path.is_dir() else path
     document = check_format(load_json(file, f"pass a run folder or its {RUN_FILE}"), RUN_FORMAT, file)

@@ -78,7 +78,8 @@ PHASES = (
 
 
 def describe_phases(record: StepRecord) -> list[str]:
-    """Facts that the table lacks: the bytes sent, the noise of exposed communication, and the profiling overhead."""
+    """Facts that are not in the table: the bytes sent, the noise of exposed communication, and the profiling
+    overhead."""
     place = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
     cost = f"{place}: profiling overhead: {describe_change(record.cost, 'of a step')}"
     if record.world_size == 1:

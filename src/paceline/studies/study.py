@@ -27,8 +27,8 @@ PAGE = "report.md"
 
 @dataclass(frozen=True, kw_only=True)
 class StudySettings:
-    """The settings of a study, and its measurement. With `is_timed`, cells contain times, which must not be mixed with
-    times from another machine."""
+    """The settings of a study, with the method that runs its measurement. With `is_timed`, cells contain times, which
+    must not be mixed with times from another machine."""
 
     verb: ClassVar[Callable[..., Any]]
     is_timed: ClassVar[bool] = True
