@@ -622,7 +622,7 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _predicted(self) -> tuple[list[Prediction], list[str]]:
-        """Predictions for more ranks from all measurements, and and one for the largest measured rank count from half
+        """Predictions for more ranks from all measurements, and one for the largest measured rank count from half
         as many ranks, to check it against the measurement. Also returns the assumptions, or the reason why there is no
         prediction; there are none without layer profiles."""
         if not self.several or not self.only(LayerProfileRecord):

@@ -46,7 +46,7 @@ STEP_S = 1e-5  # lower bound on step time
 
 @dataclass(frozen=True)
 class Batches:
-    """The division of a global batch: `world_size` ranks x `accumulate` micro-batches x `batch_size` samples."""
+    """How a global batch is divided: `world_size` ranks x `accumulate` micro-batches x `batch_size` samples."""
 
     world_size: int
     batch_size: int
@@ -184,7 +184,7 @@ class TrainSettings:
         return Batches(ranks, batch_size, needed)
 
     def on_ranks(self, count: int) -> TrainSettings:
-        """The same run on another number of ranks: divides the same global batch differently."""
+        """The settings of the same run on another number of ranks, which divides the same global batch differently."""
         size, same = self.batches.global_batch_size, self.batches.batch_size
         if count == self.ranks:
             return self
@@ -264,7 +264,7 @@ class TrainSettings:
         schedules.check_drops(self.lr_drops, self.schedule)
         self._check_batches()
         self._check_ranks()
-        # Otherwise an option for another optimizer, norm or policy would silently have no effect.
+        # An option for another optimizer, norm or policy would otherwise silently have no effect.
         if self.mtbf is not None and parse_duration(self.mtbf, "--mtbf") == 0:
             raise ConfigError(f"--mtbf {self.mtbf}: must be above 0")
         if self.mtbf is not None and self.save_every != AUTO:

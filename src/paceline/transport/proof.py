@@ -1,6 +1,6 @@
 """Authenticates the peers of gloo's connections as ranks of this job, before anything else is sent through them.
 
-gloo listens on a TCP port, and accepts any connection that first sends a small number as a peer. Any process on the
+gloo listens on a TCP port, and accepts any connection as a peer if it first sends a small number. Any process on the
 host can find the port in /proc, so each pair of ranks exchanges HMACs with a key from the private store.
 """
 

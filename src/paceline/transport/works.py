@@ -48,7 +48,8 @@ def is_reducible(tensor: torch.Tensor) -> bool:
 
 
 def as_run(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy: other ranks may have a contiguous one, and all must take the same path."""
+    """The tensor, or a contiguous copy, because the tensors of other ranks may be contiguous and all ranks must take
+    the same path."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.data)
@@ -211,7 +212,7 @@ class Futures:
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[NativeWork | None] = queue.SimpleQueue()
-        self._turn = threading.Lock()  # held by the one thread that waits
+        self._turn = threading.Lock()  # held by the only thread that waits
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._num_free = 0  # threads that are waiting, or queueing for `_turn`

@@ -119,7 +119,7 @@ def predict(
     }  # fmt: skip
     build = StrategyStepsResult if strategies else PredictResult
     config |= {"strategies": [one.text for one in strategies]} if strategies else {}
-    try:  # check the sweep here: the result builds it again, but does not know its source
+    try:  # check the sweep here, because the result builds it again without knowing its source
         if allreduce is not None:
             PredictResult.build_sweep(sweep, config)
     except (ConfigError, RecordError) as error:
@@ -247,7 +247,7 @@ def predict_trace(
 _MOST_STEPS = 1000  # maximum number of step times kept from a run
 _MOST_SECONDS = 1e9
 _MOST_RANKS = 10**6
-# Required costs, and what measures each.
+# Required costs, and how to measure each.
 _SOURCES = {
     "step": "the folder of a training run", "save": "the folder of a training run that saved a checkpoint",
     "restart": "the folder of a run of `paceline faults --restart`",
@@ -444,7 +444,7 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
         faults = [one for one in result.only(FaultRecord) if one.system == "train" and one.steps_lost is not None]
         named = [(one, one.detected_s) for one in faults if one.detected_s is not None]
         times["detect"] = [detected_s for _, detected_s in named]
-        times["restart"] = [  # includes stopping the old command and starting the new one
+        times["restart"] = [  # includes stopping the old command and starting a new one
             (one.ended_s or detected_s) - detected_s + one.restart_s
             for one, detected_s in named
             if one.restart_s is not None
@@ -478,7 +478,7 @@ def _is_trace(file: Path) -> bool:
 
 @pause_collection()
 def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
-    """The steps in the traces of one job. RecordError names a bad file and what is wrong with it."""
+    """The steps in the traces of one job. RecordError names the bad file and the problem."""
     from paceline.predict.trace_steps import read_steps
     from paceline.predict.traces import find_span, read_ranks
 
@@ -532,7 +532,7 @@ def _finish(
 ) -> R:
     """The result, saved in a new folder in `out` unless that is None. Refuses requests that cannot be simulated, before
     saving."""
-    here = replace(capture_environment(), load_average=None)  # nothing is timed
+    here = replace(capture_environment(), load_average=None)  # this verb times nothing
     result = build(Run(verb, config, here, tuple(records), tuple(doubts)))
     if out is not None:
         with create_folder(out, "predict") as folder:

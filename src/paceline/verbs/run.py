@@ -181,7 +181,7 @@ def _run_hosts(
     ranks = {name: given or facts[name]["gpus"] or 1 for name, given in hosts.items()}
     interfaces = {name: found["interface"] for name, found in facts.items()}
     address, port = facts[agents[0].name]["address"], find_port(agents, facts, wanted)
-    # Ranks authenticate each other with it. It travels over ssh, never on a command line.
+    # Ranks authenticate each other with this key. It is sent over ssh, never on a command line.
     variables = {"PACELINE_SECRET": secrets.token_hex(32)} | variables
     requests = remote.build_requests(program, python, ranks, interfaces, address, port, variables, grace_s)
     return remote.run_agents(agents, requests, show, grace_s)

@@ -257,7 +257,7 @@ class CellRank:
         config.HistoryManager.enabled = False
         self._shell: Any = RankShell.instance(config=config, user_module=module)
         self._shell.show = self._show
-        self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = sys.exit  # IPython's versions would prompt on a terminal
+        self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = sys.exit  # IPython's would prompt on a terminal
         warnings.filterwarnings("ignore", "To exit: use 'exit'")
 
     def serve(self) -> None:

@@ -486,7 +486,7 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
     # Each claim has its own name, so that a late rank of an old store cannot modify a new store.
     own = path.with_name(f"{path.name}.paceline-{token}")
     with contextlib.suppress(FileExistsError):
-        os.close(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))  # with torch, the mode would depend on the umask
+        os.close(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))  # torch would apply the umask
     _check_owner(own)
     store = dist.FileStore(str(own), place.world_size)
     # If two FileStores are freed at the same moment, each may leave the file to the other or recreate it. So this one
