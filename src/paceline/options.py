@@ -71,8 +71,8 @@ class Option:
         known = f"use one of {', '.join(self.choices)}"
         is_empty = isinstance(value, list | tuple) and not value
         refuse(
-            (self.choices and is_empty, f"{flag}: no name is given; {known}"),
-            (self.least is not None and is_empty, f"{flag}: no number is given"),
+            (self.choices and is_empty, f"{flag}: no name; {known}"),
+            (self.least is not None and is_empty, f"{flag}: no number"),
         )
         if value is None:
             return
@@ -81,7 +81,7 @@ class Option:
             if self.choices and one not in tuple(self.choices):
                 raise ConfigError(f"{shown} is unknown: {suggest(str(one), self.choices)}{known}")
             if self.pattern and not (isinstance(one, str) and re.fullmatch(self.pattern, one)):
-                raise ConfigError(f"{shown} is not understood: use {self.help}")
+                raise ConfigError(f"{shown} cannot be parsed: use {self.help}")
             self._check_number(flag, one)
 
     def _check_number(self, flag: str, value: Any) -> None:

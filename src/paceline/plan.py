@@ -122,7 +122,8 @@ class Plan:
             if index in alone and index not in found:
                 continue
             if gradient.num_bytes < 0 or gradient.item_bytes < 1 or gradient.num_bytes % gradient.item_bytes:
-                raise ConfigError(f"{gradient.name} has {gradient.num_bytes} bytes of {gradient.item_bytes} each")
+                size = f"{gradient.num_bytes} bytes, not a multiple of {gradient.item_bytes}"
+                raise ConfigError(f"{gradient.name} has {size}")
             end = 0
             for piece in sorted(found.get(index, ()), key=lambda piece: (piece.start_bytes, piece.end_bytes)):
                 if piece.start_bytes != end or piece.end_bytes < end:

@@ -343,7 +343,7 @@ class _Part:
             if key not in self.options:
                 raise _reject(text, f"{name} has no option {key!r}; it has {', '.join(self.options) or 'none'}")
             if key in seen:
-                raise _reject(text, f"{key} is given twice; leave one out")
+                raise _reject(text, f"{key} is set twice; leave one out")
             seen.add(key)
             default = self.options[key]
             if not sign and default is None:

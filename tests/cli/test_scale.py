@@ -320,8 +320,8 @@ def test_bad_input_is_refused_in_one_line(command, monkeypatch, arguments, words
 @pytest.mark.parametrize(
     ("verb", "study", "more", "words"),
     [
-        ("batch", "ranks", (), "it is a run of `scale ranks`, and this is `scale batch`"),
-        ("large-batch", "batch", (), "it is a run of `scale batch`, and this is `scale large-batch`"),
+        ("batch", "ranks", (), "it is a run of `scale ranks`, but this is `scale batch`"),
+        ("large-batch", "batch", (), "it is a run of `scale batch`, but this is `scale large-batch`"),
         (
             "ranks",
             "ranks",

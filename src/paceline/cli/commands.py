@@ -79,7 +79,7 @@ def _read_drops(text: str, flag: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise ConfigError(f"{flag} {text!r} is not understood: use fractions of the run, such as 0.5,0.75") from None
+        raise ConfigError(f"{flag} {text!r} cannot be parsed: use fractions of the run, such as 0.5,0.75") from None
 
 
 # How to parse an option: (text to find in the annotation, type for the parser, conversion). The first match counts.
@@ -247,7 +247,7 @@ class Command:
         if self.quick:
             names.append("quick")
             shown = " ".join(f"{find_flag(name)} {_show(value)}" for name, value in self.quick.items())
-            typed["quick"] = f"Measure less, for a rough answer: {shown}, unless given."
+            typed["quick"] = f"Measure less, for a rough answer: {shown}, unless specified."
         removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
         found: dict[str, _Parameter] = {}
         default: Any

@@ -183,7 +183,7 @@ def _listen(host: Agent, facts: Mapping[str, Facts], wanted: Wanted) -> int:
         return int(host.ask("listen", address=address, port=wanted.port)["port"])
     except LaunchError as error:
         found = f"{host.name} cannot listen on {address}:{wanted.port} ({_reason(error)})"
-        raise LaunchError(f"{found}: stop what uses it, or choose another with --port", code="port") from None
+        raise LaunchError(f"{found}: free the port, or choose another with --port", code="port") from None
 
 
 def _reach(sender: Agent, ports: Mapping[Agent, int], facts: Mapping[str, Facts]) -> dict[Agent, LaunchError]:

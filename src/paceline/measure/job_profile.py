@@ -227,7 +227,7 @@ class Layers(step_bench.Probe):
         if kind == "profiled":
             self.steps.append(self._clock.read())
             for phase in {"forward", "backward"} - self.steps[-1].took_s.keys():
-                needed = "it must call the model it is given, and backward() on a loss"
+                needed = "it must call the model that it receives, and backward() on a loss"
                 raise MeasurementError(f"the step of {self._model} ran no {phase}: {needed}", code="no-phase")
 
     def read_ready_times(self) -> tuple[dict[int, float], float]:

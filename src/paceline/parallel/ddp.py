@@ -127,7 +127,7 @@ class DDP(DistributedDataParallel):
             names = " and ".join(given)
             raise ConfigError(f"{names}: not supported: leave it out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
-            raise ConfigError(f"init_sync=False conflicts with init={init!r}: give one of them")
+            raise ConfigError(f"init_sync=False conflicts with init={init!r}: pass only one")
         sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         if statistics_every and not sync_buffers:
             name = "broadcast" if forward_sync_buffers is None else "forward_sync"
@@ -872,7 +872,7 @@ def _check_devices(module: nn.Module, device_ids: Sequence[int | torch.device] |
     if not device_ids:
         return None
     if len(device_ids) > 1:
-        raise ConfigError(f"device_ids={list(device_ids)}: a process uses one device; give one, or none")
+        raise ConfigError(f"device_ids={list(device_ids)}: a process uses one device; pass one, or none")
     first = device_ids[0]
     device = torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
     if elsewhere := {str(param.device) for param in module.parameters() if param.device != device}:
@@ -885,7 +885,7 @@ def _find_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dis
     if mesh is None:
         return group
     if group is not None:
-        raise ConfigError("process_group and device_mesh are both given: give one of them")
+        raise ConfigError("process_group and device_mesh are mutually exclusive: pass one")
     if mesh.ndim != 1:
         raise ConfigError(f"the device mesh has {mesh.ndim} dimensions: pass the one for data, such as mesh['dp']")
     return mesh.get_group()

@@ -85,7 +85,7 @@ class Options:
             raise ConfigError(f"{text} applies to gradients: leave it out", code="strategy")
         given = [name for name in ("plan", "bucket_cap_mb", "bucket_cap_mb_list") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are mutually exclusive: give one")
+            raise ConfigError(f"{' and '.join(given)} are mutually exclusive: pass one")
         if self.embeddings == "rows" and self.plan is not None and not self.plan.rows:
             raise ConfigError("embeddings='rows' conflicts with a plan that sends no rows: leave one of them out")
         given += ["embeddings='rows'"] if self.embeddings == "rows" else []
@@ -95,7 +95,7 @@ class Options:
             text = f"strategy={self.strategy.text!r} conflicts with reducer='simple', which sends raw gradients"
             raise ConfigError(text, code="strategy")
         if self.bucket_cap_mb_list == ():
-            raise ConfigError("bucket_cap_mb_list=[] is empty: give at least one cap in MiB")
+            raise ConfigError("bucket_cap_mb_list=[] is empty: pass at least one cap in MiB")
         for cap in self.caps:
             if not (isinstance(cap, int | float) and math.isfinite(cap) and cap > 0):
                 raise ConfigError(f"{given[0]}={cap!r}: must be a number of MiB above 0")
@@ -327,7 +327,7 @@ def digest_replica(replica: Replica) -> int:
 def build_drift_error(replica: Replica, channel: Channel, step: int) -> CollectiveError:
     """The error that names the drifted parameters and ranks. Collective: every rank must call this."""
     found = _compare(replica, channel.share(_digests(replica)))
-    text = f"the replicas have drifted apart by step {step}: {found}; something changed parameters on some ranks only"
+    text = f"the replicas have drifted apart by step {step}: {found}; parameters were changed on only some ranks"
     return CollectiveError(text, code="drift")
 
 

@@ -449,7 +449,7 @@ class StrategyState:
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
         if any(id(param) not in self._names for param in params):
-            raise ConfigError("comm_hook() was given a model other than the wrapped one", code="strategy")
+            raise ConfigError("comm_hook() got a different model from the wrapped one", code="strategy")
         names = [self._names[id(param)] for param in params]
         if self._is_first:
             with self.exchanges.side.borrowed():

@@ -251,7 +251,7 @@ def build_job_from_tables(
         once = f"are one tied tensor ({known}): counted once, ready at the end of backward"
         notes.append(f"{last.layer} and {first.layer} {once}")
     elif is_like_tied:
-        why = "as given" if untied else "the total counts both"
+        why = "as specified" if untied else "the total counts both"
         notes.append(f"{last.layer} and {first.layer} are two tensors ({why})")
     if untimed := [record.layer for record in sizes if _normalize(record.layer) not in seconds]:
         notes.append(f"no times for {', '.join(untimed)}: assumed to take 0 s")

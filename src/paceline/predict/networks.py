@@ -189,7 +189,7 @@ def find_network(text: str) -> Network:
     if match := _CUSTOM.fullmatch(re.sub(r"\s", "", text)):
         rate, prefix, unit, latency, second = match.groups()
         bytes_per_s = float(rate) * _PREFIXES[prefix] / (1 if unit == "B" else 8)
-        return _correct(Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as given"))
+        return _correct(Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as specified"))
     listed = f"use one of {', '.join(known)}, or a rate and latency such as 10Gb/s,50us"
     raise ConfigError(f"unknown network {text!r}: {suggest(name, known)}{listed}")
 
@@ -487,7 +487,7 @@ def build_measured_fabric(
         remedy = "keep the rows of one dtype" if is_of_one else "choose one with --backend"
         raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): {remedy}")
     if len(sources := dict.fromkeys(record.note for record in records if record.source == "imported")) > 1:
-        raise ConfigError(f"the table has several sources ({'; '.join(sources)}): keep the rows of one")
+        raise ConfigError(f"the table has several sources ({'; '.join(sources)}): keep the rows of one source")
     fits_host = max(cores, *(record.world_size for record in records)) if cores else 0
     per_node = find_ranks_per_node(records, ranks_per_node if ranks_per_node > 1 else fits_host or ranks_per_node)
     own = {"gloo": ("gloo",), "shm": ("shared",)}.get(canonical_backend(records[0].backend), ("ring", "tree"))

@@ -65,7 +65,7 @@ def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
     named = group_by(timed, lambda event: str(event["name"]))
     messages, calls = _find_sent(timed)
     refuse(
-        (trace.world_size < 2, "it has only one rank, which sends nothing: trace a job of two or more"),
+        (trace.world_size < 2, "it has only one rank, which sends nothing: trace a job with two or more"),
         (not backwards, "it has no backward: trace steps of training, with ProfilerActivity.CPU"),
         (not messages, "it has no all-reduce: trace steps of DistributedDataParallel on two or more ranks"),
         error=RecordError,

@@ -180,7 +180,7 @@ class TracedJob:
         waits = "timed from the last rank's arrival" if len(self.compared) > 1 else "including the wait for later ranks"
         num_other = max(step.num_other for step in self.steps)
         other = (
-            f"other traffic: {format_number_of(num_other, 'all-reduce')} per step inside backward not launched by a "
+            f"other traffic: {format_number_of(num_other, 'all-reduce')} per step inside backward, not launched by a "
         )
         other += "gradient hook (SyncBatchNorm, for example); they are not buckets, and their time stays in backward"
         by = "sizes from the trace" if last.are_sizes_known else "sizes estimated from copy times within each bucket"

@@ -32,14 +32,15 @@ _TEXTS = {
     "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
     "parameters": ("WRONG PARAMETERS of {}: replicas differ from each other or from torch's wrapper", ""),
     "above": (
-        "above the memory bandwidth of one core per rank at {}: several cores shared the work, or it was disturbed",
+        "faster than the memory bandwidth of one core per rank at {}: several cores shared the work, or the "
+        "measurement was disturbed",
         "",
     ),
     "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or for longer"),
     "epochs": ("unstable at {} (p10 to p90 of epochs)", "repeat on a quiet machine or with more --epochs"),
-    "drifting": ("not settled at {} (second half compared with the first)", "warm up for longer"),
+    "drifting": ("still drifting at {} (second half compared with the first)", "warm up for longer"),
     "few": ("fewer than 5 repetitions at {}: the median is not reliable", ""),
-    "skewed": ("ranks arrive far apart at {}: over half of the time is spent waiting for the last one", ""),
+    "skewed": ("ranks arrive far apart at {}: over half of the time is spent waiting for the last rank", ""),
 }
 _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 

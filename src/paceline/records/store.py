@@ -189,7 +189,7 @@ def check_format(document: Any, known: tuple[str, int], where: str | Path) -> di
     if not isinstance(document, dict) or document.get("format") != name:
         raise RecordError(f'{where} is not a file of this kind: it lacks "format": "{name}"', code="damaged")
     if document.get("version") != version:
-        found = f"{where} has version {document.get('version')!r} of {name}, and this Paceline reads version {version}"
+        found = f"{where} has version {document.get('version')!r} of {name}, but this Paceline reads version {version}"
         raise RecordError(f"{found}: use the Paceline that wrote it, or write it again", code="version")
     return document
 
@@ -273,7 +273,7 @@ class Study:
         except KeyError as error:
             raise ConfigError(f"--resume {path}: {STUDY_FILE} lacks the key {error}", code="damaged") from None
         if found != verb:
-            raise ConfigError(f"--resume {path}: it is a run of `{found}`, and this is `{verb}`", code="other-verb")
+            raise ConfigError(f"--resume {path}: it is a run of `{found}`, but this is `{verb}`", code="other-verb")
         return cls(path, verb, config, command_line)
 
     def _file(self, cell: str) -> Path:

@@ -499,13 +499,13 @@ class TrainComparisonResult(ComparisonResult):
     def answer(self) -> str:
         first, *others = self.rows
         names, most = join_words(row.name for row in self.rows), max(row.largest_difference for row in others)
-        text = f"{names} learn the same: the losses of all steps agree within {max(most, 1e-4):.2%}."
+        text = f"The losses of {names} agree in every step, within {max(most, 1e-4):.2%}."
         if not self.learned_the_same:
-            text = f"{names} diverge from the first step on; "
+            text = f"The losses of {names} differ from the first step onward; "
             if self._num_equal:
-                text = f"{names} learn the same for {self._num_equal} of {first.run.steps} steps; then "
+                text = f"The losses of {names} agree for {self._num_equal} of {first.run.steps} steps; after that, "
             by = f"the loss of a step differs by up to {most:.1%}."
-            text += by if math.isfinite(most) else "one of them has a loss that is not finite."
+            text += by if math.isfinite(most) else "one of the runs has a loss that is not finite."
         for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
             found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
             if None not in found:
@@ -528,7 +528,7 @@ class TrainComparisonResult(ComparisonResult):
     @property
     def warnings(self) -> tuple[str, ...]:
         unfinished = [f"{row.name}: the run is not finished" for row in self.rows if not row.run.finished]
-        why = "times as fast is more than the ranks explain: the machine may have been busy"
+        why = "times as fast is more than the additional ranks explain: the machine may have been busy"
         ratios = [(row, row.run.world_size / row.first.world_size) for row in self.rows]
         fast = [f"{row.name}: {row.speed_up:.2f} {why}" for row, ratio in ratios if row.speed_up > 1.1 * ratio > 1.1]
         return (*unfinished, *fast, *(f"{row.name}: {line}" for row in self.rows for line in row.run.warnings))

@@ -235,7 +235,7 @@ def _render_origin(result: Result) -> str:
         "commit": environment.git_commit,
     }
     rows = "".join(f"<dt>{name}</dt><dd>{_escape(value)}</dd>" for name, value in facts.items() if value)
-    return f"<details><summary>How it was made</summary><dl>{rows}</dl></details>"
+    return f"<details><summary>Run details</summary><dl>{rows}</dl></details>"
 
 
 def _render_step(step: str) -> str:

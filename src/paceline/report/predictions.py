@@ -490,7 +490,7 @@ class CapsResult(Result):
         if not inside:
             return f"{text}; no measured size lies in a predicted range"
         lost = 1 - best.timing.center_s / min(record.timing.center_s for record in inside)
-        missed = f"{lost:.1%} faster than the best size in a predicted range"
+        missed = f"{lost:.1%} faster than the best measured size in a predicted range"
         return f"{text}, {'which lies in a predicted range' if best in inside else missed}"
 
     def tables(self) -> list[Table]:

@@ -242,7 +242,7 @@ def _build_config(
     Option(least=2).check("ranks", ranks)
     Option(above=0).check("patience", patience)
     refuse(
-        (not backends, "--backend: no name is given"),
+        (not backends, "--backend: no name"),
         ("nccl" in backends and device != "cuda", "--backend nccl needs --device cuda"),
         (restart and policies != ("stop",), f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
     )

@@ -394,7 +394,9 @@ def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
         text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
         scale, interval = last.noise_scale, last.estimate.interval
         if scale and (interval is None or interval[1] < math.inf):
-            why = "far above this save few steps" if size >= 2 * scale else "up to about this cost few extra samples"
+            why = (
+                "far above this size save few steps" if size >= 2 * scale else "up to this size cost few extra samples"
+            )
             samples, steps = 1 + size / scale, 1 + scale / size
             cost = f"{samples:.1f} times the minimum samples and {steps:.1f} times the minimum steps"
             text += f" Batches {why}: {size} needs {cost}."

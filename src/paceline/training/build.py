@@ -371,7 +371,7 @@ def _get_caps(module: nn.Module, plan: Plan | None) -> dict[str, Any]:
     here = {name: param.nbytes for name, param in module.named_parameters() if param.requires_grad}
     if planned != here:
         odd = sorted(planned.items() ^ here.items())[0][0]
-        found = f"--plan is for {len(planned)} gradients and the model has {len(here)} (first difference: {odd})"
+        found = f"--plan is for {len(planned)} gradients, but the model has {len(here)} (first difference: {odd})"
         raise ConfigError(f"{found}: run `paceline tune` on this model")
     kwargs = plan.as_torch_kwargs()
     if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():

@@ -88,7 +88,7 @@ def parse_growths(text: str) -> Growths:
         match = re.fullmatch(r"\s*(\d*\.?\d+)\s*:\s*(\d+)\s*", part, re.ASCII)
         if match is None:
             use = "use SHARE:FACTOR, as in 0.5:4,0.75:16"
-            raise ConfigError(f"--batch-growth {text!r} is not understood at {part!r}: {use}")
+            raise ConfigError(f"--batch-growth {text!r} cannot be parsed at {part!r}: {use}")
         growths.append((float(match[1]), int(match[2])))
     check_growths(tuple(growths))
     return tuple(growths)

@@ -83,7 +83,7 @@ def attach(
         (not words, "no command: write it after --, as in `paceline profile -- python train.py`"),
         (words and shutil.which(words[0]) is None, f"{words[0] if words else ''}: no such command on this machine"),
         (0 < steps < _LEAST_STEPS, f"--steps {steps}: must be at least {_LEAST_STEPS}, including warm-up"),
-        (stop and not steps, "--stop with --steps 0: say after how many steps to stop the program"),
+        (stop and not steps, "--stop with --steps 0: pass the number of steps after which to stop the program"),
     )
     if read_place().world_size > 1:
         advice = "put the launcher itself after -- (in a Slurm batch script, unset SLURM_PROCID first)"

@@ -132,7 +132,7 @@ def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int 
     is_flat = ranks_per_node in (None, 1)
     refuse(
         (inside and network and is_flat, f"--inside {inside} connects the ranks of a node: pass --ranks-per-node"),
-        (inside and not network, f"--inside {inside} needs a --network, but none is given"),
+        (inside and not network, f"--inside {inside} needs a --network"),
         (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: must be at least 1"),
         (min(ranks, default=0) < 1, f"ranks {list(ranks)}: must be one or more numbers of at least 1"),
     )
@@ -229,7 +229,7 @@ def predict_trace(
     is_here = network is None and ranks is None
     elsewhere = f"--ranks-per-node {ranks_per_node} is for other networks or ranks: pass --network, --ranks, or both"
     refuse(
-        (not places, "no trace is given: pass one or more files"),
+        (not places, "no trace: pass one or more files"),
         (ranks_per_node is not None and is_here, elsewhere),
     )
     _check_place(network, [1] if counts is None else counts, ranks_per_node, inside)
@@ -317,12 +317,12 @@ def predict_goodput(
         (interval_s == 0, f"--save-every {save_every}: must be above 0"),
     )
     records = []
-    gave = f"{', '.join(map(_name_source, sources))} did not measure it" if sources else "no run is given"
+    gave = f"{', '.join(map(_name_source, sources))} did not measure it" if sources else "no run was passed"
     for name in COSTS:
         parts = [one for _, found in loaded for one in found if one.name == name]
         seconds = typed.get(name)
         if seconds is not None:
-            records.append(CostRecord(name=name, seconds=(seconds,), source="imported", note="as given"))
+            records.append(CostRecord(name=name, seconds=(seconds,), source="imported", note="as specified"))
         elif parts:
             note = ", ".join(dict.fromkeys(one.note for one in parts))
             records.append(CostRecord(name=name, seconds=sum((one.seconds for one in parts), ()), note=note))

@@ -107,7 +107,7 @@ def train(
         parts: list[TrainRunResult] = []
         session.saved = lambda: ", ".join(f"{part.folder.name} (finished)" for part in parts if part.folder)
         for job in jobs:
-            if session.signal:  # the signal arrived in the last step of the previous run, too late for its ranks to stop
+            if session.signal:  # arrived in the last step of the previous run, too late to stop its ranks
                 _interrupt(session.signal)
             name = format_number_of(job.ranks, "rank").replace(" ", "-")
             parts.append(_train(job, progress, session.folder, name, whole=session))

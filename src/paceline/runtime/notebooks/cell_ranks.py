@@ -182,7 +182,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
     def check_ranks(self, ranks: Sequence[int]) -> None:
         wrong = [rank for rank in ranks if not 0 <= rank < self.settings.num_ranks]
         if wrong or not ranks:
-            text = f"rank {wrong[0]} does not exist" if wrong else "no rank was given"
+            text = f"rank {wrong[0]} does not exist" if wrong else "no rank was passed"
             raise ConfigError(f"{text}: use 0 to {self.settings.num_ranks - 1}", code="rank")
 
     # -- messages

@@ -238,7 +238,7 @@ def _advise(name: str) -> str:
     files = source.files
     if source.repo:
         files += f", or the parquet files of {source.repo} ({source.folders[0]}) on the hub"
-    return f"get {files}, and pass {name}:PATH"
+    return f"download {files}, and pass {name}:PATH"
 
 
 def find_files(name: str, path: Path, split: str) -> tuple[str, tuple[Path, ...]]:
