@@ -388,8 +388,8 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
     lines += [line for fabric in curve.networks for line in fabric.assumptions]
     if networks and evidence.most_on_host > 1:
         lines += [
-            f"more ranks are assumed on several hosts of {evidence.most_on_host} ranks each: messages are reduced inside "
-            "each host, then between hosts",
+            f"more ranks are assumed on several hosts of {evidence.most_on_host} ranks each: messages are reduced "
+            "inside each host, then between hosts",
             "hosts do not slow each other down, but all wait for the slowest rank; ranks differ by "
             f"{evidence.spread:.1%} (one standard deviation) without communication",
         ]

@@ -32,7 +32,7 @@ _TEXTS = {
     "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
     "parameters": ("WRONG PARAMETERS of {}: replicas differ from each other or from torch's wrapper", ""),
     "above": (
-        "faster than the memory bandwidth of one core per rank at {}: several cores shared the work, or the "
+        "above the memory bandwidth of one core per rank at {}: several cores shared the work, or the "
         "measurement was disturbed",
         "",
     ),
