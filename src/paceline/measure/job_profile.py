@@ -340,7 +340,7 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
                 where = {"role": "together", "label": format_number_of(count, "rank"), "wrapper": "none"}
                 labels = where | {"world_size": count, "threads": threads}
                 bench.add(Variant(labels, own if world.rank < count else None))
-            bench.run(_PACE, iters or 8, 2 if warmup is None else warmup, follow(world, "neighbours"))
+            bench.run(_PACE, iters or 8, 2 if warmup is None else warmup, follow(world, "neighbors"))
             return [bench.build_record(variant) for variant in bench.variants]
     except ConfigError:  # too few samples; the profile reports other problems
         return []

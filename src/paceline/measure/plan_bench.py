@@ -35,7 +35,7 @@ from paceline.predict.predictor import Prediction
 from paceline.predict.race import is_look, judge_race
 from paceline.predict.search import choose_caps
 from paceline.predict.strategy_costs import list_strategies
-from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, judge_tuning, render_predictions
+from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, derive_tuning, render_predictions
 from paceline.records import ChunksRecord, CollectiveRecord, Record
 from paceline.records.steps import RACED, reduce_turns
 from paceline.runtime.ranks.session import Progress
@@ -77,7 +77,7 @@ def tune_job(settings: TuneSettings, given: Given) -> Tuned:
                 found: list[Any] | PacelineError | None = None
                 if world.rank == 0:
                     try:
-                        tuning = judge_tuning(settings, records, variants.gradients, default_plan)
+                        tuning = derive_tuning(settings, records, variants.gradients, default_plan)
                         found = [tuning.candidates, tuning.predictions]
                         # Saved before the plans run, as evidence that the predictions did not use their steps.
                         files = {PREDICTIONS: render_predictions(tuning.predictions)}

@@ -93,14 +93,14 @@ class Evidence:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What a wrapper and its messages cost a rank, on any network; None if not measured. `neighbours` maps the number
+    """What a wrapper and its messages cost a rank, on any network; None if not measured. `neighbors` maps the number
     of ranks on a host to their compute time relative to the profile's; the profile's own number comes first. Steps with
     messages of the sizes in `too_short` could not measure contention."""
 
     launch_s: float = 0.0
     gather_s_per_byte: float = 0.0
     contention: Contention | None = None
-    neighbours: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    neighbors: tuple[tuple[int, float], ...] = ((1, 1.0),)
     wrapper: str = ""
     too_short: tuple[int, ...] = ()
 
@@ -116,10 +116,10 @@ def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCu
     contention = _fit_contention(evidence, curve, resample, backward_s)
     times = {record.world_size: median(record.timing) for record in evidence.together}  # one entry per number of ranks
     first_s = next(iter(times.values()), 0.0)
-    neighbours = tuple((count, max(1.0, time_s / first_s)) for count, time_s in times.items())
-    neighbours = neighbours or ((evidence.plain.world_size, 1.0),)
+    neighbors = tuple((count, max(1.0, time_s / first_s)) for count, time_s in times.items())
+    neighbors = neighbors or ((evidence.plain.world_size, 1.0),)
     too_short = tuple(sorted({record.message_bytes for record in evidence.too_short}))
-    return RankCosts(launch_s, gather_s / profile.num_bytes, contention, neighbours, one.wrapper, too_short)
+    return RankCosts(launch_s, gather_s / profile.num_bytes, contention, neighbors, one.wrapper, too_short)
 
 
 def find_evidence(records: Sequence[Record]) -> Evidence | None:
@@ -147,7 +147,7 @@ def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
     if rank.too_short:
         sizes = " and ".join(map(format_bytes, rank.too_short))
         lines.append(f"contention could not be measured with messages of {sizes}: this backward is too short")
-    for count, factor in rank.neighbours[1:]:
+    for count, factor in rank.neighbors[1:]:
         lines.append(f"measured: with {count} ranks on the host, compute takes {factor:.2f} times as long")
     return lines
 

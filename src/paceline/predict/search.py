@@ -253,14 +253,14 @@ def _improve(job: Job, costs: MachineCosts, cuts: tuple[int, ...]) -> tuple[tupl
     tried again only in the next sweep."""
     count, best, tried = len(job.sizes), simulate(job, cuts, costs), {cuts}
 
-    def accept(neighbour: tuple[int, ...]) -> bool:
+    def accept(neighbor: tuple[int, ...]) -> bool:
         nonlocal best, cuts
-        if neighbour in tried:
+        if neighbor in tried:
             return False
-        tried.add(neighbour)
-        step = simulate(job, neighbour, costs)
+        tried.add(neighbor)
+        step = simulate(job, neighbor, costs)
         if is_better := step.step_s < best.step_s * (1 - 1e-9):
-            best, cuts = step, neighbour
+            best, cuts = step, neighbor
         return is_better
 
     for _ in range(_MOST_SWEEPS):

@@ -197,7 +197,7 @@ class TracedJob:
         """The costs that also apply to other networks. Ranks on a CPU host were already sharing it when traced."""
         costs, count = self.fit.costs, self.world_size if self.is_on_host else 1
         contention = costs.contention if self.has_contention else None
-        return RankCosts(costs.launch_s, contention=contention, neighbours=((count, 1.0),))
+        return RankCosts(costs.launch_s, contention=contention, neighbors=((count, 1.0),))
 
     def build_fabric(self, algorithm: str = "auto", ranks_per_node: int = 0) -> MeasuredFabric:
         """The job's messages as an all-reduce sweep, for other rank counts; `ranks_per_node` is 0 if unknown."""

@@ -299,7 +299,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
     return float((x * y).sum()) / scale if scale else None
 
 
-def judge_tuning(
+def derive_tuning(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan,
     predictions: Sequence[Mapping[str, Any]] = (),
 ) -> Tuning:  # fmt: skip
@@ -412,4 +412,4 @@ def load_tuning(config: dict[str, Any], records: Sequence[Record]) -> Tuning:
     settings = TuneSettings(**config["tune"] | lists)
     gradients = tuple(Gradient(**g | {"shape": tuple(g["shape"])}) for g in config["gradients"])
     default_plan = Plan.from_json(json.dumps(config["default_plan"]))
-    return judge_tuning(settings, records, gradients, default_plan, config["predictions"])
+    return derive_tuning(settings, records, gradients, default_plan, config["predictions"])

@@ -79,9 +79,9 @@ def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: 
         is_of_cores = fabric.fits[0].algorithm in ("gloo", "shared")
         per_host = per_host or max(fabric.ranks) if is_of_cores else 1
     here = min(world_size, per_host)
-    if job.device != "cpu" or here <= rank.neighbours[0][0]:
+    if job.device != "cpu" or here <= rank.neighbors[0][0]:
         return job
-    return job.stretch(estimate_slowdown(rank.neighbours, here, shift))
+    return job.stretch(estimate_slowdown(rank.neighbors, here, shift))
 
 
 def simulate_what_if(
@@ -186,7 +186,7 @@ def describe_scenario(
     return [
         *(f"contention on {', '.join(fabric.name for fabric in same)}: {basis}" for basis, same in bases.items()),
         *(describe_rank(rank, job.num_bytes) or ["copies and launches are free"] * (known is None)),
-        *(["ranks of one CPU host do not slow each other down"] * (job.device == "cpu" and len(rank.neighbours) == 1)),
+        *(["ranks of one CPU host do not slow each other down"] * (job.device == "cpu" and len(rank.neighbors) == 1)),
         f"messages are sent in bucket order, {queue}",
         *([varies] if spread else []),
         *([f"one rank is always {slow:.1%} slower than the others, which wait for it"] if slow else []),

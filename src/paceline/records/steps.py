@@ -226,7 +226,7 @@ def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
 
 
 @dataclass(frozen=True)
-class Standing:
+class WrapperComparison:
     """A wrapper compared with torch's DDP, with tuned DDP and with the bare module on the same backend, and with DDP on
     gloo, the default without Paceline; None for those that were not measured."""
 
@@ -259,16 +259,16 @@ class Standing:
         return here.held_bytes + here.peak_step_bytes - there.held_bytes - there.peak_step_bytes
 
 
-def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
+def compare_wrappers(records: Sequence[StepRecord]) -> list[WrapperComparison]:
     """Each record compared with its references, in the original order."""
     known = {(record.wrapper, record.backend, record.job, record.cell): record for record in records}
-    standings = []
+    comparisons = []
     for r in records:
         places = (("torch", r.backend), ("torch-tuned", r.backend), ("bare", r.backend), ("torch", "gloo"))
         others = [known.get((wrapper, backend, r.job, r.cell)) for wrapper, backend in places]
         ratios = [None if other is None else compare_steps(r, other) for other in others]
-        standings.append(Standing(r, others[2], *ratios))
-    return standings
+        comparisons.append(WrapperComparison(r, others[2], *ratios))
+    return comparisons
 
 
 @dataclass(frozen=True)

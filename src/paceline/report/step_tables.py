@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.records.kinds import PRECISIONS
 from paceline.records.samples import group_by
-from paceline.records.steps import Standing, StepRecord, compare_wrappers
+from paceline.records.steps import StepRecord, WrapperComparison, compare_wrappers
 from paceline.report.plots import COLORS, MARKERS, Drawings, Figure, build_panels
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, count_clear, describe_change, ratio_columns, raw_columns, text_columns
@@ -96,11 +96,11 @@ class WrappersResult(Result):
 
     def _derive(self) -> None:
         self.steps = self.only(StepRecord)
-        self.standings = compare_wrappers(self.steps)
+        self.comparisons = compare_wrappers(self.steps)
 
     @property
     def answer(self) -> str:
-        ours = [s for s in self.standings if s.record.wrapper == "paceline" and s.to_torch is not None]
+        ours = [s for s in self.comparisons if s.record.wrapper == "paceline" and s.to_torch is not None]
         ratios = [ratio for s in ours if (ratio := s.to_torch) is not None]
         if not ratios:
             return "torch's wrapper and Paceline's were not measured together."
@@ -122,8 +122,8 @@ class WrappersResult(Result):
         return [f"{at}: {r.configuration}; {r.note}" for at, r in zip(places, tuned, strict=True)]
 
     def tables(self) -> list[Table]:
-        title, columns = "steps of data-parallel wrappers", build_columns(self.standings)
-        return [Table("table", title, columns, self.standings, key="rows")]
+        title, columns = "steps of data-parallel wrappers", build_columns(self.comparisons)
+        return [Table("table", title, columns, self.comparisons, key="rows")]
 
     def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.steps[0].precision}"
@@ -138,9 +138,9 @@ class WrappersResult(Result):
 _DTYPES = {precision: dtype for dtype, precision in PRECISIONS.items()}
 
 
-def build_columns(standings: Sequence[Standing]) -> list[Column]:
+def build_columns(comparisons: Sequence[WrapperComparison]) -> list[Column]:
     """The columns for wrappers; the ratio across backends is shown if several were interleaved."""
-    several = len({standing.record.backend for standing in standings}) > 1
+    several = len({comparison.record.backend for comparison in comparisons}) > 1
     on_gloo = "/ torch on gloo" if several else None
     return [
         *text_columns("record.model", is_key=True),
@@ -173,8 +173,8 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
     ]
 
 
-def _find_host_us(standing: Standing) -> float | None:
-    host_s = standing.host_s_per_parameter
+def _find_host_us(comparison: WrapperComparison) -> float | None:
+    host_s = comparison.host_s_per_parameter
     return None if host_s is None else host_s * 1e6
 
 

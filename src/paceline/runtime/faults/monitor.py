@@ -73,7 +73,7 @@ _FOUND = {
     "disk": "has been waiting for a disk or a driver (state D)",
     "kernel": "has been waiting for its GPU",
     "collective": "has been waiting in a collective that the others have not joined",
-    "desynchronised": "has started a different number of collectives than the others",
+    "desynchronized": "has started a different number of collectives than the others",
     "left": "has left, and others have been waiting",
     "all-wait": "all ranks have been waiting for each other",
 }
@@ -86,7 +86,7 @@ _ADVICE = {
     "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",
     "kernel": "a kernel that it launched never finishes, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all ranks must make the same calls in the same order",
-    "desynchronised": "all ranks must call the same collectives in the same order",
+    "desynchronized": "all ranks must call the same collectives in the same order",
     "left": "give every rank the same number of batches, or train inside `with model.join():`",
     "all-wait": "no rank is missing: they called different collectives, or the network between them is cut",
 }
@@ -359,7 +359,7 @@ class HangDetector:
         if len(own) == 1 < len(there):  # one rank waits outside the wrapper, and all others wait inside it
             return Suspicion("collective", own[0], waiting[own[0]].phase.lasted_s)
         if (odd := self._find_odd(waiting)) is not None:
-            return Suspicion("desynchronised", odd, waiting[odd].phase.lasted_s)
+            return Suspicion("desynchronized", odd, waiting[odd].phase.lasted_s)
         if len(there) > 1 and min(one.phase.lasted_s for one in waiting.values()) > 2 * limit_s:
             # If all ranks wait for the same message, it may just be large.
             awaited = {-2 if rank in own else one.snapshot.bucket for rank, one in waiting.items()}
