@@ -206,10 +206,10 @@ class Command:
     defaults.
 
     Its options are the arguments of `adapter` and of the verb, except `without`. A verb with `**job` also takes
-    `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. `help`, `flags` and `panels` override those of
-    individual options, and `quick` has the values that `--quick` sets for options that the user omits. The help of all
-    other options comes from the first of these that has one: the docstring of `adapter`, the settings, the docstring of
-    the verb, or the docstring of a function in `like`.
+    `JOB_OPTIONS`, modified by `job`: "lr -plan" adds lr and removes plan. `help`, `flags` and `panels` override those
+    of individual options, and `quick` has the values that `--quick` sets for options that the user omits. The help of
+    all other options comes from the first of these that has one: the docstring of `adapter`, the settings, the
+    docstring of the verb, or the docstring of a function in `like`.
     """
 
     verb: str

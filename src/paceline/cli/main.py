@@ -141,7 +141,7 @@ def _compare(*, compare: tuple[Path, Path] | None = None) -> Any:
     """Compares two profiles.
 
     Args:
-        compare: Compare two runs of one kind of profile.
+        compare: Compare two runs of the same kind of profile.
     """
     from paceline.verbs.profile import compare as compare_profiles
 

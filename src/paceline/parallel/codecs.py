@@ -37,8 +37,8 @@ _LEAST_SCALE = 1e-37
 
 class Codec:
     """Averages gradients over the ranks, in place. `errors` contains the residuals (gradients not sent yet), by
-    parameter name and in units of gradients. `common` is state that is equal on all ranks. A step updates both only if
-    all its averages are finite; otherwise no rank applies the averages. Read and set both between steps."""
+    parameter name and on the scale of gradients. `common` is state that is equal on all ranks. A step updates both only
+    if all its averages are finite; otherwise no rank applies the averages. Read and set both between steps."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # dtypes of vectors; other gradients are converted to the first
     kinds: tuple[str, ...] = (SUM,)  # the collectives that the codec uses

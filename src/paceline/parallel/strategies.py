@@ -207,8 +207,8 @@ def check_states(states: Sequence[Mapping[str, Any]], strategy: Strategy) -> Non
 class StrategyState:
     """State of `strategy_hook`: the codec and its memory, by parameter name. Continues where `before` stopped.
 
-    Residuals are in units of gradients: when an optimizer's learning rate changes from a to b, they are multiplied by
-    a/b. With a scaled loss they are in units of scaled gradients, and follow the scale of torch's GradScaler.
+    Residuals have the scale of gradients: when an optimizer's learning rate changes from a to b, they are multiplied by
+    a/b. With a scaled loss they have the scale of scaled gradients, and follow the scale of torch's GradScaler.
     """
 
     def __init__(

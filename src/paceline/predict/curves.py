@@ -1,6 +1,6 @@
 """The cost of an all-reduce as a function of its bytes: an interface with its implementations, a fit, and a bootstrap.
 
-A `CostCurve` applies to a fixed number of ranks; `networks` chooses the curve for a network on n ranks.
+A `CostCurve` applies to a fixed number of ranks; `networks` chooses the curve for a network and a number of ranks.
 """
 
 import bisect

@@ -142,7 +142,7 @@ def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
         found, percent = rank.contention, "{:.0%}".format
         columns = ((format_bytes, found.sizes), (percent, found.compute_rates), (percent, found.message_rates))
         sizes, compute, message = (" and ".join(map(say, values)) for say, values in columns)
-        speeds = f"compute runs at {compute} of its speed, messages at {message}"
+        speeds = f"compute runs at {compute} of its normal speed, messages at {message}"
         lines.append(f"measured: while messages of {sizes} are in flight, {speeds}")
     if rank.too_short:
         sizes = " and ".join(map(format_bytes, rank.too_short))

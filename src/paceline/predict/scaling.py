@@ -138,7 +138,8 @@ class ScalingEvidence:
         return size if mode == "weak" else size / world_size
 
     def list_buckets(self, world_size: int) -> tuple[int, ...]:
-        """The wrapper's buckets on these ranks or the nearest known number; torch's default if none are known."""
+        """The wrapper's buckets for this number of ranks or the nearest known number; torch's default if none are
+        known."""
         if self.layouts:
             return self.layouts[curves.find_nearest(self.layouts, world_size)]
         gradients = self.jobs[0].gradients
@@ -193,7 +194,8 @@ def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shif
 def simulate_scaling(
     evidence: ScalingEvidence, ranks: Sequence[int], networks: Sequence[Network] = ()
 ) -> list[Prediction]:
-    """One point per rank count. Above the capacity of this host, one point per network between such hosts."""
+    """Predict one point per rank count. Beyond the capacity of this host, predict one point per network between such
+    hosts."""
     here, alone = evidence.most_on_host, evidence.alone
     if max(ranks) > here and not networks:
         raise ConfigError(f"{max(ranks)} ranks do not fit on this host ({here}): pass a --network between hosts")

@@ -82,7 +82,7 @@ class Contention:
             if not is_alone:
                 return cls((1,), (1 / (1 + slowed),), (1.0,), basis, (), True)
             least, rate, most = _MESSAGE_RATES
-            basis += f", and the message moves at {rate:.0%} of its speed ({least:.0%} to {most:.0%})"
+            basis += f", and the message moves at {rate:.0%} of its normal speed ({least:.0%} to {most:.0%})"
             rate = source.triangular(least, most, rate) if source else rate
             return cls((1,), (1 / (1 + slowed),), (rate,), basis, (), True)
         share, on_host = 0.0, device == "cpu" and is_on_host

@@ -255,7 +255,7 @@ class TracedJob:
         if not self.has_contention or under_s <= 0:
             assumed = Contention.assume(self.device, self.is_on_host, source=resample.source, is_alone=False)
             rate = self._find_least_rate(parts)
-            basis = f"fitted: during compute, messages run at {rate:.0%} of their speed, as does compute"
+            basis = f"fitted: during compute, messages run at {rate:.0%} of their normal speed, as does compute"
             return Contention((1,), (rate,), (rate,), basis) if rate > assumed.message_rates[0] else assumed
         own_s = statistics.median(step.backward_s for step in steps) - len(self.layout) * self.steps[0].launch_s
         rate = 1 - (own_s - statistics.median(resample.take(self.alone_s))) / under_s

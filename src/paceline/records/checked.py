@@ -83,7 +83,7 @@ def _find_rules(hint: Any) -> Iterator[Rule]:
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
-# The types of JSON values by the type of a field, and what to call that in errors. bool is an int, but not a number.
+# For each field type: the accepted types of JSON values, and their name in errors. bool is an int, but not a number.
 _JSON: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "str"),
     int: ((int,), "int"),

@@ -123,7 +123,7 @@ class StepRecord(Record):
 
     @property
     def job(self) -> tuple[str, str, str, str]:
-        """The computation of a step."""
+        """The fields that determine the computation of a step."""
         return self.model, self.data, self.device, self.precision
 
     @property

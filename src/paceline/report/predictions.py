@@ -445,9 +445,9 @@ class CapsResult(Result):
                 f"{'; the tables do not include it, but --measured and `paceline tune` do' * self.is_on_gpu}",
                 f"interval: 90 % of {DRAWS} draws of {drawn}, plus {error}",
             ]
-        fitted = f"messages and compute run at {1 / self.factor:.0%} of their speed while they overlap"
+        fitted = f"messages and compute run at {1 / self.factor:.0%} of their normal speed while they overlap"
         if self.factor < 1:
-            fitted = f"messages take {self.factor:.0%} of their time in the table, and compute is not slowed down"
+            fitted = f"messages take {self.factor:.0%} of the time in the table, and compute is not slowed down"
         found = [f"contention: fitted to the measured times: {fitted}", f"interval: 90 % of {DRAWS} draws of {error}"]
         if self.unexplained > PLATEAU:
             found.append(f"doubtful: the model leaves up to {self.unexplained:.1%} of a measured time unexplained")

@@ -573,9 +573,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return not failed or time.monotonic() - self._left_s > _HANDLED_S
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
-        """The ranks that were ended by a signal or an error: how, and whether the error only reports a lost rank.
-        Includes ranks that hang at exit after an error: closing an NCCL group may wait for a collective that never
-        ends."""
+        """The ranks that a signal or an error has ended, how they ended, and whether the error only reports a lost
+        rank. Includes ranks that hang at exit after an error: closing an NCCL group may wait for a collective that
+        never ends."""
         found = {}
         for rank, one in self._processes.items():
             if one.handle is None or not (one.is_gone or self._hangs_at_exit(rank)):
