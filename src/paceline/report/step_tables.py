@@ -96,11 +96,11 @@ class WrappersResult(Result):
 
     def _derive(self) -> None:
         self.steps = self.only(StepRecord)
-        self.comparisons = compare_wrappers(self.steps)
+        self.standings = compare_wrappers(self.steps)
 
     @property
     def answer(self) -> str:
-        ours = [s for s in self.comparisons if s.record.wrapper == "paceline" and s.to_torch is not None]
+        ours = [s for s in self.standings if s.record.wrapper == "paceline" and s.to_torch is not None]
         ratios = [ratio for s in ours if (ratio := s.to_torch) is not None]
         if not ratios:
             return "torch's wrapper and Paceline's were not measured together."
@@ -122,8 +122,8 @@ class WrappersResult(Result):
         return [f"{at}: {r.configuration}; {r.note}" for at, r in zip(places, tuned, strict=True)]
 
     def tables(self) -> list[Table]:
-        title, columns = "steps of data-parallel wrappers", build_columns(self.comparisons)
-        return [Table("table", title, columns, self.comparisons, key="rows")]
+        title, columns = "steps of data-parallel wrappers", build_columns(self.standings)
+        return [Table("table", title, columns, self.standings, key="rows")]
 
     def figures(self) -> Drawings:
         subtitle = f"{self.machine}; {self.steps[0].precision}"
