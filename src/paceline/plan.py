@@ -174,7 +174,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan written by `to_json`; RecordError explains what is wrong with the text."""
+        """Read a plan written by `to_json`; RecordError explains the problem with the text."""
         try:
             document = json.loads(text)
             if (document["format"], document["version"]) != (FORMAT, VERSION):

@@ -1,4 +1,5 @@
-"""Communication strategies: what a data-parallel step sends and when, and who stores optimizer state. Imports no torch.
+"""Communication strategies: the messages of a data-parallel step, their schedule, and the placement of optimizer state.
+Imports no torch.
 
 A strategy is written as parts joined by `+`, each with an optional number and options: `powersgd:4`, `topk:0.001,dgc`,
 `diloco:100,lr=0.7+int8`, `zero1+bf16`. Its traffic depends only on sizes (`Strategy.traffic`), so the simulator and the
@@ -76,7 +77,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy | None) -> Strategy:
-        """Parse a strategy; ConfigError explains what is wrong with the text."""
+        """Parse a strategy; ConfigError explains the problem with the text."""
         if text is None:
             return cls()
         if isinstance(text, Strategy):

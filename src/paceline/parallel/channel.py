@@ -258,7 +258,7 @@ def open_group(like: Channel, owner: object) -> dist.ProcessGroup:
 
 
 def open_part(ranks: Sequence[Sequence[int]], backend: str, device: torch.device, owner: object) -> dist.ProcessGroup:
-    """Of the groups in `ranks`, the one that contains this rank; it lives as long as `owner`. Collective over the whole
+    """Open the groups in `ranks` and return this rank's, which lives as long as `owner`. Collective over the whole
     world."""
     group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks], backend=backend)
     return _own(group, device, owner)

@@ -1,4 +1,4 @@
-"""The autograd graph: tensors in a value, what the current backward will do, the order of gradients, and hooks."""
+"""The autograd graph: tensors in a value, queries about the current backward, the order of gradients, and hooks."""
 
 from __future__ import annotations
 

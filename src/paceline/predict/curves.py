@@ -100,8 +100,8 @@ def find_nearest(counts: Iterable[int], world_size: int) -> int:
 @functools.lru_cache(maxsize=8)
 def _draw_errors(count: int) -> list[tuple[float, ...]]:
     """For each draw, its errors in standard deviations. Each error takes equally spaced quantiles of a normal
-    distribution, because a few random numbers would hardly reach its tails. Of many random orders, the one that
-    correlates least with the other errors is used: correlation would widen or narrow the spread of sums and
+    distribution, because a few random numbers would hardly reach its tails. The order is the one of many random orders
+    that correlates least with the other errors, because correlation would widen or narrow the spread of sums and
     differences."""
     source = random.Random(_SEED)
     quantiles = [statistics.NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]

@@ -110,7 +110,7 @@ def simulate_fully_sharded(job: Job, blocks: Blocks, costs: MachineCosts, world_
     send("reduce-scatter", root)
     line.drain()
     over_s = line.now_s - before_s
-    local_s = job.computing_s - before_s  # so waits in forward count as exposed, too
+    local_s = job.computing_s - before_s  # so waits in forward also count as exposed
     return SimulatedStep(tuple(spans), backward_s, over_s, before_s, job.after_s / world_size, local_s)
 
 

@@ -260,7 +260,7 @@ class TracedJob:
         own_s = statistics.median(step.backward_s for step in steps) - len(self.layout) * self.steps[0].launch_s
         rate = 1 - (own_s - statistics.median(resample.take(self.alone_s))) / under_s
         rate = min(1.0, max(0.1, rate))
-        # The message gains the time that compute loses; if compute loses little, the message loses little, too.
+        # The message gains the time that compute loses; if compute loses little, so does the message.
         basis = f"fitted to {format_number_of(len(self.alone_s), 'backward')} without messages (no_sync) in the trace"
         return Contention((1,), (rate,), (max(rate, 1 - rate),), basis)
 

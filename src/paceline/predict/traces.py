@@ -616,7 +616,7 @@ def overview_to_json(overview: Overview) -> dict[str, Any]:
 
 
 def overview_from_json(document: Mapping[str, Any]) -> Overview:
-    """The overview that `overview_to_json` wrote. For any other document, RecordError says what is wrong with it."""
+    """The overview that `overview_to_json` wrote. For any other document, RecordError names the problem."""
     fields = {key: value for key, value in document.items() if key not in name_format(_FORMAT)}
     check_format(document, _FORMAT, "an overview")
     overview: Overview = decode(Overview, fields, "overview")

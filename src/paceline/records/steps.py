@@ -390,7 +390,7 @@ RESENT = "gradients"
 @dataclass(frozen=True)
 class Stall(Checked):
     """Any other collective: its start in seconds since backward began, its duration, and the part of the duration in
-    which the rank computed nothing. Its name is that of its operation, or `RESENT` for gradients that an earlier
+    which the rank computed nothing. It is named after its operation; `RESENT` marks gradients that an earlier
     micro-batch of the step sent."""
 
     start_s: float

@@ -164,8 +164,8 @@ def is_run_path(path: str | Path) -> bool:
 
 
 def load_json(file: Path, needed: str) -> Any:
-    """The document of a file, compressed or not. Raises RecordError "missing", with a message that says what is
-    `needed`, or "damaged"."""
+    """The document of a file, compressed or not. Raises RecordError "missing", whose message states what is `needed`,
+    or "damaged"."""
     try:
         return json.loads(read_file(file))
     except FileNotFoundError:

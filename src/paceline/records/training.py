@@ -186,8 +186,8 @@ class NoiseEstimate:
 def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) -> NoiseEstimate:
     """Estimate the noise scale from probes whose small batches have this many samples.
 
-    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both terms. The ratio is that of the terms
-    averaged over probes, because the ratio of a single probe is noisy and biased.
+    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both terms. Each term is averaged over
+    probes before dividing, because the ratio of a single probe is noisy and biased.
     """
     b = small_batch_size
     signals, noises = [], []

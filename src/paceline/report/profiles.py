@@ -208,9 +208,9 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
 
 
 class TraceResult(Result):
-    """Result of `profile trace`: what each rank did in a step, where the time goes, and how to speed it up. `document`
-    comes from the ranks or, for a saved run, from `overview.json` in its folder. `traces` has one trace per rank and is
-    empty for a saved run; `plot` draws one step of them."""
+    """Result of `profile trace`: the activity of each rank in a step, where the time goes, and how to speed it up.
+    `document` comes from the ranks or, for a saved run, from `overview.json` in its folder. `traces` has one trace per
+    rank and is empty for a saved run; `plot` draws one step of them."""
 
     def __init__(
         self,

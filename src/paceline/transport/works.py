@@ -190,9 +190,9 @@ def record_operation(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_from_compiler(*items: Any, with_calls: bool = True) -> None:
-    """Exclude functions, and the methods of classes, from torch.compile, with or without what they call. Otherwise it
-    also compiles code called during a compiled step, even from torch's C++, and fails on objects such as process
-    groups."""
+    """Exclude functions, and the methods of classes, from torch.compile, with or without the functions that they call.
+    Otherwise it also compiles code called during a compiled step, even from torch's C++, and fails on objects such as
+    process groups."""
     for item in items:
         if isinstance(item, FunctionType):
             item._torchdynamo_disable = True  # type: ignore[attr-defined]  # for code that is traced through its caller

@@ -30,7 +30,7 @@ Show = Callable[[str, str], None]
 # The last two detect a lost connection within 15 s.
 _OPTIONS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
 CHECK_S = 5.0  # time limit for all checks of a host, from the start of ssh
-_FOR_PYTHON = ("PYTHON", "PATH", "LD_")  # prefixes of variables that affect what the agent finds
+_FOR_PYTHON = ("PYTHON", "PATH", "LD_")  # prefixes of variables that affect the agent's findings
 _BEAT_S = 5.0
 _LOOK_S = 0.05
 _KILL_S = 3.0  # time for torchrun to kill ranks after their grace period

@@ -231,11 +231,12 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
         `fn` may be a name, "package.module:name", which only the ranks import, so the launcher does not need torch. The
-        function opens its own world (`paceline.init()`). `on_message(rank, message)` receives what ranks `post`. Raises
-        LaunchError with the rank that failed first and its traceback; a PacelineError raised by a rank is raised here
-        unchanged. With `hang_timeout_s` or PACELINE_MONITOR, the ranks are monitored (`faults/monitor.py`): a rank that
-        is suspended, or hangs for that long, counts as failed. With `recovery`, ranks may continue or restart after a
-        fault (`runtime/faults/recovery.py`), and the values are those of the last world.
+        function opens its own world (`paceline.init()`). `on_message(rank, message)` receives messages that ranks
+        `post`. Raises LaunchError with the rank that failed first and its traceback; a PacelineError raised by a rank
+        is raised here unchanged. With `hang_timeout_s` or PACELINE_MONITOR, the ranks are monitored
+        (`faults/monitor.py`): a rank that is suspended, or hangs for that long, counts as failed. With `recovery`,
+        ranks may continue or restart after a fault (`runtime/faults/recovery.py`), and the values are those of the last
+        world.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:

@@ -264,7 +264,8 @@ def _name(cls: Any) -> str:
 
 
 def _find(name: str) -> Any:
-    """A Paceline class by name. Imports nothing: all ranks have already imported what they exchange."""
+    """A Paceline class by name. Imports nothing, because all ranks have already imported the classes that they
+    exchange."""
     module, _, path = name.partition(":")
     found: Any = sys.modules[module] if module.partition(".")[0] == "paceline" else None
     for part in path.split("."):
