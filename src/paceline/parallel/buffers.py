@@ -60,7 +60,7 @@ class SharedBuffers:
 
     def write(self, words: torch.Tensor, take_part: bool, hold: bool) -> None:
         """Write this rank's statistics followed by a count of 1. Without `take_part`, write zeros; with `hold`, their
-        count is so large that no rank applies the average."""
+        count is so far below 0 that no rank applies the average."""
         if take_part:
             torch._foreach_copy_(self._split(words[:-1]), self._statistics)
         else:

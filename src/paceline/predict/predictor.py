@@ -67,8 +67,8 @@ class Evidence:
 
     @cached_property
     def too_short(self) -> list[StepRecord]:
-        """Message sizes whose disturbed steps lost more time than the messages overlapped, so that contention could not
-        be measured. Depends only on medians, so every draw has the same sizes."""
+        """Disturbed steps that lost more time than their messages overlapped, so that they do not show contention.
+        Depends only on medians, so every draw has the same sizes."""
         resample = Resample()
         backward_s = resample.median(self.plain.phase("backward")) if self.disturbed else 0.0
         found = ((record, *_find_overlap(record, resample, backward_s)[1:]) for record in self.disturbed)

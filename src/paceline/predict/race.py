@@ -25,8 +25,8 @@ VERDICTS = ("use", "default", "flat", "undecided")
 @dataclass(frozen=True)
 class Limit:
     """Upper bounds that hold for every plan, as fractions of the default's step time, at the upper ends of 90 %
-    intervals. `share` is the largest possible saving. `adds` is the exposed communication, which no plan can remove
-    entirely."""
+    intervals. `share` is the largest possible saving. `adds` is the time that communication adds to the step, which no
+    plan can remove entirely."""
 
     share: float = math.inf
     adds: float = math.inf

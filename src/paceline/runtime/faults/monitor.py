@@ -4,8 +4,9 @@
 `HangDetector` decides from the snapshots so far. The launcher monitors its own ranks; under other launchers, a separate
 process does (`monitored`), which outlives every rank. Does not import torch.
 
-Only a proven fault ends the job: a rank is dead or suspended, or all ranks wait for different collectives. Any other
-rank may be healthy but slow, so a warning reports it within seconds, and it is terminated only after the hang timeout.
+A proven fault ends the job at once: a rank is dead or suspended, or all ranks wait for different collectives. Any other
+suspicious rank may be healthy but slow, so it is reported in a warning within seconds, and terminated only after the
+hang timeout.
 """
 
 from __future__ import annotations
