@@ -66,9 +66,10 @@ class Traffic:
 
 
 class _Messages(Traffic):
-    """Real messages between all ranks, one at a time. Collective: every rank must send the same messages. With NCCL a
-    side stream waits for each message, to time it. A GPU has few hardware queues, fewer still under MPS: if the side
-    stream shared a queue with the compute stream, this wait would stall the step.
+    """Real messages between all ranks, one at a time. Collective: every rank must send the same messages.
+
+    With NCCL a side stream waits for each message, to time it. A GPU has few hardware queues, fewer still under MPS: if
+    the side stream shared a queue with the compute stream, this wait would stall the step.
     """
 
     is_free = False

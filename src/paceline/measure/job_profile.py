@@ -350,10 +350,11 @@ def measure_layers(
     world: World, replica: Replica, labels: dict[str, Any], blocks: Sequence[Block] | None = None,
     iters: int | None = None, warmup: int | None = None, report: Report | None = None, job: MeasuredJob | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Profile steps of a bare replica, interleaved with plain steps to show the cost of profiling. `labels` are its
-    job's labels. With `job`, also interleave steps disturbed by messages and steps of the wrapper on a single-rank
-    group, and return their records and the codecs' records after the profile. The steps train the module. Collective:
-    call on every rank.
+    """Profile steps of a bare replica, interleaved with plain steps to show the cost of profiling.
+
+    `labels` are its job's labels. With `job`, also interleave steps disturbed by messages and steps of the wrapper on a
+    single-rank group, and return their records and the codecs' records after the profile. The steps train the module.
+    Collective: call on every rank.
     """
     per_turn = 1 if job is None else job.steps_per_turn
     iters = iters or (20 if job is None else 10)

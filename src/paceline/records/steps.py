@@ -38,11 +38,12 @@ def reduce_turns(steps_s: Sequence[float], steps_per_turn: int) -> list[float]:
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(Record):
     """Steps of one variant of a job. In all variants of a cell, repetitions with the same number are adjacent in time,
-    so they can be compared in pairs. `timing` has plain steps. Other kinds of steps of the same variant were
-    interleaved with them; None means not measured. `marked` steps have phase markers, `no_comm` have communication off
-    (`no_comm_backward` is their backward), and `busy` is the time with at least one message in flight. The phases
-    (`backward` includes its waits) belong to `marked`, or to `timing` without it. `host` is the host time of a step
-    whose `timing` is GPU time.
+    so they can be compared in pairs.
+
+    `timing` has plain steps. Other kinds of steps of the same variant were interleaved with them; None means not
+    measured. `marked` steps have phase markers, `no_comm` have communication off (`no_comm_backward` is their
+    backward), and `busy` is the time with at least one message in flight. The phases (`backward` includes its waits)
+    belong to `marked`, or to `timing` without it. `host` is the host time of a step whose `timing` is GPU time.
 
     `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
     bare model while `num_messages` messages of `message_bytes` are sent during backward, where `under_way` is the mean

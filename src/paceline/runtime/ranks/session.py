@@ -309,8 +309,10 @@ class Session:
 
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
         """Return the finished run with warnings about its results. If there is a folder, rank 0 saves the run as
-        `run.json`. `details` are facts about the environment that only a rank can query. If a resumed run was already
-        finished, returns the saved one.
+        `run.json`.
+
+        `details` are facts about the environment that only a rank can query. If a resumed run was already finished,
+        returns the saved one.
         """
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
