@@ -7,9 +7,9 @@ repeats the interrupted step (`spare`, `shrink`), unless the fault left no repli
 
 The mean times are exact for such faults. The derivation, in words, with r = 1 / mtbf_s:
 
-- A stretch of x seconds has no fault with probability e^-rx. The mean time until its end or its first fault is (1 -
-  e^-rx) / r. If it starts again after each fault and a recovery of mean time F, its mean time E is (1 - e^-rx) / r + (1
-  - e^-rx) (F + E), so E = (e^rx - 1) (1 / r + F).
+- A stretch of x seconds has no fault with probability e^-rx. The mean time until its end or its first fault is
+  (1 - e^-rx) / r. If it starts again after each fault and a recovery of mean time F, its mean time E is
+  (1 - e^-rx) / r + (1 - e^-rx) (F + E), so E = (e^rx - 1) (1 / r + F).
 - A restart of R seconds is such a stretch. After each fault, it begins once the fault is detected, D seconds later:
   F = e^rR D + (e^rR - 1) / r.
 - So a period takes e^rR (e^r(interval + save) - 1) (1 / r + D). This is Daly's formula (2006), extended by D. For rare
