@@ -164,7 +164,7 @@ class _Device:
         return self._computing.find_begin(*part, part[0]), self._computing.find_end(*part, part[1])
 
     def find_ready(self, begin: float, moment: float) -> float:
-        """When the compute is done that a backward, which began at `begin`, had launched by this moment."""
+        """When the compute that a backward had launched by this moment is done. The backward began at `begin`."""
         return self._computing.find_end(begin, moment, 0.0) if self.is_gpu else moment
 
     def measure(self, begin: float, end: float) -> float:
