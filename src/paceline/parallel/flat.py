@@ -105,7 +105,7 @@ class LiveBucket:
     """One bucket at run time. `fused` gradients are copied together once all have arrived, and `copied` ones separately
     as they arrive. `uncopied` gradients stay where autograd left them until the bucket is sent. Large ones are reduced
     in place. If the bucket `packs` and there is more than one other gradient, these (`packed`) share one message. The
-    last bucket also packs the control words if it has nothing in the flat vector (`sends_words`)."""
+    last bucket also packs the control words if none of its gradients are in the flat vector (`sends_words`)."""
 
     def __init__(self, number: int, flat: FlatGradients, params: Sequence[torch.Tensor], packs: bool) -> None:
         self.number, self.range = number, flat.ranges[number]

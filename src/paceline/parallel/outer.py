@@ -211,7 +211,8 @@ class Outer:
             # With a learning rate of 0 the difference contains no gradients, so momentum stays unchanged.
             if b and lr:
                 before = self.momentum.get(name)
-                # SlowMo's momentum has the scale of gradients, because the learning rate may change between rounds.
+                # SlowMo's momentum is stored on the scale of gradients, because the learning rate may change between
+                # rounds.
                 moving = update / lr if before is None else before.mul_(b).add_(update, alpha=1 / lr)
                 self.momentum[name] = moving
                 update = update.add(moving, alpha=b) if strategy.outer == "diloco" else moving * lr

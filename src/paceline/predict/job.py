@@ -277,7 +277,8 @@ def build_job_from_tables(
         raise RecordError("no layer times: each layer needs a row `NAME grad` with the seconds of its backward")
     if taken_apart:
         notes.append(f"{taken_apart} blocks are divided into GPT-2's tensors, ready in proportion to matrix products")
-    # The `backward` row is the time outside any layer; in some tables it covers only the call, microseconds on a GPU.
+    # The `backward` row is the time outside any layer. In some tables it is only the time of the call, which on a GPU
+    # is microseconds.
     whole_s = now_s + phases.get("backward", 0.0) + math.fsum(seconds[layer] for layer in unknown)
     if whole_s > 1.001 * now_s:
         took = f"layers with gradients take {format_ms(now_s)} of {format_ms(whole_s)} ms of backward"

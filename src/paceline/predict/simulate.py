@@ -55,8 +55,9 @@ class Contention:
     """How messages and compute slow each other down, by message size: 1 means undisturbed. Fitted to steps measured
     while messages were sent (`predictor`), otherwise assumed by `assume`; `basis` says which. Small messages are slowed
     most, because they wait for a busy core. Rates are interpolated linearly over the logarithm of the size, and are
-    constant beyond the ends. `alone_s` are the undisturbed seconds of these messages if they differ from the curve's.
-    `is_by_bytes` means that a message slows compute while its bytes move, not while it waits: see `spread_over`."""
+    constant beyond the ends. `alone_s` is set if the undisturbed times of these messages, in seconds, differ from those
+    of the cost curve. `is_by_bytes` means that a message slows compute while its bytes move, not while it waits: see
+    `spread_over`."""
 
     sizes: tuple[int, ...] = (1,)
     compute_rates: tuple[float, ...] = (1.0,)

@@ -48,8 +48,8 @@ _MOST_CANDIDATES = 6
 
 @dataclass(frozen=True)
 class Effort:
-    """Measurement effort: caps to run the job with, rounds within a time budget, seconds for the comparison, and sizes
-    of the messages used to measure contention."""
+    """Measurement effort: the number of caps to run the job with, the limits on rounds and their time budget, the
+    seconds for the comparison, and the sizes of the messages used to measure contention."""
 
     num_caps: int
     min_rounds: int

@@ -200,7 +200,7 @@ def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds, is_observed:
     if num_wrong := getattr(r, "num_wrong", None):
         kind, what = ("parameters", "parameters") if isinstance(r, StepRecord) else ("wrong", "elements")
         yield kind, num_wrong, f"{num_wrong} of {getattr(r, 'num_checked', None)} {what}"
-    if fraction is not None and fraction > 1.1:  # slightly above 1 is within the noise of both
+    if fraction is not None and fraction > 1.1:  # up to this, the noise of both times may explain it
         yield "above", fraction, f"{fraction:.2f}x"
     if isinstance(r, BatchRecord):  # a repetition is an epoch, so even a few have many steps
         if timing.noise > UNSTABLE:

@@ -89,7 +89,7 @@ class Cell:
         return self._by_name[choose_fastest({one.text: self._by_name[one.text].step_s for one in names})]
 
     def describe(self) -> str:
-        """The strategies to choose, in sentences."""
+        """Describe the strategies to choose, in sentences."""
         assert self.exact is not None
         text = f"The fastest exact strategy is {self.exact.strategy.text}, {format_ms(self.exact.step_s)} ms"
         text += f"; bf16 takes {format_ms(self.bf16.step_s)} ms."

@@ -374,7 +374,7 @@ class CheckpointStore:
     def _write(self, step: int, files: Mapping[str, bytes | memoryview], copied: torch.cuda.Event | None) -> None:
         if sys.platform == "linux":  # elsewhere priorities apply to whole processes
             with contextlib.suppress(OSError):
-                # Not 19: on busy cores the next save would have to wait for a very slow one.
+                # A niceness of 19 would make writes so slow on busy cores that the next save would have to wait.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         if copied is not None:
             copied.synchronize()

@@ -168,7 +168,7 @@ class RunFiles:
         other = ""
         if (meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size):
             other = f"was trained on {meta['num_samples']} samples in batches of {meta['global_batch_size']}, but this "
-            other += f"job has {len(job.train)} in batches of {size}: keep both"
+            other += f"job has {len(job.train)} in batches of {size}: use the original ones"
         elif meta["tail"] != job.settings.tail:
             other = (
                 f"was trained with --tail {meta['tail']}, but now it is {job.settings.tail} (because of the loader's "

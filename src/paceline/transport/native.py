@@ -306,7 +306,7 @@ class Lanes:
         return all([self._library.pln_is_done(handle, number) for handle, number in ticket])
 
     def try_finish(self, ticket: Ticket) -> bool:
-        """Whether an operation has ended. Finishes it here if that takes no waiting."""
+        """Whether an operation has ended. Finishes it here if that requires no waiting."""
         return all([self._wait(handle, number, 0.0) != RUNNING for handle, number in ticket])
 
     def add_arena(self, serial: int, address: int, part_bytes: int) -> bool:

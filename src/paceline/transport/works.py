@@ -158,7 +158,7 @@ class NativeWork(TensorWork):
         return all(map(self._lanes.is_done, self.tickets))
 
     def try_finish(self) -> bool:
-        """Whether the operations have finished or failed. Finishes them here if that takes no waiting."""
+        """Whether the operations have finished or failed. Finishes them here if that requires no waiting."""
         return all(map(self._lanes.try_finish, self.tickets))
 
     def is_completed(self) -> bool:

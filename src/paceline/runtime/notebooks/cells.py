@@ -223,7 +223,7 @@ class RankShell(InteractiveShell):
     show: Callable[[Any], None]
 
     def init_virtualenv(self) -> None:
-        """The notebook has already warned about a wrong environment."""
+        """Do nothing: IPython's version would repeat the notebook's warning about a wrong virtual environment."""
 
     def init_display_formatter(self) -> None:
         """Show figures even if pyplot, which would register this, is not imported."""

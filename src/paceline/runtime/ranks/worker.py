@@ -293,5 +293,6 @@ def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launch
     try:
         return int(process._bootstrap(parent_sentinel=launcher_fd))
     finally:
-        # Python 3.13 leaves this to the caller; in older versions it has already run and does nothing.
+        # Since Python 3.13 the caller must run the exit functions. Older versions have already run them, so this is a
+        # no-op.
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
