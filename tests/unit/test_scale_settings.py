@@ -60,7 +60,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
 @pytest.mark.parametrize(
     ("settings", "changes", "words"),
     [
-        (RANKS, {"setups": ()}, "--wrapper: no name is given; use one of paceline, torch, dp"),
+        (RANKS, {"setups": ()}, "--wrapper: no name; use one of paceline, torch, dp"),
         (RANKS, {"setups": (Setup("trch", "gloo"),)}, "wrapper 'trch' is unknown"),
         (RANKS, {"setups": (Setup("none", "gloo"),)}, "wrapper 'none' is unknown"),
         (RANKS, {"setups": (Setup("torch", "glo"),)}, "backend 'glo' is unknown"),
