@@ -114,7 +114,7 @@ def main() -> None:
     if asked.found:
         describe("5 % less", run_ranks([0.05] * asked.found, 60.0))
     if asked.tunings:
-        judge_tunings(asked.tunings)
+        derive_tunings(asked.tunings)
 
 
 def run_ranks(effects: list[float], budget_s: float) -> list[Trial]:
@@ -135,7 +135,7 @@ def race_long(plans: dict[str, Plan], budget_s: float) -> dict[tuple[int, ...], 
     return {record.bucket_bytes: race.to_default[record.label].value for record in records}
 
 
-def judge_tunings(count: int) -> None:
+def derive_tunings(count: int) -> None:
     results: list[TuneResult] = [
         paceline.tune("mlp", ranks=2, backend="gloo", quick=True, progress=False) for _ in range(count)
     ]

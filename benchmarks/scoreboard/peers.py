@@ -88,7 +88,7 @@ def read_hta(found: Mapping[str, Any]) -> Answer:
         return Answer(text=f"no answer: {found['error']}")
     idle, overlap, communication = found["idle"], found["overlap"], found["communication"]
     if idle >= 2 * _MUCH:
-        return Answer(("host", "launches", "synchronisation", "data"), text=f"GPU idle for {idle:.0%}")
+        return Answer(("host", "launches", "synchronization", "data"), text=f"GPU idle for {idle:.0%}")
     if communication >= 2 * _MUCH:
         return Answer(("network", "compress", "buckets", "batch"), text=f"{overlap:.0%} of communication overlaps")
     return Answer(("healthy",), text=f"GPU idle for {idle:.0%}")

@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, refuse, suggest
 from paceline.units import format_duration, shorten
 
 _YEAR_S = 365 * 24 * 3600
-# Why a resumed study refuses other options.
+# The reason given when a resumed study refuses other options.
 RESUMED = "with --resume: a study keeps the settings it was started with; leave it out"
 # Help panels, in display order.
 PANELS = JOB, DATA, MODEL, LEARNING, MEASUREMENT, OUTPUT = "Job", "Data", "Model", "Learning", "Measurement", "Output"
@@ -71,8 +71,8 @@ class Option:
         known = f"use one of {', '.join(self.choices)}"
         is_empty = isinstance(value, list | tuple) and not value
         refuse(
-            (self.choices and is_empty, f"{flag}: no name is given; {known}"),
-            (self.least is not None and is_empty, f"{flag}: no number is given"),
+            (self.choices and is_empty, f"{flag}: no name; {known}"),
+            (self.least is not None and is_empty, f"{flag}: no number"),
         )
         if value is None:
             return
@@ -81,7 +81,7 @@ class Option:
             if self.choices and one not in tuple(self.choices):
                 raise ConfigError(f"{shown} is unknown: {suggest(str(one), self.choices)}{known}")
             if self.pattern and not (isinstance(one, str) and re.fullmatch(self.pattern, one)):
-                raise ConfigError(f"{shown} is not understood: use {self.help}")
+                raise ConfigError(f"{shown} cannot be parsed: use {self.help}")
             self._check_number(flag, one)
 
     def _check_number(self, flag: str, value: Any) -> None:
@@ -106,7 +106,7 @@ class Option:
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", panel: str = JOB, **limits: Any) -> Any:
-    """A settings field that is an option. `limits` are passed to `Option`."""
+    """Declare a settings field as an option. `limits` are passed to `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(help, panel, **limits)})
 
 

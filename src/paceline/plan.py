@@ -122,7 +122,8 @@ class Plan:
             if index in alone and index not in found:
                 continue
             if gradient.num_bytes < 0 or gradient.item_bytes < 1 or gradient.num_bytes % gradient.item_bytes:
-                raise ConfigError(f"{gradient.name} has {gradient.num_bytes} bytes of {gradient.item_bytes} each")
+                size = f"{gradient.num_bytes} bytes, not a multiple of {gradient.item_bytes}"
+                raise ConfigError(f"{gradient.name} has {size}")
             end = 0
             for piece in sorted(found.get(index, ()), key=lambda piece: (piece.start_bytes, piece.end_bytes)):
                 if piece.start_bytes != end or piece.end_bytes < end:
@@ -133,7 +134,7 @@ class Plan:
 
     @property
     def alone(self) -> frozenset[int]:
-        """The gradients without a bucket."""
+        """The gradients that have no bucket."""
         return frozenset(part.gradient for part in self.rows if part.is_all)
 
     @property
@@ -155,7 +156,7 @@ class Plan:
         return tuple(tuple(piece.gradient for piece in bucket.pieces) for bucket in self.buckets)
 
     def without_rows(self, gradients: Collection[int]) -> Plan:
-        """The plan with these gradients sent whole, in a bucket."""
+        """The plan in which these gradients are sent whole, in a bucket."""
         buckets = list(self.buckets)
         for index in sorted(self.alone & set(gradients)):
             whole = Piece(index, 0, self.gradients[index].num_bytes)
@@ -173,7 +174,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan written by `to_json`; RecordError explains what is wrong with the text."""
+        """Read a plan written by `to_json`; RecordError explains the problem with the text."""
         try:
             document = json.loads(text)
             if (document["format"], document["version"]) != (FORMAT, VERSION):
@@ -198,8 +199,8 @@ class Plan:
         if self.is_split:
             raise ConfigError("torch's wrapper cannot split a gradient across buckets, but this plan does")
         order = [index for indices in self.partition for index in indices]
-        # A bucket closes when its size reaches the cap: the cap is above its size without the last gradient, and not
-        # above its full size.
+        # A bucket closes when its size reaches the cap, so the cap is at most its size but more than its size without
+        # the last gradient.
         low = max((bucket.num_bytes - bucket.pieces[-1].num_bytes + 1 for bucket in self.buckets), default=1)
         high = min(self.bucket_bytes[:-1], default=max(low, self.num_bytes))
         uniform = [high] if low <= high else []
@@ -274,7 +275,8 @@ def plan_torch_start(gradients: Sequence[Gradient], rows: Sequence[Rows] = (), i
 
 
 def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
-    """The number of gradients up to each bucket's end by torch's rule. `totals[k]`: size of the first k gradients."""
+    """The number of gradients up to each bucket's end, by torch's rule. `totals[k]` is the size of the first k
+    gradients."""
     cuts, place, count = [], 0, len(totals) - 1
     while place < count:
         place = min(count, bisect.bisect_left(totals, totals[place] + cap_bytes, lo=place + 1))
@@ -283,7 +285,7 @@ def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
 
 
 def cut_like(totals: Sequence[int], bucket_bytes: Iterable[int]) -> tuple[int, ...]:
-    """The number of gradients up to the end of each bucket of these sizes; approximate if their order differs."""
+    """Cut gradients into buckets of about these sizes: the number of gradients up to the end of each bucket."""
     count = len(totals) - 1
     ends = itertools.accumulate(bucket_bytes)
     return tuple(sorted({count, *(min(count, max(1, bisect.bisect_left(totals, end))) for end in ends)}))

@@ -1,4 +1,5 @@
-"""Communication strategies: what a data-parallel step sends and when, and who stores optimizer state. Imports no torch.
+"""Communication strategies: the messages of a data-parallel step, their schedule, and the placement of optimizer state.
+Imports no torch.
 
 A strategy is written as parts joined by `+`, each with an optional number and options: `powersgd:4`, `topk:0.001,dgc`,
 `diloco:100,lr=0.7+int8`, `zero1+bf16`. Its traffic depends only on sizes (`Strategy.traffic`), so the simulator and the
@@ -20,7 +21,7 @@ from paceline.records.samples import group_by
 BLOCK = 256
 # Bytes per element that top-k sends: the value and its index in the bucket.
 ENTRY_BYTES = 8
-# Longer vectors are not biases or norms, so top-k also selects elements from them.
+# Vectors longer than this are not biases or norms, so top-k selects elements from them as well.
 _LARGEST_WHOLE = 1 << 16
 # Cache line size. No two ranks write to one line, and shards of a bucket start at aligned addresses.
 LINE_BYTES = 64
@@ -45,17 +46,18 @@ class Message:
         return -(-parts[self.kind] * (n - 1) * self.num_bytes // n)
 
     def as_all_reduce(self, world_size: int) -> int:
-        """The size of the all-reduce that moves the same number of bytes."""
+        """The size of the all-reduce that transfers the same number of bytes."""
         n = self.ranks or world_size
         return math.ceil(self.sent_bytes(n) * n / (2 * (n - 1))) if n > 1 else self.num_bytes
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Four choices. `codec`: `dense`, `bf16`, `int8`, `int4`, `topk` or `powersgd`; `amount` is top-k's density or
-    PowerSGD's rank. `period`: 1 sends gradients in every step; more sends parameter differences every `period` steps,
-    with the optimizer `outer` (`localsgd`, `slowmo` or `diloco`). `is_sharded`: each rank keeps and updates its shard
-    of the optimizer state (ZeRO-1). `between_hosts`: dense inside a host, and the strategy between hosts."""
+    """A strategy consists of four choices. `codec`: `dense`, `bf16`, `int8`, `int4`, `topk` or `powersgd`; `amount` is
+    top-k's density or PowerSGD's rank. `period`: 1 sends gradients in every step; a longer period sends parameter
+    differences every `period` steps, applied by the optimizer `outer` (`localsgd`, `slowmo` or `diloco`). `is_sharded`:
+    each rank keeps and updates its shard of the optimizer state (ZeRO-1). `between_hosts`: gradients are dense inside a
+    host, and the strategy applies between hosts."""
 
     codec: str = "dense"
     amount: float = 0.0
@@ -75,7 +77,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy | None) -> Strategy:
-        """Parse a strategy; ConfigError explains what is wrong with the text."""
+        """Parse a strategy; ConfigError explains the problem with the text."""
         if text is None:
             return cls()
         if isinstance(text, Strategy):
@@ -342,7 +344,7 @@ class _Part:
             if key not in self.options:
                 raise _reject(text, f"{name} has no option {key!r}; it has {', '.join(self.options) or 'none'}")
             if key in seen:
-                raise _reject(text, f"{key} is given twice; leave one out")
+                raise _reject(text, f"{key} is set twice; leave one out")
             seen.add(key)
             default = self.options[key]
             if not sign and default is None:
@@ -364,7 +366,7 @@ def _show(value: float) -> str:
     if not isinstance(value, float):
         return str(int(value))
     short = f"{value:.12g}"
-    return short if float(short) == value else repr(value)  # the text must parse to the same strategy
+    return short if float(short) == value else repr(value)  # parsing the text must yield the same strategy
 
 
 def _read(text: str, name: str, value: str, part: str = "") -> Any:

@@ -169,7 +169,7 @@ def new_local_group(ranks: Sequence[int], backend: str) -> Any:
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """In this context, groups created by this thread get this name."""
+    """In this context, groups that this thread creates get this name."""
     module: Any = distributed_c10d
     thread, original = threading.get_ident(), getattr(module, "_process_group_name", None)
     if original is None:
@@ -190,7 +190,8 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def skip_frames(code: CodeType, with_calls: bool) -> None:
-    """Exclude this code from torch.compile, with or without what it calls. Otherwise a compiled step may fail here."""
+    """Exclude this code from torch.compile, with or without the functions that it calls. Otherwise a compiled step may
+    fail here."""
     frames = getattr(torch._C._dynamo, "eval_frame", None)
     action, strategy = getattr(frames, "_FrameAction", None), getattr(frames, "_FrameExecStrategy", None)
     if frames is not None and action is not None and strategy is not None:

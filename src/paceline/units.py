@@ -18,7 +18,7 @@ _MAX_DIGITS = 30  # longest number in a size
 
 
 def shorten(number: int) -> str:
-    """A number for an error message: 12 500, or a power of ten such as 10^24 if it has too many digits."""
+    """Format a number for an error message: 12 500, or a power of ten such as 10^24 if it has too many digits."""
     return format_count(number) if abs(number) < 10**12 else f"10^{len(str(abs(number))) - 1}"
 
 

@@ -302,7 +302,8 @@ def test_the_picture_has_every_measured_size_and_the_text_says_which_is_best(tab
     assert result.keeps_default  # torch's default also sends each of the two separately
     # 80 ms is 11.1 % less than 90.
     assert (
-        "the best measured size is 25 MiB, 11.1% faster than the best size in a predicted range" in result.findings[-2]
+        "the best measured size is 25 MiB, 11.1% faster than the best measured size in a predicted range"
+        in result.findings[-2]
     )
     table.write_text("bucket_size,backward_s\n1KiB,0.07\n25MiB,0.08\n")
     assert "1 KiB, which lies in a predicted range" in predict_csv(tables, measured=table).findings[-2]

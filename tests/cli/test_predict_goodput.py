@@ -166,7 +166,10 @@ def test_a_job_without_progress_is_reported(tmp_path):
             (*TYPED, "--mtbf", "3h", "--ranks", "2", "--step-seconds", "0"),
             "--step-seconds 0.0: must be finite and above",
         ),
-        ((*TYPED[2:], "--mtbf", "3h", "--ranks", "2"), "how long does a step take? no run is given: pass --step-secon"),
+        (
+            (*TYPED[2:], "--mtbf", "3h", "--ranks", "2"),
+            "how long does a step take? no run was passed: pass --step-seco",
+        ),
         ((*TYPED[:4], "--mtbf", "3h", "--ranks", "2"), "pass --restart-seconds, or the folder of a run of `paceline"),
         ((*TYPED, "--mtbf", "3h", "--ranks", "2", "nowhere"), "nowhere"),
     ],

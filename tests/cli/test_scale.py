@@ -309,7 +309,7 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, tmp_path):
         ((*LARGE, "--at-once", "0"), "--at-once 0: must be at least 1"),
         (("scale", "batch", "--resume", "nowhere"), "--resume nowhere: nowhere/study.json does not exist"),
         (("scale", "report", "nowhere"), "nowhere"),
-        (("scale", "report", "--resume", "nowhere"), "--resume nowhere: it holds none of batch, ranks, large-batch"),
+        (("scale", "report", "--resume", "nowhere"), "--resume nowhere: it contains none of batch, ranks, large-batch"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(command, monkeypatch, arguments, words):
@@ -320,8 +320,8 @@ def test_bad_input_is_refused_in_one_line(command, monkeypatch, arguments, words
 @pytest.mark.parametrize(
     ("verb", "study", "more", "words"),
     [
-        ("batch", "ranks", (), "it is a run of `scale ranks`, and this is `scale batch`"),
-        ("large-batch", "batch", (), "it is a run of `scale batch`, and this is `scale large-batch`"),
+        ("batch", "ranks", (), "it is a run of `scale ranks`, but this is `scale batch`"),
+        ("large-batch", "batch", (), "it is a run of `scale batch`, but this is `scale large-batch`"),
         (
             "ranks",
             "ranks",

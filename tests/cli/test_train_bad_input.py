@@ -61,7 +61,7 @@ def test_a_damaged_file_is_named(command, tmp_path, verb, spoil, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("train", "--data", "synthetic:tokens"), "model cnn takes images, and the data is tokens: models for tokens"),
+        (("train", "--data", "synthetic:tokens"), "model cnn takes images, but the data is tokens: models for tokens"),
         (("train", "--data", "mnist:mnist", "--samples", "65"), "--samples 65: mnist has only 64"),
         ((*TRAIN, "--ghost-batchnorm", "4"), "--ghost-batchnorm 4: cnn has no BatchNorm; leave it out"),
         (("train", "--samples", "8", "--tail", "drop"), "8 samples do not fill one global batch of 32"),

@@ -111,4 +111,4 @@ def test_a_profile_carries_what_a_rank_pays(world):
     # Such a short backward may allow no conclusion.
     assert rank.too_short == (MIB // 4,) if rank.contention is None else rank.contention.sizes == (MIB // 4,)
     assert all(record.alone.median_s > 0 for record in steps if record.role == "disturbed")
-    assert rank.neighbours == ((1, 1.0),) and rank.launch_s >= 0 and rank.gather_s_per_byte >= 0
+    assert rank.neighbors == ((1, 1.0),) and rank.launch_s >= 0 and rank.gather_s_per_byte >= 0

@@ -59,7 +59,7 @@ def test_a_rank_that_spins_in_its_own_collective_is_asked_for_its_stack():
 )
 def test_the_rank_with_a_different_number_of_collectives_is_named(counts, rank):
     found = look_for(5.0, *(make_snapshot(num_started=count) for count in counts))
-    assert found is not None and (found.kind, found.rank, found.is_certain) == ("desynchronised", rank, True)
+    assert found is not None and (found.kind, found.rank, found.is_certain) == ("desynchronized", rank, True)
     assert found.ends and found.end_s is None  # the fault is certain, so nothing waits for the hang timeout
 
 

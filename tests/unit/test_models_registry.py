@@ -99,8 +99,8 @@ def test_every_parameter_learns_on_the_default_form(name):
 @pytest.mark.parametrize(
     ("name", "form", "words"),
     [
-        ("cnn", TOKENS, r"model cnn takes images, and the data is tokens: models for tokens are gpt2-tiny.*hf:NAME"),
-        ("gpt2", GRAY, r"model gpt2 takes tokens or pairs, and the data is images: .*linear, mlp, cnn, resnet18"),
+        ("cnn", TOKENS, r"model cnn takes images, but the data is tokens: models for tokens are gpt2-tiny.*hf:NAME"),
+        ("gpt2", GRAY, r"model gpt2 takes tokens or pairs, but the data is images: .*linear, mlp, cnn, resnet18"),
         ("resnet18", NUMBERS, r"models for numbers are linear, mlp$"),
     ],
 )

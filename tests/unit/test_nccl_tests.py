@@ -105,7 +105,7 @@ def test_ranks_missing_from_a_table_follow_from_its_bandwidths(load, ranks):
         (write_run({"a": 8}, ranks=4), "busbw / algbw is 1.50 to 1.50, but should be 1.75 on the 8 listed ranks"),
         ("\n".join([NAMES, write_row(2**30, 4), write_row(2**29, 8)]), "different numbers of ranks"),
         ("\n".join([NAMES, write_row(1024, 4)]), "does not state its number of ranks"),
-        ("\n".join([NAMES, write_row(2**30, 900)]), "keep the lines `# Rank`"),
+        ("\n".join([NAMES, write_row(2**30, 900)]), "keep the `# Rank` lines"),
         ("\n".join([NAMES, write_row(2**30, 8, factor=7 / 8)]), "not an all-reduce on two or more ranks"),
         (TWO_NODES.replace(" sum ", "none "), "redop none with root -1 is not an all-reduce"),
         (TWO_NODES.replace("      -1", "       0"), "root 0 is not an all-reduce"),

@@ -37,7 +37,7 @@ from paceline.predict.strategy_costs import (
     prefer,
     sweep_bandwidths,
 )
-from paceline.predict.tuning import TuneSettings, judge_tuning, load_tuning
+from paceline.predict.tuning import TuneSettings, derive_tuning, load_tuning
 from paceline.records import CodecRecord, Samples
 from paceline.records.environment import capture_environment
 from paceline.records.kinds import record_from_json, record_to_json
@@ -438,7 +438,7 @@ def judge(confirmed_s: dict[str, float], settings: TuneSettings = SETTINGS):
     job = MadeJob(alpha_s=0.003, bytes_per_s=1e8, backend="gloo", disturbed=((MIB, 1.0, 1.0),))
     records = [*job.build_calibration(), *CODECS]
     plan = plan_by_cap(job.gradients, range(7, -1, -1), MIB)
-    before = judge_tuning(settings, records, job.gradients, plan)
+    before = derive_tuning(settings, records, job.gradients, plan)
     sizes = {candidate.label: candidate.plan.bucket_bytes for candidate in before.candidates}
     assert set(confirmed_s) <= set(sizes)
     for label, seconds in confirmed_s.items():

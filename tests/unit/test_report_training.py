@@ -144,7 +144,7 @@ def test_runs_are_compared_with_the_first():
     assert [row["test_f1"] for row in rows] == [0.8, 0.81, None]
     assert (rows[0]["seconds"], rows[0]["samples_per_s"]) == pytest.approx((2.4, 20.0))
     assert document["learned_the_same"] and document["settings_that_differ"] == {}
-    assert result.answer.startswith("1 rank, 2 ranks and 4 ranks learn the same: ")
+    assert result.answer.startswith("The losses of 1 rank, 2 ranks and 4 ranks agree in every step, within ")
     assert "2 ranks 1.50, 4 ranks 2.00 times that of 1 rank" in result.answer
     assert "F1" not in result.answer  # not available for every run
     assert len(max(result.text(80).splitlines(), key=len)) <= 80
@@ -160,13 +160,14 @@ def test_a_superlinear_speed_up_is_doubted():
 
 def test_runs_that_diverge_report_where_they_diverge():
     result = compare(build_curve(1, 0.5), build_curve(2, 0.5, 0.02))
-    text = "1 rank and 2 ranks learn the same for 2 of 4 steps; then the loss of a step differs by up to 2.0%."
+    text = "The losses of 1 rank and 2 ranks agree for 2 of 4 steps; after that, "
+    text += "the loss of a step differs by up to 2.0%."
     assert not result.learned_the_same and result.answer.startswith(text)
     assert not compare(build_curve(1, 0.5), build_curve(2, 0.5, math.nan)).learned_the_same
     other = build_curve(2, 0.5)
     doubled = [row | {"loss": 2 * row["loss"]} for row in other.rows]
     result = compare(build_curve(1, 0.5), TrainRunResult(other.run, rows=doubled))
-    assert "diverge from the first step on; the loss of a step differs by up to 100.0%" in result.answer
+    assert "differ from the first step onward; the loss of a step differs by up to 100.0%" in result.answer
 
 
 def test_a_comparison_names_what_differs_and_what_is_unfinished():
@@ -205,7 +206,7 @@ def test_runs_without_a_loss_are_compared_by_their_other_steps(loss):
     one, other = build_curve(1, 0.5), build_curve(2, 0.5)
     gone = TrainRunResult(other.run, rows=[*other.rows[:3], other.rows[3] | {"loss": loss}])
     for result in (compare(one, gone), compare(gone, one)):
-        assert "learn the same for 3 of 4 steps; then one of them has a loss that is not finite" in result.answer
+        assert "agree for 3 of 4 steps; after that, one of the runs has a loss that is not finite" in result.answer
         assert "inf" not in result.text(80) and "nan" not in result.text(80)
         json.dumps(result.to_json(), allow_nan=False)
 

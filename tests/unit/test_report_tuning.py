@@ -12,7 +12,7 @@ import pytest
 from paceline import load_result
 from paceline.errors import ConfigError
 from paceline.predict.race import VERDICTS
-from paceline.predict.tuning import TuneSettings, judge_tuning, render_predictions
+from paceline.predict.tuning import TuneSettings, derive_tuning, render_predictions
 from paceline.records import StepRecord
 from paceline.records.environment import capture_environment
 from paceline.records.findings import find_doubts
@@ -56,7 +56,7 @@ def judge(job, grid_s, confirmed_s, spread, settings):
         times_s = [seconds * share for share in spread[number:] + spread[:number]] * 8
         cap = 8 * MIB if label.startswith("cap") else 0
         records.append(job.build_plan_step(label, times_s, note="confirmed", cap_bytes=cap, bucket_bytes=sizes[label]))
-    return judge_tuning(settings, records, job.gradients, plan_by_cap(job.gradients, ORDER, MIB))
+    return derive_tuning(settings, records, job.gradients, plan_by_cap(job.gradients, ORDER, MIB))
 
 
 def make_result(tuning, **config):
@@ -81,7 +81,7 @@ def test_plans_with_the_same_buckets_are_one():
     tuning = tune(FREE, (0.070, 0.071, 0.070), {"default": 0.070})
     twin = next(r for r in tuning.records if isinstance(r, StepRecord) and r.note)
     records = [*tuning.records, replace(twin, label="recommended"), replace(twin, label="cap 1 MiB", cap_bytes=MIB)]
-    again = judge_tuning(SETTINGS, records, FREE.gradients, tuning.candidates[0].plan)
+    again = derive_tuning(SETTINGS, records, FREE.gradients, tuning.candidates[0].plan)
     assert [candidate.label for candidate in again.candidates] == ["default"]
     assert describe_answer(again) == "flat: all plans have the same buckets as the default (8 buckets)"
 
@@ -142,9 +142,9 @@ def test_the_compared_plan_is_the_saved_one_for_mixed_dtypes():
     raced = tuning.model.build_plan(gradients, (8,), "tuned")
     assert raced.bucket_bytes == (4 * MIB, 4 * MIB)
     said = [{"label": "default", "cuts": list(range(1, 9))}, {"label": "recommended", "cuts": [8]}]
-    again = judge_tuning(SETTINGS, tuning.records, gradients, default, said)
+    again = derive_tuning(SETTINGS, tuning.records, gradients, default, said)
     assert again.answer.label == "recommended" and again.answer.plan.buckets == raced.buckets
-    assert judge_tuning(SETTINGS, tuning.records, gradients, default).answer.plan.buckets != raced.buckets
+    assert derive_tuning(SETTINGS, tuning.records, gradients, default).answer.plan.buckets != raced.buckets
 
 
 def test_a_plan_that_torch_cannot_make_is_not_recommended():
@@ -325,7 +325,7 @@ def test_confirmation_does_not_change_the_plan():
     default = plan_by_cap(job.gradients, ORDER, MIB)
     records = job.build_calibration()
     later = [*records, job.build_plan_step("cap", (9.0,) * 5, cap_bytes=MIB)]
-    first, again = (judge_tuning(SETTINGS, r, job.gradients, default) for r in (records, later))
+    first, again = (derive_tuning(SETTINGS, r, job.gradients, default) for r in (records, later))
     plan = first.candidates[1].plan
     assert (first.choice, plan) == (again.choice, again.candidates[1].plan)
     assert plan.rule.startswith("tuned: ") and plan.gradients == job.gradients

@@ -60,7 +60,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
 @pytest.mark.parametrize(
     ("settings", "changes", "words"),
     [
-        (RANKS, {"setups": ()}, "--wrapper: no name is given; use one of paceline, torch, dp"),
+        (RANKS, {"setups": ()}, "--wrapper: no name; use one of paceline, torch, dp"),
         (RANKS, {"setups": (Setup("trch", "gloo"),)}, "wrapper 'trch' is unknown"),
         (RANKS, {"setups": (Setup("none", "gloo"),)}, "wrapper 'none' is unknown"),
         (RANKS, {"setups": (Setup("torch", "glo"),)}, "backend 'glo' is unknown"),
@@ -70,7 +70,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
         (
             SWEEP,
             {"job": dataclasses.replace(JOB, samples=7)},
-            "--batch-size 8 of --samples 7: leave it out, or pass more",
+            "--batch-size 8 is more than --samples 7: leave it out, or pass more samples",
         ),
         (LARGE, {"global_batch_sizes": (16, 8)}, "--global-batch-size 16,8: must be above the base of 8"),
         (LARGE, {"recipes": ("none", "liner")}, "recipe 'liner': 'liner' is unknown"),

@@ -73,7 +73,7 @@ def test_equal_strategies_have_one_text():
         ("int8:", "write int8"),
         ("topk:", "must be a fraction"),
         ("int8,feedback=", "'' must be 0 or 1"),
-        ("topk:0.1,dgc,dgc=0.5", "dgc is given twice"),
+        ("topk:0.1,dgc,dgc=0.5", "dgc is set twice"),
         (4, "pass a text"),
         (Strategy(codec="int9"), "not a valid combination"),
         (Strategy(codec="topk"), "a density above 0"),

@@ -226,12 +226,12 @@ def test_growths_are_read_and_written(text, wanted):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "--batch-growth '' is not understood"),
-        ("0.5", "'0.5' is not understood at '0.5': use SHARE:FACTOR, as in 0.5:4,0.75:16"),
-        ("0.5:4,", "is not understood at ''"),
-        ("50%:4", "is not understood at '50%:4'"),
-        ("0.5:1.5", "is not understood at '0.5:1.5'"),
-        ("-0.5:2", "is not understood at '-0.5:2'"),
+        ("", "--batch-growth '' cannot be parsed"),
+        ("0.5", "'0.5' cannot be parsed at '0.5': use SHARE:FACTOR, as in 0.5:4,0.75:16"),
+        ("0.5:4,", "cannot be parsed at ''"),
+        ("50%:4", "cannot be parsed at '50%:4'"),
+        ("0.5:1.5", "cannot be parsed at '0.5:1.5'"),
+        ("-0.5:2", "cannot be parsed at '-0.5:2'"),
         ("0:4", "--batch-growth 0.0:4: 0.0 is not a fraction of the run"),
         ("1:4", "1.0 is not a fraction of the run"),
         ("0.5:1", "factor 1 comes after 1"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.predict.predictor import Prediction
-from paceline.predict.tuning import TuneSettings, judge_tuning, score_predictions
+from paceline.predict.tuning import TuneSettings, derive_tuning, score_predictions
 from paceline.records import StepRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
@@ -75,7 +75,7 @@ ORDER = range(7, -1, -1)
 def make_run(script, place, kind="real", slower=1.0, at_s=0.0):
     """A tuning with steps that took `slower` times the prediction."""
     records, default = JOB.build_calibration(), plan_by_cap(JOB.gradients, ORDER, MIB)
-    calibrated = judge_tuning(TuneSettings(caps_bytes=(MIB, 4 * MIB, 8 * MIB)), records, JOB.gradients, default)
+    calibrated = derive_tuning(TuneSettings(caps_bytes=(MIB, 4 * MIB, 8 * MIB)), records, JOB.gradients, default)
 
     def take(estimate):
         return [slower * estimate.step_s * share for share in CALM]

@@ -263,7 +263,7 @@ def test_a_profile_measures_costs_that_hold_on_any_network():
     )
     assert rank.contention.rates(MIB) == pytest.approx((0.8, 0.9)) and rank.wrapper == "paceline"
     assert rank.contention.alone_s == pytest.approx((MADE.message_s(MIB),))
-    assert rank.neighbours == ((2, 1.0), (4, pytest.approx(1.3)))
+    assert rank.neighbors == ((2, 1.0), (4, pytest.approx(1.3)))
     layers = [record for record in MADE.build_carried() if record.kind == "layer_profile"]
     assert find_evidence(layers) is None
 
@@ -278,13 +278,13 @@ def test_messages_that_delay_more_than_they_overlap_do_not_measure_contention():
     lines = describe_scenario(replace(JOB, device="cpu"), [join()], evidence=only)
     assert any("could not be measured with messages of 64 KiB" in line for line in lines)
     assert any(line.startswith("contention on net: assumed") for line in lines)
-    assert not any("of its speed" in line for line in lines)
+    assert not any("of its normal speed" in line for line in lines)
 
 
 def test_a_number_of_ranks_that_was_measured_twice_is_one_neighbor():
     records = MADE.build_carried(slowed=1.3)
     rank = fit_rank(find_evidence([*records, records[-1]]))
-    assert rank.neighbours == ((2, 1.0), (4, pytest.approx(1.3)))
+    assert rank.neighbors == ((2, 1.0), (4, pytest.approx(1.3)))
     (row,) = predict_made(join(ranks_per_node=8), [8], slowed=1.3)
     job = build_job_from_profile(next(r for r in records if r.kind == "layer_profile"))
     evidence = find_evidence([*records, records[-1]])

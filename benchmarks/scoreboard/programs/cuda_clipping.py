@@ -6,7 +6,7 @@ from torch import nn
 
 class CudaClipping(Program):
     title = "clipping with .item() per parameter"
-    causes = ("synchronisation", "host")
+    causes = ("synchronization", "host")
     needs_cuda = True
 
     def configure(self):

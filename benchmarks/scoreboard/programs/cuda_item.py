@@ -5,7 +5,7 @@ from loop import Program, main
 
 class CudaItem(Program):
     title = ".item() after every layer"
-    causes = ("synchronisation", "host")
+    causes = ("synchronization", "host")
     needs_cuda = True
 
     def configure(self):

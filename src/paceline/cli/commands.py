@@ -26,7 +26,7 @@ from paceline.units import parse_counts
 if TYPE_CHECKING:
     from paceline.report.result import Result
 
-# The settings of a training job that a verb with `**job` takes, most common first. A verb with `**settings` takes all.
+# Training settings accepted by a verb with `**job`, most common first. A verb with `**settings` accepts all of them.
 JOB_OPTIONS = (
     "model data ranks batch_size accumulate precision wrapper backend device threads compile sync_batchnorm plan seed "
     "samples context tokenizer channels hidden dropout optimizer"
@@ -49,7 +49,7 @@ _PANELS = {
     OUTPUT: "browser details format json out page plot resume watch",
 }
 
-_MOST_TEXT = 4096  # longest path on Linux, and more than any list or number needs
+_MOST_TEXT = 4096  # the longest path on Linux; no valid list or number is longer
 
 
 def check_typed(value: Any, flag: str) -> None:
@@ -79,10 +79,10 @@ def _read_drops(text: str, flag: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise ConfigError(f"{flag} {text!r} is not understood: use fractions of the run, such as 0.5,0.75") from None
+        raise ConfigError(f"{flag} {text!r} cannot be parsed: use fractions of the run, such as 0.5,0.75") from None
 
 
-# The type that the command line parses and its conversion, by text in an annotation (the first match counts).
+# How to parse an option: (text to find in the annotation, type for the parser, conversion). The first match counts.
 _KINDS: dict[str, tuple[Any, Callable[[Any, str], Any] | None]] = {
     "tuple[Path, Path]": (tuple[Path, Path], None),
     "Growths": (str, lambda text, _: parse_growths(text)),
@@ -202,13 +202,14 @@ def _load(place: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that calls a verb with `always` and the options that the user typed; the verb has the other defaults.
+    """A command that calls a verb with `always` and the options that the user typed. The verb defines all other
+    defaults.
 
     Its options are the arguments of `adapter` and of the verb, except `without`. A verb with `**job` also takes
-    `JOB_OPTIONS`, changed by `job`: "lr -plan" adds one and removes one. `help`, `flags` and `panels` override those of
-    individual options, and `quick` has the values that `--quick` sets for options that the user omits. The help of all
-    other options comes from the first of these that has one: the docstring of `adapter`, the settings, the docstring of
-    the verb, or the docstring of a function in `like`.
+    `JOB_OPTIONS`, modified by `job`: "lr -plan" adds lr and removes plan. `help`, `flags` and `panels` override those
+    of individual options, and `quick` has the values that `--quick` sets for options that the user omits. The help of
+    all other options comes from the first of these that has one: the docstring of `adapter`, the settings, the
+    docstring of the verb, or the docstring of a function in `like`.
     """
 
     verb: str
@@ -246,7 +247,7 @@ class Command:
         if self.quick:
             names.append("quick")
             shown = " ".join(f"{find_flag(name)} {_show(value)}" for name, value in self.quick.items())
-            typed["quick"] = f"Measure less, for a rough answer: {shown}, unless given."
+            typed["quick"] = f"Measure less, for a rough answer: {shown}, unless specified."
         removed = {*_OF_PYTHON, *self.without.split(), *(name[1:] for name in self.job.split() if name[0] == "-")}
         found: dict[str, _Parameter] = {}
         default: Any

@@ -141,7 +141,7 @@ def _compare(*, compare: tuple[Path, Path] | None = None) -> Any:
     """Compares two profiles.
 
     Args:
-        compare: Compare two runs of one kind of profile.
+        compare: Compare two runs of the same kind of profile.
     """
     from paceline.verbs.profile import compare as compare_profiles
 
@@ -299,7 +299,7 @@ def _tune(*, command: Sequence[str] | None = None, steps: int | None = None, **g
         return tune(**{"model": "cnn", **given})
     is_script = Path(command[0]).suffix == ".py" and shutil.which(command[0]) is None
     typed = shlex.join(["python", *command])
-    refuse((is_script, f"{command[0]} is not a command: write what starts it, as in `paceline tune -- {typed}`"))
+    refuse((is_script, f"{command[0]} is not a command: write how to start it, as in `paceline tune -- {typed}`"))
     others = [name for name in given if name not in _FOR_COMMAND.split()]
     refuse_given(others, "with a command after --: your program decides this itself; leave it out")
     return attach(command, race=True, **given)
@@ -455,7 +455,7 @@ Command(
         "data": "As in train. Default: synthetic:noisy; with --model, synthetic.",
         "strategies": "all, or a list: int8,topk:0.01,... dense and bf16 are always included.",
         "workers": "Replicas in one process that exchange data as ranks would. Default: 4.",
-        "ranks": "Number of ranks, instead of --workers; makes times meaningful. Default: none.",
+        "ranks": "Number of ranks to use instead of --workers, which makes times meaningful. Default: none.",
         "epochs": "Number of passes over the data. Default: 6.",
         "seeds": "Number of runs of each strategy.",
     },
@@ -468,7 +468,7 @@ Command(
 Command("studies.scale:report", help={"runs": "Folders of finished studies. Default: measure all three."}).add(
     scale,
     "report",
-    "Put the whole study on one page: tables, figures and findings, from finished runs or measured here.",
+    "Combine the scaling studies on one page: tables, figures and findings, from finished or new runs.",
 )
 
 

@@ -22,9 +22,9 @@ SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
 DEFAULT_WRAPPERS = ("bare", "torch", "torch-tuned", "paceline", "paceline-simple")
 WRAPPERS = (*DEFAULT_WRAPPERS, "paceline-tuned")
-# Models small enough to measure on two cores in minutes; larger ones must be requested explicitly.
+# Small models that two cores measure within minutes; larger ones must be requested explicitly.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
-# Upper bound on bucket settings to try when tuning a wrapper: its default caps, five other caps, a single bucket and,
+# Maximum number of bucket settings tried when tuning a wrapper: its default caps, five other caps, a single bucket and,
 # for torch's wrapper, our plan.
 MAX_CANDIDATES = 8
 _TIME = ", or leave it out to fit the time"
@@ -177,14 +177,15 @@ class CollectiveSettings(GroupSettings):
         return self.memories if backend == "shm" else ("ordinary",)
 
     def num_elements(self, num_bytes: int, world_size: int) -> int:
-        """Elements of the full vector, rounded down to a multiple of `world_size` for all_gather and reduce_scatter."""
+        """Number of elements of the full vector, rounded down to a multiple of `world_size` for all_gather and
+        reduce_scatter."""
         elements = num_bytes // self.item_bytes
         return elements - elements % world_size if self.has_shares else elements
 
     @property
     def bytes_per_rank(self) -> int:
-        """One vector per memory kind, plus a copy target for the limit; or a vector, a part, and gloo's copies of
-        both."""
+        """Memory of one vector per memory kind plus a copy target for the limit, or of a vector, a part, and gloo's
+        copies."""
         if self.has_shares:
             return 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
         return len({*self.memories, "ordinary", "target"} if self.limit else self.memories) * max(self.sizes)
@@ -230,14 +231,14 @@ class WrapperSettings(GroupSettings):
 
     @property
     def num_cells(self) -> int:
-        return len(self.models) * len(self.ranks)  # all wrappers and backends of a cell share its time budget
+        return len(self.models) * len(self.ranks)  # the wrappers and backends of a cell share its time budget
 
     def batch_of(self, model: str) -> int:
         """Samples per rank in one step of this model."""
         return WORKLOADS[model].batch_size if self.batch_size is None else self.batch_size
 
     def replica_bytes(self, model: str, num_backends: int) -> int:
-        """Parameters and buffers of all replicas, plus gradients and a copy for the active one. Excludes
+        """Memory of all replicas' parameters and buffers, plus gradients and a copy for the active one. Excludes
         activations."""
         replicas = num_backends * len(self.wrappers)
         if {"torch-tuned", "paceline-tuned"} & {*self.wrappers}:  # candidates are tried beforehand, one at a time

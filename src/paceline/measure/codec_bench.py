@@ -25,8 +25,8 @@ from paceline.units import MIB
 # Maximum total size of the gradients used.
 _MOST_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 _PACE = Pace(budget_s=5.0, min_iters=4, max_iters=10, warmup=1)
-_STEP_TOUCHES = 4  # memory that a step touches outside the codec, in multiples of the gradients
-# Few and many ranks, to separate fixed costs from those that grow with the number of ranks.
+_STEP_TOUCHES = 4  # memory that a step touches outside the codec, relative to the gradient size
+# One small and one large rank count, to separate fixed costs from those that grow with the number of ranks.
 RANKS = (2, 8)
 
 Named = list[tuple[str, torch.Tensor]]
@@ -54,10 +54,10 @@ def take_gradients(replica: Replica) -> Named:
 def measure_codecs(
     grads: Named, device: torch.device, bench: StepBench, ranks: Sequence[int] = RANKS
 ) -> list[CodecRecord]:
-    """Time the codecs, interleaved, on all ranks of a job's bench at once: with large buckets, with one bucket per
-    gradient, for more ranks, and, if there are several large buckets, with all gradients in one. An outer optimizer is
-    timed for one round over the same number of parameters; a sharded update also gathers the parameters.
-    Collective: call on every rank."""
+    """Time the codecs in interleaved turns while all ranks of the job's bench run them. Each codec runs with large
+    buckets, with one bucket per gradient, for a larger rank count, and, unless there is only one large bucket, with a
+    single bucket. The outer optimizer is timed for one round over the same number of parameters. A sharded update
+    includes gathering the parameters. Collective: call on every rank."""
     grads = _choose_common(grads, bench)
     if not grads:
         return []
@@ -110,8 +110,8 @@ def _choose_common(grads: Named, bench: StepBench) -> Named:
 def _time(
     strategy: Strategy, world_size: int, buckets: Sequence[Named], others: torch.Tensor, control: dist.ProcessGroup
 ) -> list[float]:
-    """The seconds of each part, summed over all buckets. Only the second step is timed: by then memory is allocated and
-    the gradients are out of the caches."""
+    """Seconds per part, summed over all buckets. Only the second step is timed: by then, memory is allocated and the
+    caches no longer hold the gradients."""
     codec = build_codec(strategy, 0, world_size)
     parts: list[float] = []
     outers = [
@@ -155,7 +155,7 @@ def _update(vector: torch.Tensor, world_size: int) -> Exchange:
 
 @torch.no_grad()
 def _run(exchange: Exchange, world_size: int, wait: Callable[[], None]) -> list[float]:
-    """The seconds of each part of an exchange, pretending that every other rank sends this rank's data."""
+    """Seconds per part of an exchange in which every other rank is simulated to send this rank's data."""
     value = None
     parts: list[float] = []
     while True:

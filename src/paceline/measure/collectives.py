@@ -208,7 +208,7 @@ class MemoryCopy(MemoryAdd):
         return self.pattern.count_wrong(self.target, repetition, rank=self.rank)
 
 
-_PERIOD = 4093  # a prime: a shift by a power of two then changes the data
+_PERIOD = 4093  # prime, so that a shift by a power of two changes the data
 _BLOCK = 64 * _PERIOD  # elements written or compared at once, which avoids message-sized temporaries
 # Integer sums up to this bound are exact in the type, in any order of summation.
 _EXACT = {

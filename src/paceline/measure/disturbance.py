@@ -25,7 +25,7 @@ from paceline.runtime.ranks.world import World
 from paceline.training.step import Phases, PhaseTimes
 
 _MOST_BURSTS = 4  # maximum number of bursts of messages during backward
-_SLOWEST = 6.0  # assumed slowdown of messages during a step; a burst must end before the next one starts
+_SLOWEST = 6.0  # assumed slowdown of messages during a step, so that each burst ends before the next one starts
 # Fraction of backward to fill with messages. On one rank a message is short, so it is repeated: otherwise step noise
 # would hide its cost.
 _SHARE = 0.25
@@ -58,7 +58,7 @@ class Traffic:
         self.wait()
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        """The next slice of the memory, contiguous like a bucket."""
+        """The next contiguous slice of the memory, like a bucket's."""
         elements = max(1, num_bytes // self.memory.element_size())
         start = self._sent * elements % max(1, self.memory.numel() - elements + 1)
         self._sent += 1
@@ -66,7 +66,7 @@ class Traffic:
 
 
 class _Messages(Traffic):
-    """Real messages between all ranks, one at a time. Collective: every rank must send the same ones.
+    """Real messages between all ranks, one at a time. Collective: every rank must send the same messages.
 
     With NCCL a side stream waits for each message, to time it. A GPU has few hardware queues, fewer still under MPS: if
     the side stream shared a queue with the compute stream, this wait would stall the step.

@@ -133,8 +133,8 @@ def run_cells(
     """Open the world, measure every cell (each number of ranks x each point) and post its records.
 
     `measure(world, groups, point, report)` gets one group per backend and returns the records. It runs on every rank of
-    the world: the first n ranks measure a cell of n ranks, and the others wait.
-    Collective: call on every rank of the launched world.
+    the world: the first n ranks measure a cell of n ranks while the others wait. Collective: call on every rank of the
+    launched world.
     """
     cells = [(n, point) for n in settings.ranks for point in points]
     records: list[Record] = []

@@ -73,7 +73,7 @@ def _check_host() -> Iterator[CheckRecord]:
     is_limited = quota < min(all_cores, cores + 1)  # the quota, not affinity, is the limit
     yield _report("cores", f"{cores}{limited}, {machine.cpu_name()}", advice if is_limited else "")
     free, total = machine.available_memory_bytes(), machine.total_memory_bytes()
-    advice = "two ranks and a model need more: close something, or use a larger machine" if free < 1.5 * 2**30 else ""
+    advice = "two ranks and a model need more: stop other programs, or use a larger host" if free < 1.5 * 2**30 else ""
     yield _report("memory", f"{format_memory(free)} free of {format_memory(total)}", advice)
     if os.path.isdir("/dev/shm"):
         usage = shutil.disk_usage("/dev/shm")

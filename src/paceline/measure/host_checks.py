@@ -15,15 +15,15 @@ from paceline.records.samples import Samples
 from paceline.runtime.hosts.ssh import Agent, ask_all
 from paceline.units import GIB, MIB, format_duration, format_memory
 
-# A host's reply to `agent.tell_facts`, plus the `address` and `interface` at which others reach it, and `offset_s`, its
-# clock's lead over the launcher's, accurate to `within_s`.
+# A host's reply to `agent.tell_facts`, plus the `address` and `interface` at which others reach it, and `offset_s`: how
+# far its clock is ahead of the launcher's, accurate to `within_s`.
 Facts = dict[str, Any]
 
 _ASKS = 5  # clock queries per host; the fastest reply is used
 _SKEW_S = 0.5  # clock skew that causes a warning
 _FULL_BYTES = 100 * MIB  # free disk space below which a check fails
 _LITTLE_BYTES = 2 * GIB  # free disk space below which the check warns
-# Messages on each link: maximum size, seconds per kind (short, long), timeout.
+# Test messages on each link: maximum size, seconds per kind (short, long), timeout.
 _LINK_BYTES = 16 * MIB
 _BUDGET_S = 0.3
 _LINK_S = 20.0
@@ -72,7 +72,7 @@ def survey_hosts(agents: Sequence[Agent], wanted: Wanted) -> dict[str, Facts | P
             return own | {"address": address, "interface": wanted.interface}
         others = [one["reached_at"] for one in found.values() if isinstance(one, dict) and one is not own]
         places = [*others, own["reached_at"]]
-        places.sort(key=lambda address: address.startswith("127.") or address == "::1")  # other hosts cannot use these
+        places.sort(key=lambda address: address.startswith("127.") or address == "::1")  # last: loopback addresses
         return own | agent.ask("tell_route", address=places[0])
 
     return dict(zip(found, ask_all(agents, choose), strict=True))
@@ -167,7 +167,7 @@ def check_links(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wan
 
 
 def find_port(agents: Sequence[Agent], facts: Mapping[str, Facts], wanted: Wanted) -> int:
-    """Return a rendezvous port on the first host that every other host has reached."""
+    """Return a rendezvous port on the first host. Every other host has connected to this port."""
     first = agents[0]
     port = _listen(first, facts, wanted)
     for found in ask_all(agents[1:], lambda agent: _reach(agent, {first: port}, facts)):
@@ -183,7 +183,7 @@ def _listen(host: Agent, facts: Mapping[str, Facts], wanted: Wanted) -> int:
         return int(host.ask("listen", address=address, port=wanted.port)["port"])
     except LaunchError as error:
         found = f"{host.name} cannot listen on {address}:{wanted.port} ({_reason(error)})"
-        raise LaunchError(f"{found}: stop what uses it, or choose another with --port", code="port") from None
+        raise LaunchError(f"{found}: free the port, or choose another with --port", code="port") from None
 
 
 def _reach(sender: Agent, ports: Mapping[Agent, int], facts: Mapping[str, Facts]) -> dict[Agent, LaunchError]:

@@ -51,8 +51,8 @@ Given = TrainSettings | tuple[OwnModel, OwnStep | None, str, dict[str, Any]]
 class LayerTimes(NamedTuple):
     """Times of one step: `took_s` of each phase and each block, and `ready_s` of each gradient since backward began.
 
-    If lookups contribute rows to an embedding's gradient, `num_rows` counts them, and `rest_s` is the ready time of the
-    gradient's other part.
+    If lookups contribute rows to an embedding's gradient, `num_rows` counts these rows, and `rest_s` is the ready time
+    of the rest of the gradient.
     """
 
     took_s: dict[str, float]
@@ -141,14 +141,14 @@ class LayerClock:
         return bool(self.marks) and self.marks[-1][0] == "backward"
 
     def _note_ready(self, index: int, *grads: Any) -> None:
-        self._ready[index] = mark(self.device)  # a gradient may arrive in parts: the last part counts
+        self._ready[index] = mark(self.device)  # a gradient may arrive in parts, of which the last one counts
 
     def _note_rows(self, index: int, rows: torch.Tensor) -> None:
         self._rows[index] = mark(self.device), [*self._rows.get(index, (None, []))[1], rows]
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._open[index] = mark(self.device), _find_nodes(*args, *kwargs.values())
-        # Recomputation in backward (checkpointing) is part of the block's backward.
+        # Recomputation (activation checkpointing) counts as part of the block's backward.
         if self._is_backward:
             self._begin_block(index)
 
@@ -227,7 +227,7 @@ class Layers(step_bench.Probe):
         if kind == "profiled":
             self.steps.append(self._clock.read())
             for phase in {"forward", "backward"} - self.steps[-1].took_s.keys():
-                needed = "it must call the model it is given, and backward() on a loss"
+                needed = "it must call the model that it receives, and backward() on a loss"
                 raise MeasurementError(f"the step of {self._model} ran no {phase}: {needed}", code="no-phase")
 
     def read_ready_times(self) -> tuple[dict[int, float], float]:
@@ -295,8 +295,8 @@ def measure_profile(
     """Profile the layers of the bare model ("layers"), its step phases ("phases"), or both on several ranks ("all").
     `with_costs` also measures the cost of messages and of the wrapper.
 
-    This is job `number` of `total`. There must be enough data for the `largest` batch per rank of all these jobs:
-    otherwise, rejecting a later job would lose earlier results. Collective: call on every rank.
+    This is job `number` of `total`. There must be enough data for `largest`, the largest batch per rank of these jobs;
+    otherwise a later job would be rejected and the earlier results lost. Collective: call on every rank.
     """
     records: list[Record] = []
     with open_job(given, is_bare=kind == "layers") as (world, job):
@@ -340,7 +340,7 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
                 where = {"role": "together", "label": format_number_of(count, "rank"), "wrapper": "none"}
                 labels = where | {"world_size": count, "threads": threads}
                 bench.add(Variant(labels, own if world.rank < count else None))
-            bench.run(_PACE, iters or 8, 2 if warmup is None else warmup, follow(world, "neighbours"))
+            bench.run(_PACE, iters or 8, 2 if warmup is None else warmup, follow(world, "neighbors"))
             return [bench.build_record(variant) for variant in bench.variants]
     except ConfigError:  # too few samples; the profile reports other problems
         return []
@@ -350,10 +350,10 @@ def measure_layers(
     world: World, replica: Replica, labels: dict[str, Any], blocks: Sequence[Block] | None = None,
     iters: int | None = None, warmup: int | None = None, report: Report | None = None, job: MeasuredJob | None = None,
 ) -> list[Record]:  # fmt: skip
-    """Profile steps of a bare replica, interleaved with plain ones to show the cost of profiling.
+    """Profile steps of a bare replica, interleaved with plain steps to show the cost of profiling.
 
-    `labels` are its job's labels. With `job`, also interleaves steps disturbed by messages and steps of the wrapper on
-    a single-rank group; returns their records and those of codecs after the profile. The steps train the module.
+    `labels` are its job's labels. With `job`, also interleave steps disturbed by messages and steps of the wrapper on a
+    single-rank group, and return their records and the codecs' records after the profile. The steps train the module.
     Collective: call on every rank.
     """
     per_turn = 1 if job is None else job.steps_per_turn

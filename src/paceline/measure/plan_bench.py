@@ -35,7 +35,7 @@ from paceline.predict.predictor import Prediction
 from paceline.predict.race import is_look, judge_race
 from paceline.predict.search import choose_caps
 from paceline.predict.strategy_costs import list_strategies
-from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, judge_tuning, render_predictions
+from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, derive_tuning, render_predictions
 from paceline.records import ChunksRecord, CollectiveRecord, Record
 from paceline.records.steps import RACED, reduce_turns
 from paceline.runtime.ranks.session import Progress
@@ -59,7 +59,7 @@ _TURN_S = 0.002
 _MOST_STEPS = 16
 _MOST_ROUNDS = 1 << 16
 
-# The records, the gradients in definition order, the default plan, and the predictions for the compared plans.
+# The tuning result: records, gradients in definition order, the default plan, and predictions for the compared plans.
 Tuned = tuple[list[Record], tuple[Gradient, ...], Plan, list[dict[str, Any]]]
 
 
@@ -77,7 +77,7 @@ def tune_job(settings: TuneSettings, given: Given) -> Tuned:
                 found: list[Any] | PacelineError | None = None
                 if world.rank == 0:
                     try:
-                        tuning = judge_tuning(settings, records, variants.gradients, default_plan)
+                        tuning = derive_tuning(settings, records, variants.gradients, default_plan)
                         found = [tuning.candidates, tuning.predictions]
                         # Saved before the plans run, as evidence that the predictions did not use their steps.
                         files = {PREDICTIONS: render_predictions(tuning.predictions)}
@@ -123,7 +123,7 @@ class _Variants:
         plain.probe = layers = Layers(replica, self._job.labels["model"], ())
         traffic = build_traffic(self._world, self._channel, self._allocate()) if self._networks is None else None
         add_costs(self._bench, replica, layers, traffic, effort.message_bytes, self._build)
-        # Two buckets, so that a codec runs during backward and while another bucket is in flight.
+        # With two buckets, a codec runs during backward and while another bucket is in flight.
         for strategy in list_strategies(settings.strategies) if settings.strategies else ():
             if strategy.is_hook and not strategy.is_dense:
                 self._add("coded", strategy.text, self._num_bytes // 2, None, strategy)
@@ -270,8 +270,9 @@ class _Broadcast(_Messages):
 
 
 def _build_sweep(world: World, channel: Channel, memory: torch.Tensor, wrapper: str, buffers: int) -> list[_Messages]:
-    """Build the messages to time: small ones up to all gradients at once, in `memory` like the wrapper's buckets; pairs
-    of messages; and the wrapper's per-step message for `buffers` bytes of buffers."""
+    """Build the messages to time: single messages from small ones up to the size of all gradients, stored in `memory`
+    like the wrapper's buckets; pairs of concurrent messages; and the message that the wrapper sends in every step for
+    `buffers` bytes of buffers."""
     if world.world_size == 1:
         return []
     where: dict[str, Any] = {

@@ -41,8 +41,8 @@ _PID = "buckets"  # process name of the wrapper's buckets in a trace
 def trace_job(
     given: Given, warmup: int, active: int, extras: tuple[str, ...], for_all: bool
 ) -> tuple[list[RankTrace], StepFacts]:
-    """Record steps of a job in its wrapper. Returns the traces of all ranks, on rank 0 or with `for_all` on every rank,
-    and facts about the job that traces do not contain. Collective: call on every rank."""
+    """Trace steps of a wrapped job. Returns the traces of all ranks (on rank 0 or, with `for_all`, on every rank) and
+    facts about the job that traces do not contain. Collective: call on every rank."""
     with open_job(given) as (world, job):
         with contextlib.closing(job.build_own()) as replica:
             replica.activate()
@@ -135,8 +135,9 @@ class _TracedPhases:
 
 
 class _TracedMemory(_TracedPhases):
-    """The phases of one step, with marks that list the replica's tensors: all of them at the start of each phase, the
-    inputs of each forward, and each gradient before accumulation, because a wrapper may copy it immediately."""
+    """The phases of one step. Also adds marks to the trace that list the replica's tensors: all of them at the start of
+    each phase, the inputs of each forward, and each gradient before it is accumulated, because a wrapper may copy it
+    immediately."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ class _TracedMemory(_TracedPhases):
         """Mark the enclosed step."""
         if self._device.type == "cuda":
             self._allocated_bytes = torch.cuda.memory_allocated(self._device)
-        # Keep the nodes alive until the end: a graph built in backward (checkpointing) then uses the same ones.
+        # Keep the nodes alive until the end, so that a graph built in backward (checkpointing) reuses them.
         nodes = [get_gradient_edge(param).node for param in self._replica.parameters]
         register = self._replica.model.register_forward_pre_hook
         with contextlib.ExitStack() as hooks:
@@ -198,7 +199,7 @@ class _TracedMemory(_TracedPhases):
 def list_blocks(listed: dict[str, Any], device: torch.device) -> tuple[tuple[int, int, str], ...]:
     """Address, bytes and category of each memory block on a device, from tensors by category.
 
-    A batch may be a view of a whole data set, so data counts only from its first to its last byte, not as the whole
+    A batch may be a view of a whole data set, so only the bytes between its first and last element count, not the whole
     storage.
     """
     spans: dict[tuple[int, str], tuple[int, int]] = {}
@@ -217,7 +218,8 @@ def list_blocks(listed: dict[str, Any], device: torch.device) -> tuple[tuple[int
 
 
 def _clock_offset_ns() -> tuple[int, int]:
-    """The time that reading both clocks takes, and the Unix clock minus `time.perf_counter`, both in nanoseconds."""
+    """Nanoseconds that reading both clocks takes, and the offset of the Unix clock from `time.perf_counter` in
+    nanoseconds."""
     before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
     return after - before, unix - (before + after) // 2
 

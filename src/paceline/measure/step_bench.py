@@ -293,7 +293,7 @@ def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows
 
 def hook_gradients(params: Sequence[nn.Parameter], hooks: contextlib.ExitStack, note: Callable[..., None]) -> None:
     """Call `note(index, *gradients)` after each accumulation of a parameter's gradient, until `hooks` closes."""
-    # Keep the nodes alive: later graphs, including those built in backward (checkpointing), then use the same ones.
+    # Keep the nodes alive, so that later graphs, including those built in backward (checkpointing), reuse them.
     nodes = [get_gradient_edge(param).node for param in params]
     hooks.callback(nodes.clear)
     for index, node in enumerate(nodes):
@@ -589,5 +589,5 @@ def order_turns(count: int, repetition: int) -> list[int]:
     zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
     order = [(place + repetition) % count for place in zigzag]
     block = repetition // (2 * count)
-    drawn = random.Random(block).sample(range(count), count) if block else range(count)  # identical on all ranks
+    drawn = random.Random(block).sample(range(count), count) if block else range(count)  # the same on all ranks
     return [drawn[place] for place in (order[::-1] if (repetition // count) % 2 else order)]

@@ -173,8 +173,8 @@ class _Cell:
         return variant
 
     def _build_replica(self, group: Group, wrapping: Wrapping, is_exact: bool = False) -> tuple[Replica, int]:
-        """Build a replica and its wrapper, and count the bytes that both hold. The count is exact only with `is_exact`,
-        which is slower.
+        """Build a replica and its wrapper, and count the bytes that they allocate. The count is exact only with
+        `is_exact`, which is slower.
 
         Ranks start with different parameters to detect a wrapper that does not broadcast those of rank 0.
         Collective: call on every rank of the group.
@@ -214,14 +214,14 @@ class _Cell:
             refuse((need > free, f"the replicas of {self.model} take about {found}: {advice}"), code="memory")
 
     def _find_wrappings(self, group: Group) -> dict[str, Wrapping]:
-        """The wrapping of each wrapper on this group; measures candidates for tuned wrappers."""
+        """The configuration of each wrapper for this group; measures candidates for tuned wrappers."""
         return {
             name: self._tune(group, name.removesuffix("-tuned")) if name.endswith("-tuned") else find_wrapping(name)
             for name in self.settings.wrappers
         }
 
     def _tune(self, group: Group, wrapper: str) -> Wrapping:
-        """Find a wrapper's fastest bucket settings. The note lists the median of every candidate."""
+        """Find a wrapper's fastest bucket settings. The note lists every candidate's median."""
         plan = None  # one more candidate for torch: the plan of Paceline's wrapper
         if self.is_in and wrapper == "torch":
             replica, _ = self._build_replica(group, find_wrapping("paceline"))

@@ -1,8 +1,8 @@
 """One backward pass, from the preceding forward to averaged gradients. Read it from top to bottom.
 
 `GradientSync` holds the step logic: which backward passes are synchronized, when one ends, what ranks report to each
-other, and how they react. `BucketedReducer` sends the gradients in buckets while backward runs. Calls go one way: the
-step logic calls the reducer, and the reducer returns its results, including failures.
+other, and how they react. `BucketedReducer` sends the gradients in buckets while backward runs. Only the step logic
+calls the reducer, never the reverse: the reducer returns its results, including failures.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EAGER_STEPS = 10
 _REPORT_S, _SHORT_REPORT_S = 60.0, 5.0
 # On a CPU, a gradient of at least this size is copied into its view as it arrives, while it is still in the cache.
 _SEPARATE_BYTES = 256 << 10
-# Limit on recording the ready order again. If the graph changes in every step, recording does not help.
+# Maximum number of times to record the ready order again. If the graph changes in every step, recording does not help.
 _MAX_RECORDS = 5
 
 
@@ -95,7 +95,7 @@ class GradientSync:
         self._task: int | None = None  # autograd's ID of the running backward
         self._syncing, self._warned, self._is_stopped = False, False, False
         self._completes = False
-        self._change = ""  # how the model has changed since it was wrapped
+        self._change = ""  # how the model has changed since wrapping
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._can_defer = self.channel.device.type == "cuda"
         self._eager_until = _EAGER_STEPS  # the last step that reads control words immediately
@@ -293,7 +293,8 @@ class GradientSync:
 
     @property
     def _factor(self) -> float:
-        """Factor for this rank's gradients, such that the sum over ranks is the average if the total is as expected."""
+        """The factor for this rank's gradients that makes the sum over ranks the average if the total weight is as
+        expected."""
         return self._weight / self.expected_total
 
     def step_without_data(self, keep_gradients: bool = False) -> bool:
@@ -406,12 +407,13 @@ class GradientSync:
         return status
 
     def _must_read_now(self) -> bool:
-        """Whether ranks that have not failed read this step's control words immediately. The same on all ranks."""
+        """Whether ranks that have not failed read this step's control words immediately. Returns the same value on all
+        ranks."""
         options, reducer = self.options, self.reducer
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         has_digest = options.check_every and (self.num_steps - 1) % options.check_every == 0
         is_special = self.join or reducer.rows.is_used
-        # These send other messages before the next control words, which a failed rank would not send.
+        # These cases send other messages before the next control words, and a failed rank would not send them.
         others = self.schedule, reducer.sharding, reducer.hook_calls
         sends_more = self.syncs_in_forward or any(other is not None for other in others)
         is_early = self.num_steps <= self._eager_until or self.channel.waits_for_gpu
@@ -512,7 +514,7 @@ class GradientSync:
         if total not in (0, self.expected_total) and take_part:
             self.reducer.multiply(self.expected_total / total)
         if by_samples and total:
-            if self.codec is not None and total != self.expected_total:  # the next step already uses the new total
+            if self.codec is not None and total != self.expected_total:  # residuals follow the new total
                 self.codec.rescale(self.expected_total / total)
             self.expected_total = total
 
@@ -572,7 +574,7 @@ class BucketedReducer:
         if self.hook_calls is not None:
             self.hook_calls.begin()
         if self.hook_calls is not None or self._rounds:
-            self._factor *= self.channel.world_size  # as in torch, a communication hook divides by the number of ranks
+            self._factor *= self.channel.world_size  # as in torch, the hook divides by the number of ranks
         self._taken.clear()
         self.rows.begin()
         if self.sharding is not None and (error := self.sharding.find_misuse()) is not None:
@@ -673,7 +675,7 @@ class BucketedReducer:
             try:
                 if zeros is None and self._failure is None:
                     for index in bucket.copied:
-                        if index not in self._taken:  # did not arrive in this backward, or arrived in parts
+                        if index not in self._taken:  # it did not arrive in this backward, or arrived in parts
                             self._copy(index, factor)
                     bucket.gather(factor)
                     packed = [] if bucket.pack is None else [bucket.pack.fill(factor)]
@@ -715,7 +717,7 @@ class BucketedReducer:
         self._taken[index] = view, view._version
 
     def _take_uncopied(self, index: int, factor: float) -> torch.Tensor:
-        """The gradient itself, or a copy if other tensors share its memory or its strides differ between ranks."""
+        """The gradient itself, or a copy if it shares memory with other tensors or its strides differ between ranks."""
         if index not in self._taken:
             param = self.replica.params[index]
             grad = param.grad
@@ -844,7 +846,7 @@ class BucketedReducer:
     def learn(self) -> None:
         """Make the plan after the first step (collective). Later, record the ready order again if it has changed."""
         if self.rows.drop_misfits():
-            # These gradients are sent dense from now on and become ready last, so make the plan again.
+            # From now on these gradients are sent dense and become ready last, so make a new plan.
             self.is_planned, self._is_recording = False, True
             self.stop()
             self._lay_out()

@@ -43,7 +43,7 @@ class _AnyInputBatchNorm(BatchNorm):
     @classmethod
     def _replace_in(cls, module: nn.Module, name_of_setting: str, setting: Any) -> nn.Module:
         """Replace every BatchNorm with a layer that shares its parameters, buffers and hooks. If it raises, nothing is
-        replaced. Sets the given attribute on each new layer; None keeps the value of a layer that already has one."""
+        replaced. Sets the given attribute on each new layer; None keeps the value of layers that already have one."""
         replaced: dict[nn.Module, _AnyInputBatchNorm] = {}
         for name, layer in module.named_modules():
             if not isinstance(layer, BatchNorm):
@@ -160,8 +160,8 @@ class SyncBatchNorm(_AnyInputBatchNorm):
             raise ConfigError(f"rank {dist.get_rank()} {text}", code="not-in-group")
         self._check_input_dim(input)
         mean, squares, total = _gather_statistics(input.detach(), self.process_group)
-        # Reading the total waits for a GPU. A rank with at least two values need not read it. If there are fewer than
-        # two values on all ranks together, every rank reads the total, so that either all of them raise or none does.
+        # Reading the total waits for a GPU. A rank with at least two values need not read it. If all ranks together
+        # have fewer than two values, every rank reads the total, so that either all ranks raise or none does.
         known = int(total) if input.numel() < 2 * self.num_features else None
         if known == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got 1 on {size} ranks")

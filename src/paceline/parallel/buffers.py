@@ -59,7 +59,8 @@ class SharedBuffers:
         return [part.view_as(statistic) for part, statistic in zip(parts, self._statistics, strict=True)]
 
     def write(self, words: torch.Tensor, take_part: bool, hold: bool) -> None:
-        """Write this rank's statistics and a count of 1, or zeros and, with `hold`, a count that voids the average."""
+        """Write this rank's statistics followed by a count of 1. Without `take_part`, write zeros; with `hold`, their
+        count is so far below 0 that no rank applies the average."""
         if take_part:
             torch._foreach_copy_(self._split(words[:-1]), self._statistics)
         else:
@@ -69,7 +70,8 @@ class SharedBuffers:
 
     def read(self, words: torch.Tensor, is_valid: bool) -> None:
         """Store the average over the ranks that contributed. With `is_valid=False`, the count in the words decides
-        whether it is used, so that the host does not wait for a GPU. The buffers are written in either case."""
+        whether the average is used, so that the host does not wait for a GPU. The buffers are written in either
+        case."""
         average, count = words[:-1] / words[-1], words[-1]
         if not is_valid:
             average = torch.where(count > 0, average, torch.cat([own.reshape(-1) for own in self._statistics]))

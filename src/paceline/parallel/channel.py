@@ -24,7 +24,7 @@ from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
 _BROADCAST_BYTES = 64 << 20
-# Two ranks exchange messages of at least this size with concurrent sends, under a tag that programs do not use.
+# Two ranks exchange messages of at least this size with concurrent sends. The tag is one that programs do not use.
 _CROSSING_BYTES, _TAG = 16 << 10, 0x70616365
 # The shortest and the longest pause between two store requests while waiting for other ranks.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.002, 0.1
@@ -55,7 +55,7 @@ class Channel:
             pulse.watch_device(torch.cuda.current_stream(device).query)
         self._computed = torch.cuda.Event() if self.is_nccl and self.world_size > 1 else None  # type: ignore[no-untyped-call]
         self.waits_for_gpu = self._computed is not None and os.environ.get(RECOVERS) == "1"
-        self.sent = Sent(0, 0)  # all gradient messages so far
+        self.sent = Sent(0, 0)  # totals of all gradient messages so far
         self.timeout_s: float | None = None  # None: the group's own timeout
         # Keyed by whether to average.
         self._one = {average: _build_options(dist.AllreduceOptions(), average) for average in (False, True)}
@@ -93,8 +93,8 @@ class Channel:
         store.add(f"arrived/{word}", 1 << bit)
         if store.add("count", 1) == self.world_size:
             store.compare_set("end", "", "all")
-        # Hundreds of ranks may share one store, so keep requests few: pauses grow, and each rank sets its bit in a
-        # counter, so that finding the late ranks takes a request per counter, not per rank.
+        # Hundreds of ranks may share one store, so minimize requests: pauses grow, and each rank sets its bit in a
+        # counter, so finding the late ranks takes one request per counter, not per rank.
         pause_s = _MIN_PAUSE_S
         while not store.check(["end"]):
             if time.monotonic() <= until_s:
@@ -202,7 +202,7 @@ class Channel:
 
 
 class PairExchange:
-    """Messages that two ranks send to each other at the same time. Has the interface of torch's works."""
+    """Messages that two ranks send to each other at the same time. Has the interface of torch's `Work`."""
 
     def __init__(self, parts: Sequence[dist.Work], end: dist.Work) -> None:
         self._parts, self._end = parts, end
@@ -258,7 +258,8 @@ def open_group(like: Channel, owner: object) -> dist.ProcessGroup:
 
 
 def open_part(ranks: Sequence[Sequence[int]], backend: str, device: torch.device, owner: object) -> dist.ProcessGroup:
-    """This rank's group among `ranks`, which lives as long as `owner`. Collective over the whole world."""
+    """Open the groups in `ranks` and return this rank's, which lives as long as `owner`. Collective over the whole
+    world."""
     group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks], backend=backend)
     return _own(group, device, owner)
 
@@ -266,8 +267,8 @@ def open_part(ranks: Sequence[Sequence[int]], backend: str, device: torch.device
 def _own(group: Any, device: torch.device, owner: object) -> dist.ProcessGroup:
     proof.check_group(group)
     if "nccl" in str(dist.get_backend(group)) and dist.get_world_size(group) > 1:
-        # NCCL connects in the first message. A rank that failed earlier would leave the others waiting there, where
-        # they cannot look for failures.
+        # NCCL connects in the first message. If a rank failed earlier, the others would wait there, where they cannot
+        # check for failures.
         group.allreduce([torch.zeros(1, device=device)]).wait()
     weakref.finalize(owner, _destroy_group, group).atexit = False
     return cast(dist.ProcessGroup, group)

@@ -3,7 +3,7 @@
 A codec averages one bucket in a generator. It yields messages, each a collective's name and a tensor, and receives the
 collective's result. The same code therefore runs between ranks, with futures (`Exchanges`), and for replicas in one
 process (`run_together`). On a GPU nothing here makes the host wait, and a bucket is handled as one vector: each call
-launches a kernel, which takes longer than processing most gradients.
+launches a kernel, and a launch takes longer than processing most gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOMENTUM = "momentum "  # prefix of a parameter's name in `errors`: DGC's moment
 Exchange = Generator[tuple[str, torch.Tensor], torch.Tensor, None]
 Vectors = Sequence[torch.Tensor]
 Sizes = Sequence[int]
-# Up to this many elements, top-k examines all of them; above, only those beyond a threshold estimated from a sample.
+# Up to this size, top-k examines all elements; beyond it, only those above a threshold estimated from a sample.
 _SAMPLED = 1 << 16
 _SAMPLES = 1 << 14
 # A smaller scale has no finite inverse: such blocks are sent as zeros.
@@ -37,8 +37,8 @@ _LEAST_SCALE = 1e-37
 
 class Codec:
     """Averages gradients over the ranks, in place. `errors` contains the residuals (gradients not sent yet), by
-    parameter name and in units of gradients. `common` is state that is equal on all ranks. A step updates both only if
-    all its averages are finite; otherwise no rank applies the averages. Read and set both between steps."""
+    parameter name and on the scale of gradients. `common` is state that is equal on all ranks. A step updates both only
+    if all its averages are finite; otherwise no rank applies the averages. Read and set both between steps."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # dtypes of vectors; other gradients are converted to the first
     kinds: tuple[str, ...] = (SUM,)  # the collectives that the codec uses
@@ -47,7 +47,7 @@ class Codec:
         self.strategy, self.rank, self.world_size = strategy, rank, world_size
         self._errors: dict[str, torch.Tensor] = {}
         self._common: dict[str, torch.Tensor] = {}
-        # For the step in flight: new state by name and which averages are finite. Then memory for the next step.
+        # The step in flight: new state by name, and which averages are finite. Next, memory for the following step.
         self._new_errors: dict[str, torch.Tensor] = {}
         self._new_common: dict[str, torch.Tensor] = {}
         self._finite: list[Any] = []
@@ -83,7 +83,7 @@ class Codec:
         return sum(tensor.nbytes for tensors in kept for tensor in tensors.values())
 
     def rescale(self, names: Sequence[str], factor: Any) -> None:
-        """Multiply these parameters' residuals by `factor`: the ratio of the last learning rate to the next one."""
+        """Multiply these parameters' residuals by `factor`, the ratio of the last learning rate to the next one."""
         errors = self.errors
         found = [errors[name] for name in names if name in errors]
         if isinstance(factor, torch.Tensor):  # a tensor on a GPU, which `_foreach_mul_` rejects
@@ -229,7 +229,8 @@ class BFloat16(Codec):
 
 class Quantized(Codec):
     """int8 or int4 with one scale per block. Each rank sums its shard of the vector in float32 and sends the result
-    quantized as well. The owner of a shard adds the error of the result, times the number of ranks, to its residual."""
+    quantized as well. The owner of a shard adds the quantization error of the result, times the number of ranks, to its
+    residual."""
 
     kinds = (SUM, SWAP, GATHER)
 
@@ -700,7 +701,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _core(vectors: Vectors) -> ctypes.CDLL | None:
-    """The compiled core, if it is available and the vectors are on the CPU."""
+    """The compiled core; None if it is unavailable or the vectors are not on the CPU."""
     return _library() if all(vector.device.type == "cpu" for vector in vectors) else None
 
 

@@ -1,6 +1,6 @@
 """The control words that travel with the last gradients of a step, and the errors that result from them.
 
-Each rank writes only its own slot, so that the sum is a gather. All words are integers below 256, which every dtype
+Each rank writes only its own slot, so the sum acts as a gather. All words are integers below 256, which every dtype
 down to bfloat16 represents exactly. After an error, the ranks share the details as `Finding` objects.
 """
 
@@ -68,7 +68,7 @@ class ControlWords:
     ) -> None:
         self.rank, self.num_slot_words, self.num_tables = rank, world_size * SLOT_WORDS, num_tables
         self.num_used, self.num_statistics = num_used, num_statistics
-        # Words that the host reads in each step.
+        # The host reads these words in each step.
         self.num_read_words = self.num_slot_words + world_size * num_tables * _COUNT_WORDS
         self.num_words = self.num_read_words + num_used + num_statistics
         self._encoded: dict[tuple[RankReport, torch.device, torch.dtype], torch.Tensor] = {}

@@ -56,7 +56,7 @@ from paceline.units import MIB
 
 # All wrappers in this process. Each one after the first uses a separate process group.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
-# Attributes that are reset to None in a copied wrapper, until it is set up again.
+# Attributes that are None in a copied wrapper until it is set up.
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group", "_strategy", "_sharding")
 # Process groups, and objects that may contain one, cannot be copied, so a copied wrapper shares them.
 _SHARED = ("_group", "_comm_hook", "_buffer_hook", "device_mesh")
@@ -127,7 +127,7 @@ class DDP(DistributedDataParallel):
             names = " and ".join(given)
             raise ConfigError(f"{names}: not supported: leave it out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
-            raise ConfigError(f"init_sync=False conflicts with init={init!r}: give one of them")
+            raise ConfigError(f"init_sync=False conflicts with init={init!r}: pass only one")
         sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         if statistics_every and not sync_buffers:
             name = "broadcast" if forward_sync_buffers is None else "forward_sync"
@@ -185,7 +185,7 @@ class DDP(DistributedDataParallel):
         # torch can create only one extra group for a subset of ranks, so users who need several must pass them in.
         is_shared = self._group is None and any(other is not self for other in _wrappers)
         if self._gradient_group is None and any(channel.share(syncs_in_forward(self.module) or is_shared)):
-            # Ranks may send a bucket at different times, so other messages must not be interleaved.
+            # Ranks may send a bucket at different times, so no other messages may come between them.
             self._gradient_group = open_group(channel, self)
             channel = self._open_channel()
         check_same_model(replica, self._options, channel)
@@ -200,12 +200,13 @@ class DDP(DistributedDataParallel):
         _wrappers.add(self)
 
     def _open_channel(self) -> Channel:
-        # Messages use the device of the first trained parameter.
+        # The first trained parameter determines the device of all messages.
         first = next((p.device for p in self.module.parameters() if p.requires_grad), torch.device("cpu"))
         return Channel(self._gradient_group or self.process_group, first)
 
     def _set_up(self) -> GradientSync:
-        """Build everything this rank needs for its steps. Sends nothing, so a single rank can load or copy a model."""
+        """Build everything that this rank needs for its steps. Sends no messages, so a single rank can load or copy a
+        model."""
         do_sync = self._sync is None or self._sync.do_sync
         total = None if self._sync is None else self._sync.expected_total
         self._detach()
@@ -231,7 +232,7 @@ class DDP(DistributedDataParallel):
             sharding.use(replica, channel, rounds)
             hook = (sharding, scatter_hook) if sharding.needs_hook else None
             assert self._strategy is not None
-            self._strategy.exchanges = sharding.exchanges  # the strategy counts these messages as its own
+            self._strategy.exchanges = sharding.exchanges  # the strategy's statistics include these messages
         self._needs_whole = hook is not None and sharding is None
         codec = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
         reducer: BucketedReducer | SimpleReducer
@@ -245,7 +246,7 @@ class DDP(DistributedDataParallel):
             options = replace(options, check_every=0)  # some hooks let replicas differ on purpose, such as local SGD
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule, codec)
         self._sync.do_sync = do_sync
-        if options.average == "samples" and total is not None:  # a codec's residuals are in this unit
+        if options.average == "samples" and total is not None:  # a codec's residuals are scaled by this total
             self._sync.expected_total = total
         if sharding is not None:
             sharding.sync = weakref.ref(self._sync)
@@ -386,7 +387,7 @@ class DDP(DistributedDataParallel):
 
         With `average='samples'` every sample has the same weight. With `average='ranks'` the sum is divided by the
         number of ranks or, with `divide_by_initial_world_size=False`, by the number that still have data. At the end,
-        all ranks get the parameters of one that had data until the last step. Collective: every rank must enter and
+        all ranks get the parameters of a rank that had data until the last step. Collective: every rank must enter and
         leave.
         """
         if not enable:
@@ -601,7 +602,7 @@ class DDP(DistributedDataParallel):
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Called by torch if the wrapper is a submodule of the loaded model. Accepts both kinds of keys, too."""
+        """Called by torch if the wrapper is a submodule of the loaded model. Also accepts both kinds of keys."""
         if self._lacks_prefix(state_dict, prefix):
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
@@ -615,7 +616,7 @@ class DDP(DistributedDataParallel):
         return super().named_parameters(*args, **kwargs)
 
     def _wait_for_parameters(self) -> None:
-        """Wait for new parameter values, which other ranks may still be sending."""
+        """Wait for new parameter values that other ranks may still be sending."""
         if (sharding := self.__dict__.get("_sharding")) is not None:
             sharding.wait()
 
@@ -871,7 +872,7 @@ def _check_devices(module: nn.Module, device_ids: Sequence[int | torch.device] |
     if not device_ids:
         return None
     if len(device_ids) > 1:
-        raise ConfigError(f"device_ids={list(device_ids)}: a process uses one device; give one, or none")
+        raise ConfigError(f"device_ids={list(device_ids)}: a process uses one device; pass one, or none")
     first = device_ids[0]
     device = torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
     if elsewhere := {str(param.device) for param in module.parameters() if param.device != device}:
@@ -884,7 +885,7 @@ def _find_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dis
     if mesh is None:
         return group
     if group is not None:
-        raise ConfigError("process_group and device_mesh are both given: give one of them")
+        raise ConfigError("process_group and device_mesh are mutually exclusive: pass one")
     if mesh.ndim != 1:
         raise ConfigError(f"the device mesh has {mesh.ndim} dimensions: pass the one for data, such as mesh['dp']")
     return mesh.get_group()
@@ -898,6 +899,6 @@ def _count_samples(*args: Any, **kwargs: Any) -> int:
     raise ConfigError("average='samples' found no input tensor with a first dimension: pass samples_of")
 
 
-# These two call the module, which may be compiled, so only the functions themselves are excluded.
+# Both functions call the module, which may be compiled, so exclude only the functions themselves from compilation.
 keep_from_compiler(DDP.forward, DDP._run_forward, with_calls=False)
 keep_from_compiler(DDP._begin_forward, DDP._call_buffer_hook, _count_samples)

@@ -20,10 +20,10 @@ from paceline.torch_internals import count_storage_uses
 
 _ALIGN_BYTES = 64
 _PACK_BYTES = 16  # the widest load instruction of a GPU
-# If gradients are at least this large on average, a new message is allocated for each step.
+# If the mean gradient size is at least this, a new message is allocated for each step.
 _LASTING_BYTES = 1 << 20
-# Gradients of at least this size are reduced in place: the copy would cost more than another tensor in the call, and
-# the gradient would exist twice.
+# Gradients of at least this size are reduced in place: copying one would cost more than another tensor in the call, and
+# would double its memory.
 _IN_PLACE_BYTES = 8 << 20
 # Below this mean size, one fused copy and one scaling pass are faster than a call per gradient.
 _LARGE_BYTES = 64 << 10
@@ -92,8 +92,9 @@ class FlatGradients:
 
 
 def choose_separate(plan: Plan, least_bytes: float, stays: bool) -> tuple[set[int], set[int]]:
-    """Two sets: gradients that stay where autograd put them until they are sent, and all gradients outside the fused
-    copy: those of at least `least_bytes`, and split ones, which need one contiguous vector."""
+    """Return two sets: gradients that stay where autograd put them until they are sent, and all gradients excluded from
+    the fused copy. The second set contains gradients of at least `least_bytes`, and split gradients, which need one
+    contiguous vector."""
     pieces = Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
     split = {index for index, count in pieces.items() if count > 1}
     separate = {i for i, g in enumerate(plan.gradients) if g.num_bytes >= least_bytes} - plan.alone | split
@@ -102,9 +103,9 @@ def choose_separate(plan: Plan, least_bytes: float, stays: bool) -> tuple[set[in
 
 class LiveBucket:
     """One bucket at run time. `fused` gradients are copied together once all have arrived, and `copied` ones separately
-    as they arrive. `uncopied` gradients stay where autograd left them until the bucket is sent: large ones are reduced
-    in place, and if the bucket `packs`, the others (`packed`) are packed into one message unless there is only one. The
-    last bucket also packs the control words if it has nothing in the flat vector (`sends_words`)."""
+    as they arrive. `uncopied` gradients stay where autograd left them until the bucket is sent. Large ones are reduced
+    in place. If the bucket `packs` and there is more than one other gradient, these (`packed`) share one message. The
+    last bucket also packs the control words if none of its gradients are in the flat vector (`sends_words`)."""
 
     def __init__(self, number: int, flat: FlatGradients, params: Sequence[torch.Tensor], packs: bool) -> None:
         self.number, self.range = number, flat.ranges[number]
@@ -152,7 +153,8 @@ class LiveBucket:
         else:
             torch._foreach_copy_(self.views, grads)
             if factor != 1.0:
-                # One at a time: a fused multiplication would first round the factor to bfloat16 for bfloat16 tensors.
+                # Multiply one tensor at a time: a fused call would first round the factor to bfloat16 for bfloat16
+                # tensors.
                 for part in self.views if self.copied else [self.range]:
                     part.mul_(factor)
         for param, view in zip(self.params, self.views, strict=True):
@@ -169,8 +171,8 @@ class Pack:
     The message and its views, which serve as gradients, are created once: creating a view per parameter in every step
     would cost a small model several percent of the step. Their memory is freed before the next forward unless some
     parameter has its gradient here, so that it does not add to the peak. Memory that the program still uses is not
-    freed. For large gradients, views are cheap compared with memory, so a message is created for each step and freed
-    with its gradients.
+    freed. If gradients are large, creating views is cheap compared with the memory that a message occupies, so each
+    step creates a message and frees it with its gradients.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], like: torch.Tensor, num_words: int) -> None:

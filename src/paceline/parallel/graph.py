@@ -1,4 +1,4 @@
-"""The autograd graph: tensors in a value, what the current backward will do, the order of gradients, and hooks."""
+"""The autograd graph: tensors in a value, queries about the current backward, the order of gradients, and hooks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ class Arrivals:
 
     @property
     def ready_order(self) -> list[int]:
-        """All gradients in the last recorded order of completion. Gradients that did not arrive come last."""
+        """All gradients in the order in which they were last recorded as complete. Gradients that did not arrive come
+        last."""
         places = self.places
         return sorted(reversed(range(len(self._params))), key=lambda index: places.get(index, math.inf))
 

@@ -20,8 +20,8 @@ from paceline.runtime.ranks.world import abort_groups
 from paceline.units import name_ranks
 
 IN_FORWARD, IN_BACKWARD, IN_HOOK = "forward", "backward", "the communication hook"
-# While a rank waits for a hook's result: how often it checks whether another rank's hook has failed, and how often it
-# polls the GPU.
+# Intervals, while a rank waits for a hook's result, for checking whether another rank's hook failed and polling the
+# GPU.
 _CHECK_S, _POLL_S = 0.5, 5e-5
 CommHook = tuple[object, Callable[[Any, Any], "torch.futures.Future[Any]"]]  # state and function
 
@@ -82,8 +82,8 @@ def check_hook(hook: object) -> None:
 
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
-    """Before the first message, check that either every rank has a hook or none has. Collective. With hooks, the
-    control words use their own group, because hooks may send any messages in the other one."""
+    """Before the first message, check that either every rank has a hook or none has. Collective. With hooks, control
+    words use a dedicated group, because a hook may send any messages in its own group."""
     if channel.world_size == 1:
         return
     marks = torch.zeros(channel.world_size, device=channel.device)
@@ -121,7 +121,8 @@ class HookCalls:
             self._fail(CollectiveError(text, code="unusable"))
 
     def start(self, bucket: Any) -> Any:
-        """Call the hook, unless it has failed: peers would take its next message for the one it failed to send."""
+        """Call the hook, unless it has failed: peers would mistake its next message for the one that it failed to
+        send."""
         if self.is_over:
             return None
         try:

@@ -1,8 +1,9 @@
 """Hierarchical averaging: gradients are averaged inside each host, then a codec runs between the hosts.
 
 Every gradient is split into equal parts, one per rank of a host. Each rank gets the host's average of its part,
-exchanges it through its codec with the ranks that have the same local rank on other hosts, and the host gathers the
-parts. All ranks therefore encode, and residuals belong to parts of parameters, not of buckets.
+averages it through a codec with the ranks that have the same local rank on other hosts, and gathers the other parts
+from its host. All ranks therefore take part in the encoding, and a residual belongs to part of a parameter, not of a
+bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.strategy import Strategy
 from paceline.torch_internals import get_default_store
 from paceline.transport import register, why_not
 
-# Messages per bucket, each in its own group: one inside the host, up to two for the codec, and another inside the host.
+# Messages per bucket, each in its own group: one inside the host, up to two for the codec, one more inside the host.
 NUM_STAGES = 4
 
 
@@ -70,7 +71,7 @@ class Levels:
 
     @classmethod
     def find(cls, strategy: Strategy, channel: Channel) -> Levels | None:
-        """Find the rank layout for a strategy between hosts through the store, so that a rank can set up on its own."""
+        """Determine, through the store, which ranks share a host. Without messages, a rank can do this on its own."""
         if not strategy.between_hosts:
             return None
         store = dist.PrefixStore("paceline-hosts", get_default_store())
@@ -107,7 +108,7 @@ class Levels:
         parts = [part.view(shape) for part, shape in zip(mine.split(sizes), shapes, strict=True)]
         yield from codec.average(names, parts, step)
         gathered = yield Inside(GATHER), mine
-        codec.check(gathered)  # other parts may not be finite, and either all ranks keep their residuals or none does
+        codec.check(gathered)  # another part may not be finite, and either all ranks keep their residuals or none does
         for grad, piece in zip(grads, gathered.split(sizes, 1), strict=True):
             flat = self._flatten(grad)
             for part, value in _match(flat, piece):

@@ -211,7 +211,8 @@ class Outer:
             # With a learning rate of 0 the difference contains no gradients, so momentum stays unchanged.
             if b and lr:
                 before = self.momentum.get(name)
-                # SlowMo's momentum is in units of gradients, because the learning rate may change between rounds.
+                # SlowMo's momentum is stored on the scale of gradients, because the learning rate may change between
+                # rounds.
                 moving = update / lr if before is None else before.mul_(b).add_(update, alpha=1 / lr)
                 self.momentum[name] = moving
                 update = update.add(moving, alpha=b) if strategy.outer == "diloco" else moving * lr
@@ -243,7 +244,7 @@ class OuterState(StrategyState):
     control words. It runs once all parameters have been stepped; if that does not happen (a skipped step, or a
     parameter without an optimizer), at the next forward. Ranks count backward passes, since all run the same number.
 
-    In a step without gradients it stands in for the reducer: `collect`, `exchange` and `learn`.
+    In a step that sends no gradients, it replaces the reducer (`collect`, `exchange`, `learn`).
     """
 
     def __init__(
@@ -332,7 +333,7 @@ class OuterState(StrategyState):
 
     @property
     def position(self) -> int:
-        """Steps since the last full sync."""
+        """The number of steps since the last full sync."""
         return self.outer.step - self.outer.base
 
     def digest(self, every: int) -> int:
@@ -501,8 +502,8 @@ class OuterState(StrategyState):
 
     @torch.no_grad()
     def _take(self, common: Mapping[str, Any], errors: Mapping[str, torch.Tensor]) -> None:
-        """If the number of ranks has changed, this rank gets the mean of the parameters, so that the next average is
-        unchanged."""
+        """If the number of ranks has changed, this rank gets the mean of the parameters, so that the average at the
+        next sync is unchanged."""
         own = {name for name in errors if name == _LRS or name.startswith((_PARAM, _BUFFER))}
         super()._take({**common, "common": {}}, {name: e for name, e in errors.items() if name not in own})
         with self.exchanges.side.borrowed():

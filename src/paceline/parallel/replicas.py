@@ -32,8 +32,8 @@ _GLOO_BYTES_PER_RANK = 4 * MIB
 # Buckets are limited to about this fraction of the model, so that communication also overlaps with backward in small
 # models. This yields about four messages; with more, the added latency would cancel the gain from overlap.
 _SHARE = 2 / 7
-# On NCCL over sockets, the latency of a message costs as much as about this many bytes per rank, for up to 8 ranks (not
-# measured beyond). The first bucket has at least this size, the others at least four times this size.
+# On NCCL over sockets, the latency of a message equals the time for about this many bytes per rank, on up to 8 ranks
+# (larger counts were not measured). The first bucket has at least this size, the others at least four times this size.
 _NCCL_LATENCY_BYTES, _MEASURED_RANKS = 5 * MIB // 16, 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -85,7 +85,7 @@ class Options:
             raise ConfigError(f"{text} applies to gradients: leave it out", code="strategy")
         given = [name for name in ("plan", "bucket_cap_mb", "bucket_cap_mb_list") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are mutually exclusive: give one")
+            raise ConfigError(f"{' and '.join(given)} are mutually exclusive: pass one")
         if self.embeddings == "rows" and self.plan is not None and not self.plan.rows:
             raise ConfigError("embeddings='rows' conflicts with a plan that sends no rows: leave one of them out")
         given += ["embeddings='rows'"] if self.embeddings == "rows" else []
@@ -95,7 +95,7 @@ class Options:
             text = f"strategy={self.strategy.text!r} conflicts with reducer='simple', which sends raw gradients"
             raise ConfigError(text, code="strategy")
         if self.bucket_cap_mb_list == ():
-            raise ConfigError("bucket_cap_mb_list=[] is empty: give at least one cap in MiB")
+            raise ConfigError("bucket_cap_mb_list=[] is empty: pass at least one cap in MiB")
         for cap in self.caps:
             if not (isinstance(cap, int | float) and math.isfinite(cap) and cap > 0):
                 raise ConfigError(f"{given[0]}={cap!r}: must be a number of MiB above 0")
@@ -157,7 +157,7 @@ _computing: list[int] = []
 
 @contextlib.contextmanager
 def only_computing(num_ranks: int) -> Iterator[None]:
-    """In this context, wrappers assume `num_ranks` ranks on this host, because the other ranks wait without using a
+    """In this context, wrappers assume that this host has `num_ranks` ranks, because the others wait without using a
     core."""
     _computing.append(num_ranks)
     try:
@@ -167,7 +167,7 @@ def only_computing(num_ranks: int) -> Iterator[None]:
 
 
 def _has_spare_cores(world_size: int) -> bool:
-    """Whether this host has a spare core per local rank, beyond those that compute."""
+    """Whether this host has a spare core per local rank, in addition to the cores that compute."""
     world = current_world()
     local = world.local_world_size if world is not None else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return count_cores() >= min([local, *_computing]) * (torch.get_num_threads() + 1)
@@ -327,7 +327,7 @@ def digest_replica(replica: Replica) -> int:
 def build_drift_error(replica: Replica, channel: Channel, step: int) -> CollectiveError:
     """The error that names the drifted parameters and ranks. Collective: every rank must call this."""
     found = _compare(replica, channel.share(_digests(replica)))
-    text = f"the replicas have drifted apart by step {step}: {found}; something changed parameters on some ranks only"
+    text = f"the replicas have drifted apart by step {step}: {found}; parameters were changed on only some ranks"
     return CollectiveError(text, code="drift")
 
 

@@ -28,7 +28,7 @@ from paceline.plan import INDEX_BYTES, Plan, Rows, are_rows_worth, compare_rows
 from paceline.torch_internals import current_graph_task, will_execute
 from paceline.units import format_bytes
 
-# A table below this size is not worth a message.
+# Below this size, a table is not worth a separate message.
 _LEAST_BYTES = 256 << 10
 # After this many consecutive steps in which rows saved no bytes, the table is sent dense permanently.
 _PATIENCE = 3
@@ -50,7 +50,7 @@ class Table:
         self.why = ""  # why the table is sent dense
         self.sent: Rows | None = None  # the plan's entry, if the table is sent as rows
         self.pending: list[torch.Tensor] = []  # sparse gradients of this backward
-        self.mine: tuple[torch.Tensor, torch.Tensor] | None = None  # this rank's distinct rows and their sums
+        self.mine: tuple[torch.Tensor, torch.Tensor] | None = None  # distinct rows of this rank and their sums
         self.num_sent = 0  # rows sent by all ranks in the last step
         self._folded: tuple[torch.Tensor, int, list[torch.Tensor]] | None = None  # `.grad`, its version, its rows
         self._dense: torch.Tensor | None = None  # the averaged gradient, if it consists of rows only
@@ -180,8 +180,8 @@ class Table:
 
 class Lookups:
     """The embedding tables of a model, in module order. While attached, it intercepts lookups and calls
-    `arrive(index, rows)` for each gradient. `why_dense`, if not empty, is the reason for splitting no table;
-    `why_not_worth` is the reason for splitting only tables with sparse gradients."""
+    `arrive(index, rows)` for each gradient. If `why_dense` is not empty, no table is split, for this reason. If
+    `why_not_worth` is not empty, only tables with sparse gradients are split, for this reason."""
 
     def __init__(
         self, module: nn.Module, params: Sequence[torch.Tensor], why_dense: str = "", why_not_worth: str = ""
@@ -365,7 +365,8 @@ class EmbeddingRows(Lookups):
         return [Rows(table.index, 0, True) for table in sparse] if len(sparse) < len(self.replica.params) else []
 
     def choose(self, dense: set[int], num_params: int) -> list[Rows]:
-        """Tables worth sending as rows, by the last step's counts. `dense` parameters also get dense gradients."""
+        """Choose the tables worth sending as rows, based on the last step's counts. `dense` parameters also get dense
+        gradients."""
         found = []
         for number, table in enumerate(self.tables):
             most = max(one[number] for one in self._seen)
@@ -388,8 +389,8 @@ class EmbeddingRows(Lookups):
         return found
 
     def delay(self, ready_order: Sequence[int], rows: Sequence[Rows]) -> list[int]:
-        """Adjust the ready order for a plan that sends `rows` separately: other tables come last, because their lookups
-        are not recorded."""
+        """Adjust the ready order for a plan that sends `rows` separately: the other tables come last, because the
+        recorded order does not include their lookups."""
         kept = {part.gradient for part in rows}
         late = {
             table.index
@@ -399,7 +400,7 @@ class EmbeddingRows(Lookups):
         return sorted(ready_order, key=late.__contains__)
 
     def limit(self, plan: Plan) -> Plan:
-        """The plan with tables that cannot be sent as rows moved back into buckets."""
+        """Move tables that cannot be sent as rows back into buckets, and return the plan."""
         usable = {table.index for table in self.tables if table.is_plain}
         return plan.without_rows({part.gradient for part in plan.rows} - usable)
 
@@ -454,7 +455,8 @@ class _LookupHooks:
         if own is None or table is None or not own.is_open or not table.is_on or not torch.is_grad_enabled():
             return
         weight = module._parameters.get("weight")
-        # A user's hook expects the whole gradient. During backward, checkpointing repeats lookups already counted.
+        # A user's hook expects the whole gradient. During backward, checkpointing repeats lookups that were already
+        # counted.
         is_other = weight is not table.param or not table.param.requires_grad or table.param._backward_hooks
         if is_other or _why_whole(module) or current_graph_task() != -1:
             return

@@ -22,7 +22,7 @@ class SimpleReducer:
 
     def __init__(self, replica: Replica, channel: Channel, num_words: int, rows: EmbeddingRows) -> None:
         self.replica, self.channel = replica, channel
-        self.rows = rows  # without tables: every gradient is sent whole
+        self.rows = rows  # without tables, so every gradient is sent dense
         self.ready_order = list(range(len(replica.params)))
         buckets = (Bucket((Piece(index, 0, one.num_bytes),)) for index, one in enumerate(replica.gradients))
         self.plan = Plan(replica.gradients, tuple(buckets), "one bucket per gradient")

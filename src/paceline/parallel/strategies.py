@@ -1,4 +1,5 @@
-"""Strategies at run time: a codec's exchanges between ranks and the communication hook that feeds it buckets."""
+"""Strategies at run time: a codec's exchanges between ranks, and the communication hook that passes buckets to the
+codec."""
 
 from __future__ import annotations
 
@@ -206,8 +207,8 @@ def check_states(states: Sequence[Mapping[str, Any]], strategy: Strategy) -> Non
 class StrategyState:
     """State of `strategy_hook`: the codec and its memory, by parameter name. Continues where `before` stopped.
 
-    Residuals are in units of gradients: when an optimizer's learning rate changes from a to b, they are multiplied by
-    a/b. With a scaled loss they are in units of scaled gradients, and follow the scale of torch's GradScaler.
+    Residuals have the scale of gradients: when an optimizer's learning rate changes from a to b, they are multiplied by
+    a/b. With a scaled loss they have the scale of scaled gradients, and follow the scale of torch's GradScaler.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class StrategyState:
         return [self._names[id(param)] for param in group["params"] if id(param) in self._names]
 
     def _note_rate(self, names: Sequence[str], rate: Any) -> None:
-        """Make these residuals refer to this learning rate from now on, if it is above 0."""
+        """Record that these residuals now refer to this learning rate, if it is above 0."""
         if isinstance(rate, torch.Tensor) and rate.is_cuda:  # avoids waiting for the GPU
             with self.exchanges.side.borrowed():
                 self._rates |= {name: torch.where(rate > 0, rate, self._rates.get(name, rate)) for name in names}
@@ -319,7 +320,7 @@ class StrategyState:
         self._scale = None if scaler is None else self._scale if new is None else new
 
     def rescale(self, factor: Any) -> None:
-        """Rescale all stored state, including momentum, to a new unit of gradients."""
+        """Multiply all stored state, including momentum, by the factor by which the scale of the gradients changes."""
         with self.exchanges.side.borrowed():
             self.codec.rescale(list(self.codec.errors), factor)
 
@@ -346,7 +347,7 @@ class StrategyState:
         return self.codec.memory_bytes
 
     def compute_costs(self, channel: Channel, num_steps: int, held_bytes: int = 0) -> StrategyCosts:
-        """Mean costs of a step since the model was wrapped. `channel` counts messages that bypassed the codec."""
+        """Mean costs of a step since the model was wrapped, including messages of `channel` that bypassed the codec."""
         exchanges, steps = self.exchanges, max(1, num_steps)
         plain = Message(SUM, channel.sent.num_bytes).sent_bytes(channel.world_size)
         sent, memory = (exchanges.sent_bytes + plain) // steps, self.memory_bytes + held_bytes
@@ -448,7 +449,7 @@ class StrategyState:
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer, grads, params = bucket.buffer(), bucket.gradients(), bucket.parameters()
         if any(id(param) not in self._names for param in params):
-            raise ConfigError("comm_hook() was given a model other than the wrapped one", code="strategy")
+            raise ConfigError("comm_hook() got a different model from the wrapped one", code="strategy")
         names = [self._names[id(param)] for param in params]
         if self._is_first:
             with self.exchanges.side.borrowed():
@@ -467,7 +468,7 @@ _states: weakref.WeakSet[StrategyState] = weakref.WeakSet()  # states with resid
 
 
 def _read_scale(scaler: Any) -> Any:
-    """The loss scale; on a GPU, a device copy, to avoid a synchronization; None before the first loss."""
+    """The loss scale; None before the first loss. On a GPU it is a device copy, to avoid a synchronization."""
     scale = scaler._scale
     return scale if scale is None else scale.clone() if scale.is_cuda else float(scale)
 
@@ -504,7 +505,7 @@ def comm_hook(strategy: str | Strategy, model: nn.Module, group: dist.ProcessGro
     """A communication hook for torch's DistributedDataParallel. Collective: call on all ranks.
 
     Args:
-        strategy: What to send, such as "int8" (`docs/strategies.md`).
+        strategy: A strategy such as "int8" (`docs/strategies.md`).
         model: The wrapped module.
         group: Its process group; None means the default group.
 

@@ -118,7 +118,7 @@ class Sharding:
         self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
         self.overlaps = False
         self._options = dist.AllreduceOptions()
-        self._options.asyncOp = False  # there is nothing to overlap, and another thread would only add overhead
+        self._options.asyncOp = False  # nothing overlaps it, and another thread would only add overhead
         self._gathers: dict[int, tuple[Any, torch.Tensor]] = {}
         self._rows: dict[int, torch.Tensor] = {}  # by bucket: persistent memory for its values on all ranks
         self._hooks: list[Any] = []
@@ -176,7 +176,7 @@ class Sharding:
 
     def _find_mark(self) -> torch.Tensor | None:
         """The first element of another rank's shard, if this rank averages only its own. The element is otherwise
-        unused, so a change in its value shows that whole gradients were scaled."""
+        unused, so a changed value shows that whole gradients were scaled."""
         channel = self.channel
         if self._mark is None and self.is_planned and self.needs_hook and channel.device.type == "cpu":
             others = (cut for rank, cut in enumerate(self.cuts) if rank != channel.rank)

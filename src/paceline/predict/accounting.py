@@ -29,10 +29,10 @@ _LOADING, _FORWARD, _OPTIMIZER = (
     "Optimizer.step#",
 )
 _LAUNCH = "c10d::"
-# Fraction of steps, the longest ones, excluded from the mean wait for data: a restart of the workers is not typical.
+# Fraction of steps (the longest) excluded from the mean wait for data, because a restart of the workers is not typical.
 _TRIM = 0.05
-_MOST_OPERATORS = 20  # how many to keep of each step, besides `_KEPT`
-# Fraction of a rank's lateness that one operator must explain to be its cause, and the slowdown above which another
+_MOST_OPERATORS = 20  # maximum number kept per step, besides `_KEPT`
+# Fraction of a rank's lateness that an operator must explain to count as its cause. Slowdown above which another
 # program must be competing for the core. Competition takes half of a core; a busy sibling hyperthread, a hypervisor and
 # a lower clock cost up to about 40 %.
 _EXPLAINS, _COMPETING = 0.4, 1.75
@@ -59,8 +59,8 @@ class PhaseFinder:
         self, device: Any, window: tuple[float, float], span: tuple[float, float], backwards: Sequence[Any],
         sent: AbstractSet[int], resent: AbstractSet[int],
     ) -> dict[str, Any]:  # fmt: skip
-        """Fields for the record of a step whose last backward sent the messages `sent`, and earlier ones `resent`.
-        `window` is the step in host time, `span` in device time."""
+        """Fields for the record of a step. Its last backward sent the messages `sent`, and its earlier backward passes
+        sent `resent`. `window` is the step in host time, `span` in device time."""
         places = [device.place(one) for one in backwards]
         begin, forward = places[-1][0], 0.0
         for one, (first, _) in zip(backwards, places, strict=True):
@@ -209,9 +209,9 @@ def list_waits(records: Sequence[TracedStepRecord]) -> list[dict[int, float]]:
 
 
 class SlowPart(NamedTuple):
-    """Where a late rank spends more time than the others. All its operators take `slower` times as long, which explains
-    the fraction `diffuse` of the lateness. Beyond that, the operator `name` takes `more_s` longer, which explains the
-    fraction `share`."""
+    """Where a late rank spends more time than the others. All of its operators take `slower` times as long, which
+    explains the fraction `diffuse` of the lateness. Beyond that, the operator `name` takes `more_s` longer, which
+    explains the fraction `share`."""
 
     name: str
     more_s: float
@@ -230,9 +230,9 @@ class SlowPart(NamedTuple):
 
 
 def find_slow_part(records: Sequence[TracedStepRecord], rank: int | None = None) -> SlowPart | None:
-    """What makes this rank, or the last rank of each step, late; None without operators. Excludes waits for data.
-    Compares medians over the steps, because an interruption lengthens whatever runs at that moment, whereas a rank's
-    extra work is the same in each step."""
+    """Find the cause of the lateness of this rank, or of the last rank of each step; None without operators. Excludes
+    waits for data. Compares medians over the steps, because an interruption lengthens whatever runs at that moment,
+    whereas a rank's extra work is the same in each step."""
     pairs = []
     for same in group_by(records, lambda record: record.number).values():
         own = {step.rank: _split_work(step) for step in same if step.operators}

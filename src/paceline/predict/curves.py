@@ -1,6 +1,6 @@
 """The cost of an all-reduce as a function of its bytes: an interface with its implementations, a fit, and a bootstrap.
 
-A `CostCurve` applies to a fixed number of ranks; `networks` chooses the curve for a network on n ranks.
+A `CostCurve` applies to a fixed number of ranks; `networks` chooses the curve for a network and a number of ranks.
 """
 
 import bisect
@@ -33,14 +33,14 @@ _LEAST_S = 10e-6
 # Number of draws of the inputs for an interval.
 DRAWS = 40
 _SEED = 17
-# Number of errors per draw that repetitions cannot show, and of random orders tried for each error.
+# Number of errors per draw that repetitions cannot show, and number of random orders tried for each error.
 _NUM_ERRORS, _TRIES = 5, 200
 # No single host has more ranks than this.
 _MOST_ON_ONE_HOST = 512
 
 
 class CostCurve(ABC):
-    """All-reduce time in seconds by size in bytes and whether the estimate can be trusted."""
+    """All-reduce time in seconds by size in bytes, and whether the estimate can be trusted."""
 
     @abstractmethod
     def estimate_s(self, num_bytes: float) -> float:
@@ -51,7 +51,7 @@ class CostCurve(ABC):
         return np.array([self.estimate_s(size) for size in sizes])
 
     def explain(self, num_bytes: float) -> tuple[str, str]:
-        """The algorithm for a message of this size, and a reason to doubt its time (empty if there is none)."""
+        """The algorithm for a message of this size, and a reason why its time is uncertain (empty if there is none)."""
         return "measured", ""
 
 
@@ -60,9 +60,9 @@ class Resample:
     """The repetitions that a fit uses: all of them or, given a random source, a bootstrap sample drawn with
     replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
     an unstable series (`UNSTABLE`) a draw is a single repetition: more samples do not average out the disturbance of a
-    busy machine. Errors that repetitions cannot show are in standard deviations, and 0 if nothing is drawn: those of
-    the model (`error`), the measured median (`noise`), the network (`shift`), the slowdown by neighboring ranks
-    (`slowdown`), and a message's latency (`latency`)."""
+    busy machine. The other fields are errors that repetitions cannot show, in standard deviations; they are 0 if
+    nothing is drawn. They concern the model (`error`), the measured median (`noise`), the network (`shift`), the
+    slowdown by neighboring ranks (`slowdown`), and a message's latency (`latency`)."""
 
     source: random.Random | None = None
     is_unstable: bool = False
@@ -100,8 +100,8 @@ def find_nearest(counts: Iterable[int], world_size: int) -> int:
 @functools.lru_cache(maxsize=8)
 def _draw_errors(count: int) -> list[tuple[float, ...]]:
     """For each draw, its errors in standard deviations. Each error takes equally spaced quantiles of a normal
-    distribution, because a few random numbers would hardly reach its tails. Of many random orders, the one that
-    correlates least with the other errors is used: correlation would widen or narrow the spread of sums and
+    distribution, because a few random numbers would hardly reach its tails. The order is the one of many random orders
+    that correlates least with the other errors, because correlation would widen or narrow the spread of sums and
     differences."""
     source = random.Random(_SEED)
     quantiles = [statistics.NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]
@@ -232,7 +232,7 @@ FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
     # chunk accounts for the start.
     "gloo": lambda x, p: (p * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x),
     # Every rank reads 1/p of all p vectors and writes the result to all: two passes per rank over shared memory, part
-    # of which hits the rank's own caches for any p. A barrier has one flag per rank, and two to begin with.
+    # of which hits the rank's own caches for any p. A barrier costs two latencies plus one per rank.
     "shared": lambda x, p: (p + 2, (1.5 * p + 1) * x),
 }
 
@@ -304,7 +304,7 @@ def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str, launch:
         raise MeasurementError(f"a fit needs two or more sizes on two or more ranks, but got {len(points)} points")
     if any(not 0 < seconds < math.inf for _, _, seconds in points):
         raise MeasurementError("relative errors cannot be fitted to a time that is 0 or infinite")
-    # Columns relative to the measured time, and scaled to about 1 to keep the sums well conditioned.
+    # Divide columns by the measured times, and scale them to about 1 to keep the sums well conditioned.
     scale = max(moved_bytes for _, moved_bytes in work)
     u = [latencies / seconds for (latencies, _), (_, _, seconds) in zip(work, points, strict=True)]
     v = [moved_bytes / scale / seconds for (_, moved_bytes), (_, _, seconds) in zip(work, points, strict=True)]
@@ -325,13 +325,13 @@ def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str, launch:
 
 
 def fit_line(points: Iterable[tuple[int, float]]) -> FamilyCurve:
-    """A line through (bytes, seconds), as a summary for people."""
+    """A line through (bytes, seconds), for display only."""
     return fit_family([(size, 2, seconds) for size, seconds in sorted(points)], "line")
 
 
 def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, FamilyCurve]]:
-    """One line per curve (collective, backend, device, ranks, dtype, op), with one of its records for the labels.
-    Curves with one size or one rank, or whose times do not grow, are omitted."""
+    """Fit one line per curve (collective, backend, device, ranks, dtype, op); one of its records provides the labels.
+    Omits curves with a single size or rank, and curves whose times do not grow."""
     fits = []
     for curve in group_by((record for record in records if record.world_size > 1), lambda record: record.key).values():
         with contextlib.suppress(MeasurementError):
@@ -354,7 +354,8 @@ class DerivedCurve(CostCurve):
 
 
 def multiply_curve(curve: CostCurve, factor: Callable[[float], float], doubt: str = "") -> CostCurve:
-    """The curve multiplied by a factor that depends on the message size. `doubt` precedes the curve's own doubt."""
+    """The curve multiplied by a factor that depends on the message size. `doubt` precedes the curve's own reason for
+    uncertainty."""
 
     def explain(num_bytes: float) -> tuple[str, str]:
         algorithm, own = curve.explain(num_bytes)
@@ -407,7 +408,7 @@ def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
 
 
 def scale_curve(measured: MeasuredCurve, family: FamilyCurve, measured_on: int, world_size: int) -> CostCurve:
-    """A curve that was measured on one number of ranks, scaled to another by the ratio of the family's times. The
+    """Scale a curve that was measured on one number of ranks to another, by the ratio of the family's times. The
     scaling preserves the shape of the curve."""
     there, here = (replace(family, world_size=count) for count in (measured_on, world_size))
 

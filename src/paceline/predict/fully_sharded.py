@@ -26,7 +26,7 @@ _STATES = {"sgd": 1, "lars": 1, "adamw": 2, "lamb": 2}
 @dataclass(frozen=True)
 class Unit:
     """Parameters that are gathered together: their bytes, their fraction of the time before backward, and the seconds
-    of backward between the previous unit's last gradient and theirs."""
+    from the previous unit's last gradient to their last gradient."""
 
     num_bytes: int
     forward_share: float
@@ -43,7 +43,8 @@ class Blocks:
 
     @classmethod
     def read(cls, record: LayerProfileRecord) -> Blocks:
-        """The repeated blocks of a profile, whose names contain numbers; all others belong to the root unit."""
+        """Read the repeated blocks of a profile, whose names contain numbers. All other blocks belong to the root
+        unit."""
         names = [block.name for block in record.blocks if any(part.isdigit() for part in block.name.split("."))]
         if not names:  # no layer is repeated: each one is a unit
             names = [block.name for block in record.blocks]
@@ -109,7 +110,7 @@ def simulate_fully_sharded(job: Job, blocks: Blocks, costs: MachineCosts, world_
     send("reduce-scatter", root)
     line.drain()
     over_s = line.now_s - before_s
-    local_s = job.computing_s - before_s  # so waits in forward count as exposed, too
+    local_s = job.computing_s - before_s  # so waits in forward also count as exposed
     return SimulatedStep(tuple(spans), backward_s, over_s, before_s, job.after_s / world_size, local_s)
 
 
@@ -138,12 +139,13 @@ def estimate_memory(job: Job, strategy: Strategy | None, blocks: Blocks, num_sta
     if strategy is None:
         root, units = blocks.list_units(job)
         largest = max((unit.num_bytes for unit in units), default=0)
-        # One unit computes while the next one arrives, and the gradients of a third leave.
+        # Three units are in memory: one computes, the next is being gathered, and the last one's gradients are being
+        # sent.
         whole = root.num_bytes + min(3, len(units)) * largest
         return math.ceil((2 + num_states) * size / world_size) + whole
     states = num_states * size / (world_size if strategy.is_sharded else 1)
     has_residuals = strategy.feedback and strategy.codec not in ("dense", "bf16")
-    kept = 2 * size if has_residuals else 0  # those of the last step and of this one
+    kept = 2 * size if has_residuals else 0  # residuals of the last step and of this one
     if strategy.outer:  # the parameters at the last exchange, and the momentum of the outer optimizer
         kept = size * (2 if strategy.momentum or strategy.outer == "diloco" else 1)
     return math.ceil(2 * size + states + kept)

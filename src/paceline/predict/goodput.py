@@ -1,26 +1,26 @@
 """Goodput: the productive fraction of a job's time, given random faults and the cost of checkpoints and recovery.
 
-Faults occur at a constant rate, one per `mtbf_s` seconds on average, also while the job recovers. A period is
+Faults occur at a constant rate, one per `mtbf_s` seconds on average, also while the job recovers. A period consists of
 `interval_s` seconds of steps and the stall of a save. The checkpoint is written in the background and counts once it is
 on disk. After a fault the job returns to the newest checkpoint (`restart`), or continues from a living replica and
 repeats the interrupted step (`spare`, `shrink`), unless the fault left no replica.
 
 The mean times are exact for such faults. The derivation, in words, with r = 1 / mtbf_s:
 
-- A stretch of x seconds has no fault with probability e^-rx, and lasts (1 - e^-rx) / r on average until its end or its
-  fault. If it starts again after each fault and a recovery of mean time F, its mean time E is
+- A stretch of x seconds has no fault with probability e^-rx. The mean time until its end or its first fault is
+  (1 - e^-rx) / r. If it starts again after each fault and a recovery of mean time F, its mean time E is
   (1 - e^-rx) / r + (1 - e^-rx) (F + E), so E = (e^rx - 1) (1 / r + F).
 - A restart of R seconds is such a stretch. After each fault, it begins once the fault is detected, D seconds later:
   F = e^rR D + (e^rR - 1) / r.
-- So a period takes e^rR (e^r(interval + save) - 1) (1 / r + D): Daly's formula (2006), with D. For rare faults, its
-  optimum is Young's interval, sqrt(2 save mtbf).
+- So a period takes e^rR (e^r(interval + save) - 1) (1 / r + D). This is Daly's formula (2006), extended by D. For rare
+  faults, its optimum is Young's interval, sqrt(2 save mtbf).
 - With a write of B seconds, consider the moments at which a checkpoint reaches the disk. Without a fault, the next one
   is a period away; after a fault it is B seconds further away, since the job returns to the step at which the
   checkpoint was taken. The sum of both cases gives a factor of e^rB.
-- If replicas survive, a step is the stretch that starts again, and a fault without a replica ends the period. Each
-  step has a probability of finishing without one, and the same sums are taken over steps.
+- If replicas survive, only the interrupted step starts again, and a fault that leaves no replica ends the period. Each
+  step has a probability of finishing without such a fault, and the same sums are taken over steps.
 
-`simulate_faults` draws the same process, for the spread over a limited time and as a check of the sums.
+`simulate_faults` draws the same process, to find the spread over a limited time and to check the sums.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ _MOST_EXPONENT = 600.0  # beyond this, no period ever finishes
 class Policy:
     """Costs of saves and faults, in seconds. A fraction `lost` of faults leaves no replica.
 
-    Such a fault is detected after `detect_s`; the lost rank can be started after `wait_s`, which takes `restart_s`.
-    After any other fault, the living ranks need `takeover_s`, which begins again if another fault occurs, and lose
-    `slower_s` in total while a rank is missing. `num_idle` ranks are spares that wait for a fault.
+    Such a fault is detected after `detect_s`; the lost rank can be restarted after another `wait_s`, and the restart
+    takes `restart_s`. After any other fault, the living ranks take `takeover_s` to continue, or start over if another
+    fault occurs, and lose `slower_s` in total while a rank is missing. `num_idle` ranks are spares that wait for a
+    fault.
     """
 
     name: str
@@ -155,7 +156,7 @@ class Policy:
             total = _integrate(rate, min(until_s, interval_s))
             return total + interval_s * max(0.0, math.exp(-rate * interval_s) - math.exp(-rate * until_s))
 
-        # Until the first checkpoint is durable, then from each durable checkpoint to the next.
+        # First the time until the first checkpoint is durable, then the time from each durable checkpoint to the next.
         first = collect(first_s + self.write_s) + math.exp(-rate * first_s) * collect(self.write_s)
         later = collect(period_s + self.write_s) - collect(self.write_s)
         later += math.exp(-rate * period_s) * collect(self.write_s)
@@ -203,7 +204,7 @@ def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: r
         return clock_s >= seconds
 
     def place() -> float:
-        """The position in the run if the first save had waited like the others."""
+        """The position in a run whose first save waits like the others."""
         return running_s + (waits_s if running_s > interval_s else 0.0)
 
     def count_work() -> float:
@@ -246,8 +247,8 @@ def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: r
 @dataclass(frozen=True)
 class Faults:
     """Fault statistics of a job of `ranks`. `all_lost` is the fraction of faults that leave no replica. `repair_s` is
-    the time until a lost rank's place can be used again. `usable` is how many ranks can share the global batch equally
-    while one is missing; None means all others."""
+    the time until a lost rank's place can be used again. `usable` is the number of ranks that can share the global
+    batch equally while one rank is missing; None means all others."""
 
     mtbf_s: float
     ranks: int
@@ -292,7 +293,7 @@ def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
         spares = count_spares(faults, costs["restart"])
         found.append(replace(restart, name="spare", lost=faults.all_lost, takeover_s=costs["spare"], num_idle=spares))
     if "shrink" in costs and faults.ranks > 1:
-        # Fewer ranks share each batch until the lost rank returns, which causes a second pause.
+        # Fewer ranks share each batch until the lost rank returns. Its return causes a second pause.
         slower_s = missing_s * (1 - faults.ranks_after / faults.ranks) + costs["shrink"]
         found.append(
             replace(restart, name="shrink", lost=faults.all_lost, takeover_s=costs["shrink"], slower_s=slower_s)
@@ -331,7 +332,7 @@ class Goodput:
 
     @property
     def fault_s(self) -> float:
-        """The mean cost of a fault in seconds."""
+        """The mean time lost to a fault in seconds."""
         return self.failing * self.policy.mtbf_s
 
     @property
@@ -348,7 +349,7 @@ def average_costs(records: Sequence[CostRecord], source: random.Random | None = 
         if source is not None and record.source == "measured":
             if len(seconds) == 1:
                 seconds = [seconds[0] * math.exp(source.gauss(0.0, _ONCE))]
-            elif record.name != "step":  # there are many steps, so their median is precise
+            elif record.name != "step":  # with many steps, the median is precise
                 seconds = source.choices(seconds, k=len(seconds))
         found[record.name] = statistics.median(seconds) if record.name == "step" else statistics.fmean(seconds)
     return found
@@ -386,6 +387,6 @@ def is_ahead(first: Goodput, second: Goodput) -> bool:
 
 
 def estimate_save_interval(stalls_s: Sequence[float], write_s: float, mtbf_s: float, lost: float = 1.0) -> float:
-    """The best time between the end of a save and the next one, in seconds, from the stalls of the last saves. A
-    fraction `lost` of the faults needs a checkpoint. The recovery time hardly matters."""
+    """Estimate the best time in seconds between the end of a save and the next save, from the stalls of the last saves.
+    A fraction `lost` of the faults needs a checkpoint. The recovery time hardly matters."""
     return Policy("", mtbf_s, statistics.fmean(stalls_s), write_s, lost=lost).find_best_interval()

@@ -39,9 +39,9 @@ class Lookup:
 class Job:
     """Gradients in ready order with their ready times, and the rest of the step, all for a single rank. `ready_s`
     counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
-    optimizer. `device` is the compute device, empty if unknown; `notes` are the assumptions made. `lookups` are parts
-    that `split` can send as rows: it moves them to `tail`, after the last bucket, each with the size of an all-reduce
-    that moves the same number of bytes."""
+    optimizer. `device` is the compute device, or empty if unknown. `notes` list the assumptions. `lookups` are parts
+    of gradients that can be sent as rows. `split` moves them to `tail`, which is sent after the last bucket. Each has
+    the size of an all-reduce that transfers the same number of bytes."""
 
     gradients: tuple[Gradient, ...]
     ready_s: tuple[float, ...]
@@ -85,7 +85,7 @@ class Job:
 
     @property
     def local_s(self) -> float:
-        """The step of one rank alone."""
+        """The step time of one rank alone."""
         return self.computing_s + self.after_s
 
     def cut(self, cap_bytes: int) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ def read_parameters(
 
 
 def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float, float]:
-    """The times before and after backward in the plain step. Time outside any phase counts as before backward."""
+    """The time before and after backward in the plain step. Time outside any phase counts as time before backward."""
     forward_s, after_s = resample.median(record.forward), resample.median(record.optimizer)
     rest_s = max(0.0, resample.median(record.timing) - forward_s - resample.median(record.backward) - after_s)
     return forward_s + rest_s, after_s
@@ -211,8 +211,8 @@ def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -
     return draws
 
 
-# The tensors of a GPT-2 block in the order in which their gradients are ready, with their parameters as multiples of
-# width^2 and of width. Each is ready in proportion to the matrix products done by then: two per weight, which take
+# The tensors of a GPT-2 block in the order in which their gradients are ready, with parameter counts in units of
+# width^2 and of width. Ready times are proportional to the number of matrix products done by then: two per weight take
 # nearly all the time.
 _GPT2_BLOCK = (
     ("mlp.c_proj", 4, 1), ("mlp.c_fc", 4, 4), ("ln_2", 0, 2), ("attn.c_proj", 1, 1), ("attn.c_attn", 3, 3),
@@ -224,9 +224,10 @@ def build_job_from_tables(
     sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord], untied: bool = False
 ) -> Job:
     """The job described by two tables. Layers run backward in the reverse of their order in `sizes`; a layer without a
-    time is assumed to take none. If the first and the last layer of a language model have equal sizes, they are one
-    tied tensor, whose gradient is complete only when the first layer's is, unless they are `untied` or the `total` row
-    counts both. Blocks of GPT-2's size are divided into their tensors, since buckets consist of tensors."""
+    time is assumed to take none. If the first and the last layer of a language model have equal sizes, they are treated
+    as one tied tensor, whose gradient is complete only when the first layer's is. They count as two tensors if `untied`
+    is set or the `total` row includes both. Blocks of GPT-2's size are divided into their tensors, since buckets
+    consist of tensors."""
     if not sizes:
         raise RecordError("no layers: the table of sizes is empty")
     totals = [record.num_params for record in sizes if record.layer.strip().lower() == "total"]
@@ -250,7 +251,7 @@ def build_job_from_tables(
         once = f"are one tied tensor ({known}): counted once, ready at the end of backward"
         notes.append(f"{last.layer} and {first.layer} {once}")
     elif is_like_tied:
-        why = "as given" if untied else "the total counts both"
+        why = "as specified" if untied else "the total counts both"
         notes.append(f"{last.layer} and {first.layer} are two tensors ({why})")
     if untimed := [record.layer for record in sizes if _normalize(record.layer) not in seconds]:
         notes.append(f"no times for {', '.join(untimed)}: assumed to take 0 s")
@@ -276,7 +277,8 @@ def build_job_from_tables(
         raise RecordError("no layer times: each layer needs a row `NAME grad` with the seconds of its backward")
     if taken_apart:
         notes.append(f"{taken_apart} blocks are divided into GPT-2's tensors, ready in proportion to matrix products")
-    # The `backward` row is the time outside any layer; in some tables it covers only the call, microseconds on a GPU.
+    # The `backward` row is the time outside any layer. In some tables it is only the time of the call, which on a GPU
+    # is microseconds.
     whole_s = now_s + phases.get("backward", 0.0) + math.fsum(seconds[layer] for layer in unknown)
     if whole_s > 1.001 * now_s:
         took = f"layers with gradients take {format_ms(now_s)} of {format_ms(whole_s)} ms of backward"

@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MemoryMark:
-    """A moment of the step: the phase that begins there (may be empty), and tensors as (address, bytes, category)."""
+    """A moment in the step: the phase that begins there (or empty), and tensors as (address, bytes, category)."""
 
     phase: str
     blocks: tuple[tuple[int, int, str], ...]
@@ -140,7 +140,7 @@ def build_memory(events: Sequence[dict[str, Any]], marks: MemoryMarks) -> Memory
 
     edges_us = np.array([moment_us for _, moment_us in phases])
     edges_s, names = at_s(edges_us).tolist(), [name for name, _ in phases[:-1]]
-    firsts = np.searchsorted(points, edges_us, side="right") - 1  # memory held when a phase begins counts toward it
+    firsts = np.searchsorted(points, edges_us, side="right") - 1  # memory held when a phase begins counts there
     lasts = np.maximum(firsts[:-1] + 1, np.searchsorted(points, edges_us[1:]))
     both = np.vstack([held, held.sum(axis=0)])
     largest = [tuple(both[:, a:b].max(axis=1).tolist()) for a, b in zip(firsts[:-1], lasts, strict=True)]

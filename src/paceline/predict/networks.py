@@ -43,16 +43,17 @@ class Correction:
     ramp: float = 0.0
 
 
-# Standard deviations of log(time) by message size, interpolated linearly over log(size): for a corrected data sheet,
-# and for a published table applied to another site's machine of the same kind.
+# Standard deviations of log(time) by message size, interpolated linearly over log(size). The first is for a corrected
+# data sheet, the second for a published table applied to the same kind of machine at another site.
 Errors = Sequence[tuple[int, float]]
 SHEET_ERRORS: Errors = ((MIB // 4, 0.65), (4 * MIB, 0.45), (128 * MIB, 0.45))
 SITE_ERRORS: Errors = ((MIB // 4, 0.6), (4 * MIB, 0.55), (128 * MIB, 0.45))
-# Factor on published times at other sites. nccl-tests takes equally long there on average, but a message of a torch
-# program takes about 1.5 times as long, because messages do not follow each other immediately.
+# Factor on published times at other sites. On average nccl-tests takes equally long there, but a torch program's
+# messages take about 1.5 times as long, because they are not sent back to back.
 SITE_FACTOR = 1.3
 CORRECTION = Correction(overhead_s=7e-6, latency=1.9, efficiency=0.76, ramp=1.0)
-# We found no table for a link of up to 25 Gb/s. Our own 1 Gb/s link shows that TCP saturates it but starts slowly.
+# We found no published table for links of up to 25 Gb/s. On our own 1 Gb/s link, TCP reaches the full rate but starts
+# slowly.
 _SLOW_BYTES_PER_S, SLOW = 25e9 / 8, Correction(overhead_s=200e-6, latency=4.0, efficiency=0.95)
 # The error of a measured sweep on other rank counts grows with the square root of the doublings between them. From one
 # node to several, times grow by a factor that depends on the size and is itself uncertain.
@@ -62,8 +63,8 @@ FIRST_NODE, FIRST_NODE_ERROR = ((MIB // 4, 1.5), (4 * MIB, 2.5)), 0.5
 _MOST_GPUS = 8
 # The fraction of the latency inside a node that does not grow with the ranks: NCCL's launch. Between nodes it is small.
 _LAUNCH = 0.7
-# By family: the number of threads per rank that move its messages, and the exponent of (threads / cores) with which
-# messages slow down when threads wait for a core. A barrier in shared memory waits for all threads.
+# By family: how many threads per rank move messages, and the exponent of (threads / cores) by which messages slow down
+# when threads wait for a core. A barrier in shared memory waits for all threads.
 _CROWDING = {"gloo": (2, 0.8), "shared": (1, 1.3)}
 
 
@@ -121,7 +122,7 @@ class Network:
 
     @property
     def as_written(self) -> Network:
-        """The data sheet without corrections, as used for emulation."""
+        """The network at its nominal speed, without corrections, as used for emulation."""
         return replace(self, correction=Correction())
 
     def describe(self, place: str) -> str:
@@ -188,7 +189,7 @@ def find_network(text: str) -> Network:
     if match := _CUSTOM.fullmatch(re.sub(r"\s", "", text)):
         rate, prefix, unit, latency, second = match.groups()
         bytes_per_s = float(rate) * _PREFIXES[prefix] / (1 if unit == "B" else 8)
-        return _correct(Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as given"))
+        return _correct(Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as specified"))
     listed = f"use one of {', '.join(known)}, or a rate and latency such as 10Gb/s,50us"
     raise ConfigError(f"unknown network {text!r}: {suggest(name, known)}{listed}")
 
@@ -227,9 +228,9 @@ def describe_uncertainty(networks: Iterable[Network]) -> str:
 
 @dataclass(frozen=True)
 class AssumedFabric:
-    """A network by name. With several ranks per node it connects the nodes, and `inside`, a network or a sweep,
-    connects the ranks of a node. A published network has its own nodes. `shift` moves all times by that many standard
-    deviations of the network's uncertainty."""
+    """A named network. With several ranks per node, it connects the nodes, and `inside`, a network or a sweep,
+    connects the ranks of a node. A published network defines its own nodes. `shift` moves all times by that many
+    standard deviations of the network's uncertainty."""
 
     network: Network
     inside: Network | MeasuredFabric
@@ -279,7 +280,7 @@ class AssumedFabric:
         if asked == "two-level" or (per_node > 1 and is_measured):
             return two_level
         slower = self.network
-        if per_node > 1:  # a flat algorithm crosses both kinds of links and is limited by the slower
+        if per_node > 1:  # a flat algorithm uses both kinds of links and is limited by the slower one
             assert isinstance(inside, Network)
             latency_s = max(slower.latency_s, inside.latency_s)
             rate = min(slower.bandwidth_bytes_per_s, inside.bandwidth_bytes_per_s)
@@ -295,7 +296,7 @@ class AssumedFabric:
         return self._on(self.inside, ("ring",), self.ranks_per_node), nodes
 
     def _on(self, network: Network | MeasuredFabric, names: Iterable[str], count: int, place: str = "") -> CostCurve:
-        """The cost curve of a network on this many ranks: measured, or that of the fastest of several algorithms."""
+        """The cost curve of a network on this many ranks: the measured curve, or the fastest of several algorithms."""
         if isinstance(network, MeasuredFabric):
             return network.build_curve(count)
         if network.sweeps:
@@ -343,9 +344,9 @@ def _group_sweeps(points: Iterable[tuple[int, int, tuple[float, ...]]]) -> dict[
 @dataclass(frozen=True)
 class MeasuredFabric:
     """Sweeps of one backend. Measured rank counts are used as they are; others are scaled from the nearest one with the
-    fits. `sweeps` maps ranks and sizes, both ascending, to the seconds of all repetitions. `what` is the name with
-    device and dtype. `ranks_per_node` ranks share a node (0 if unknown); measurements on one node do not predict
-    several nodes well. `cores` are the host's cores that move messages (0 if none). `errors` are the standard
+    fits. `sweeps` maps ranks and sizes, both ascending, to the seconds of all repetitions. `what` is the name of the
+    sweep, with device and dtype. `ranks_per_node` ranks share a node (0 if unknown); measurements on one node do not
+    predict several nodes well. `cores` are the host's cores that move messages (0 if none). `errors` are the standard
     deviations of the sweeps themselves, and `shift` moves the times by that many standard deviations."""
 
     name: str
@@ -465,7 +466,8 @@ def build_measured_fabric(
 ) -> MeasuredFabric:  # fmt: skip
     """The sweep of one backend, with its algorithm's known family unless one is specified. `memory` selects the records
     if a backend was measured on both ordinary and shared memory; the buckets of Paceline's wrapper are in shared
-    memory. `ranks_per_node` applies if the records lack it, and `cores` if they were measured on one host."""
+    memory. `ranks_per_node` applies only if the records do not contain it, and `cores` only if they were measured on
+    one host."""
     curves.check_algorithm(algorithm)
     if algorithm == "two-level":
         raise ConfigError("algorithm two-level cannot be fitted to one sweep: use a --network with --ranks-per-node")
@@ -485,7 +487,7 @@ def build_measured_fabric(
         remedy = "keep the rows of one dtype" if is_of_one else "choose one with --backend"
         raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): {remedy}")
     if len(sources := dict.fromkeys(record.note for record in records if record.source == "imported")) > 1:
-        raise ConfigError(f"the table has several sources ({'; '.join(sources)}): keep the rows of one")
+        raise ConfigError(f"the table has several sources ({'; '.join(sources)}): keep the rows of one source")
     fits_host = max(cores, *(record.world_size for record in records)) if cores else 0
     per_node = find_ranks_per_node(records, ranks_per_node if ranks_per_node > 1 else fits_host or ranks_per_node)
     own = {"gloo": ("gloo",), "shm": ("shared",)}.get(canonical_backend(records[0].backend), ("ring", "tree"))
@@ -530,7 +532,7 @@ def _name(record: CollectiveRecord) -> str:
 
 
 def list_seconds(record: CollectiveRecord) -> tuple[float, ...]:
-    """Times without the wait for a late rank, if the clocks show it; a single time if the table has only one."""
+    """Times without the wait for a late rank, if the clocks show this wait; a single time if the table has only one."""
     if isinstance(record.timing, Samples):
         return record.timing.from_last_arrival_s or record.timing.reduced_s
     return (record.time_s,)

@@ -67,8 +67,8 @@ class Evidence:
 
     @cached_property
     def too_short(self) -> list[StepRecord]:
-        """Disturbed steps that lost more time than messages overlapped, so they could not measure contention. Depends
-        only on medians, so every draw has the same sizes."""
+        """Disturbed steps that lost more time than their messages overlapped, so that they do not show contention.
+        Depends only on medians, so every draw has the same sizes."""
         resample = Resample()
         backward_s = resample.median(self.plain.phase("backward")) if self.disturbed else 0.0
         found = ((record, *_find_overlap(record, resample, backward_s)[1:]) for record in self.disturbed)
@@ -80,9 +80,9 @@ class Evidence:
 
     @cached_property
     def idle_share(self) -> float:
-        """The part of the smallest message's time in the sweep that a message in a GPU's queue does not take: the
-        launch, the wait for the last rank, and the return to the host. Two messages launched together take that much
-        less than twice the time of one. Depends only on medians, so it is the same in every draw."""
+        """The part of the smallest message's time in the sweep that a queued message on a GPU does not take: the
+        launch, the wait for the last rank, and the return to the host. Two messages launched together take twice the
+        time of one, minus this part. Depends only on medians, so it is the same in every draw."""
         if self.plain.device != "cuda" or self.servers > 1 or not self.pairs:
             return 0.0
         resample = Resample()
@@ -93,21 +93,21 @@ class Evidence:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What a wrapper and its messages cost a rank, on any network; None if not measured. `neighbours` maps the number
-    of ranks on a host to their compute time relative to the profile, whose own number comes first. Steps with messages
-    of the sizes in `too_short` could not measure contention."""
+    """What a wrapper and its messages cost a rank, on any network; None if not measured. `neighbors` maps the number
+    of ranks on a host to their compute time relative to the profile's; the profile's own number comes first. Steps with
+    messages of the sizes in `too_short` could not measure contention."""
 
     launch_s: float = 0.0
     gather_s_per_byte: float = 0.0
     contention: Contention | None = None
-    neighbours: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    neighbors: tuple[tuple[int, float], ...] = ((1, 1.0),)
     wrapper: str = ""
     too_short: tuple[int, ...] = ()
 
 
 def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCurve | None = None) -> RankCosts:
-    """Fit by medians. The wrapper's copy time is that of one bucket without its launch, or 0 if it is within the noise.
-    `curve` is the cost curve of the messages in the disturbed steps."""
+    """Fit the costs to medians. The wrapper's copy time is the time of one bucket minus its launch, or 0 if that is
+    within the noise. `curve` is the cost curve of the messages in the disturbed steps."""
     resample = resample or Resample()
     median, one, each, profile = resample.median, evidence.one_bucket, evidence.bucket_each, evidence.profile
     launch_s = max(0.0, median(each.timing) - median(one.timing)) / max(1, each.num_buckets - one.num_buckets)
@@ -116,10 +116,10 @@ def fit_rank(evidence: Evidence, resample: Resample | None = None, curve: CostCu
     contention = _fit_contention(evidence, curve, resample, backward_s)
     times = {record.world_size: median(record.timing) for record in evidence.together}  # one entry per number of ranks
     first_s = next(iter(times.values()), 0.0)
-    neighbours = tuple((count, max(1.0, time_s / first_s)) for count, time_s in times.items())
-    neighbours = neighbours or ((evidence.plain.world_size, 1.0),)
+    neighbors = tuple((count, max(1.0, time_s / first_s)) for count, time_s in times.items())
+    neighbors = neighbors or ((evidence.plain.world_size, 1.0),)
     too_short = tuple(sorted({record.message_bytes for record in evidence.too_short}))
-    return RankCosts(launch_s, gather_s / profile.num_bytes, contention, neighbours, one.wrapper, too_short)
+    return RankCosts(launch_s, gather_s / profile.num_bytes, contention, neighbors, one.wrapper, too_short)
 
 
 def find_evidence(records: Sequence[Record]) -> Evidence | None:
@@ -142,12 +142,12 @@ def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
         found, percent = rank.contention, "{:.0%}".format
         columns = ((format_bytes, found.sizes), (percent, found.compute_rates), (percent, found.message_rates))
         sizes, compute, message = (" and ".join(map(say, values)) for say, values in columns)
-        speeds = f"compute runs at {compute} of its speed, messages at {message}"
+        speeds = f"compute runs at {compute} of its normal speed, messages at {message}"
         lines.append(f"measured: while messages of {sizes} are in flight, {speeds}")
     if rank.too_short:
         sizes = " and ".join(map(format_bytes, rank.too_short))
         lines.append(f"contention could not be measured with messages of {sizes}: this backward is too short")
-    for count, factor in rank.neighbours[1:]:
+    for count, factor in rank.neighbors[1:]:
         lines.append(f"measured: with {count} ranks on the host, compute takes {factor:.2f} times as long")
     return lines
 
@@ -155,7 +155,7 @@ def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
 def fit_job(
     evidence: Evidence, curve: CostCurve | None = None, resample: Resample | None = None
 ) -> tuple[Job, MachineCosts]:
-    """Fit the job and its costs by medians. `curve` replaces the measured messages if the network is emulated."""
+    """Fit the job and its costs to medians. `curve` replaces the measured messages if the network is emulated."""
     resample = resample or Resample()
     median = resample.median
     plain, one, profile = evidence.plain, evidence.one_bucket, evidence.profile
@@ -228,7 +228,7 @@ def _fit_contention(
         alone_s = _find_s(record, "alone", resample) if known is None else known.estimate_s(record.message_bytes)
         moved_s = max(0.0, alone_s - (under_way_s - overlapped_s))
         compute_rate = _limit(1 - delay_s / overlapped_s)
-        # The time that compute loses goes to the message: a core is never idle while both want it.
+        # The message gains the time that compute loses: a core is never idle while both need it.
         message_rate = _limit(max(moved_s / overlapped_s, 1 - compute_rate))
         rates[record.message_bytes] = compute_rate, message_rate, alone_s
     if not rates:
@@ -242,9 +242,9 @@ def _fit_contention(
 @dataclass(frozen=True)
 class Draw:
     """All inputs of a step: the best estimates, or a draw. `error` is the model's own error as a fraction of exposed
-    communication, and `noise` the logarithm of the error of the measured median that a prediction is compared with.
+    communication. `noise` is the logarithm of the error of the measured median that a prediction is compared with.
     `wait_s` is the random wait for the slowest rank, `slow_s` the part of the job that is due to a rank that is always
-    slower, and `local_s` the step of one rank alone. `layout` has the buckets if they are fixed."""
+    slower, and `local_s` the step time of one rank alone. `layout` has the buckets if they are fixed."""
 
     job: Job
     costs: MachineCosts
@@ -261,7 +261,7 @@ class Draw:
 
 
 class Calibration(NamedTuple):
-    """Costs with one unknown factor, calibrated to measured steps: the factor that each step needs, and the seconds
+    """Costs with one unknown factor, calibrated to measured steps: the factor that explains each step, and the seconds
     that remain unexplained."""
 
     scale: Callable[[float], MachineCosts]
@@ -307,16 +307,16 @@ _NO_STEP = SimulatedStep((), 0.0, 0.0, 0.0, 0.0, 0.0)
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """A predicted step: the row of every prediction. A measured step should lie between `low_s` and `high_s` in 90 % of
-    cases. `exposed_s` is exposed communication, `local_s` the step of one rank alone, and `step` the simulated one,
-    which does not include random waits. `straggler_s` is what the slowest rank adds. `drawn_s` is the step time in each
-    draw, and `drawn_local_s` that of one rank alone.
+    cases. `exposed_s` is exposed communication, `local_s` the step time of one rank alone, and `step` the simulated
+    step, which does not include random waits. `straggler_s` is the time that the slowest rank adds. `drawn_s` is the
+    step time in each draw, and `drawn_local_s` that of one rank alone.
 
     It applies to `world_size` ranks on a `network` with a `strategy`. `cuts` are the ends of the buckets, which come
     from a `plan` or from the cap `cap_bytes` (0 if no cap produces them). All caps on the `plateau` are equally good,
     and `default_step_s` is the step time with torch's default buckets. `message_s` is the time of a single message with
     all gradients, `sent_bytes` the bytes that a rank sends per step, `neighbours_s` the slowdown caused by other ranks
-    on a CPU host, `algorithm` the all-reduce algorithm, `bound` the bottleneck, and `doubt` a reason not to trust the
-    row.
+    on a CPU host, `algorithm` the all-reduce algorithm, `bound` the bottleneck, and `doubt` a reason why the row may be
+    wrong.
 
     `measured` is the record of the same step if it was run; it must not be used if it `is_disturbed`. `ratios` compare
     the step with others, by name, and `status` is the conclusion.
@@ -401,7 +401,7 @@ class Prediction:
 
     @property
     def gain(self) -> float:
-        """The fraction of a step that these buckets save compared with the default ones."""
+        """The fraction of the step time that these buckets save compared with the default."""
         return 1 - self.step_s / self.default_step_s
 
     @property
@@ -434,7 +434,7 @@ class Prediction:
 
     @property
     def same_layout(self) -> bool:
-        """Whether the wrapper used the simulated buckets; also true if it did not run."""
+        """Whether the wrapper used the simulated buckets; also True if it did not run."""
         return self.measured is None or self.measured.bucket_bytes == self.bucket_bytes
 
     def compare(self, other: Prediction) -> Interval:
@@ -451,8 +451,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best buckets, and the wrapper's default. `is_clear` means that they are better in nearly all draws, and by
-    more than the noise."""
+    """The best buckets and the wrapper's default. `is_clear` means that the best buckets win in nearly all draws, and
+    by more than the noise."""
 
     best: Prediction
     default: Prediction
@@ -489,7 +489,7 @@ class Predictor:
         return cls(*draw(build), timing.median_s, noise)
 
     def change(self, change: Callable[[Job, MachineCosts, Resample], MachineCosts]) -> Predictor:
-        """The same job with another strategy, which sends whole gradients; also applied to the draws."""
+        """The same job with another strategy, which sends whole gradients. The draws change as well."""
 
         def send(one: Draw, resample: Resample) -> Draw:
             job = one.job.whole or one.job
@@ -518,7 +518,8 @@ class Predictor:
         )
 
     def compare(self, mine: Prediction, other: Prediction) -> Interval:
-        """The ratio of one prediction to another. Its lower end is bounded by the most that any plan can save."""
+        """The ratio of one prediction to another. Its lower bound is limited by the largest saving possible with any
+        plan."""
         ratio = mine.compare(other)
         return replace(ratio, low=min(ratio.value, max(ratio.low, 1 - self.limit_gain(other.cuts).share)))
 
@@ -554,7 +555,8 @@ class Predictor:
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     def cut_like(self, bucket_bytes: Sequence[int]) -> tuple[int, ...]:
-        """The cuts that produce a wrapper's bucket sizes, or the nearest cuts if it orders gradients differently."""
+        """The cuts that produce a wrapper's bucket sizes, or the nearest cuts if the wrapper orders gradients
+        differently."""
         return cut_like(self.job.totals, bucket_bytes)
 
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:
@@ -577,6 +579,6 @@ class Predictor:
 
     def build_plan(self, gradients: Sequence[Gradient], cuts: Sequence[int], rule: str) -> Plan:
         """The plan for a wrapper, whose gradients are in model definition order."""
-        # Parameters that never had a gradient are sent last, in the last bucket.
+        # Parameters that never received a gradient are sent last, in the last bucket.
         order = self.job.order(gradients)
         return plan_by_cuts(gradients, order, [*cuts[:-1], len(order)], rule, self.job.list_rows(gradients))

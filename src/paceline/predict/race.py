@@ -5,7 +5,7 @@ of the median ratio uses order statistics, so it holds for any distribution. It 
 are correlated, for example by noise that lasts for several rounds. Results are tested after 16, 32, 64, ... rounds, and
 a decision, once made, is final. Each test spends a part of the 5 % error, so all claims against the default hold
 together in 95 % of comparisons. Claims between other plans have another 5 %. A persistent difference between replicas,
-such as where their memory lies, counts as a difference between their plans.
+such as the location of their memory, counts as a difference between their plans.
 """
 
 import itertools
@@ -24,8 +24,9 @@ VERDICTS = ("use", "default", "flat", "undecided")
 
 @dataclass(frozen=True)
 class Limit:
-    """Upper bounds for every plan, as fractions of the default's step and from the upper ends of 90 % intervals:
-    `share` is the largest possible saving, and `adds` is the exposed communication, which no plan can save entirely."""
+    """Upper bounds that hold for every plan, as fractions of the default's step time, at the upper ends of 90 %
+    intervals. `share` is the largest possible saving. `adds` is the time that communication adds to the step, which no
+    plan can remove entirely."""
 
     share: float = math.inf
     adds: float = math.inf
@@ -85,7 +86,8 @@ def spend(look: int, num_pairs: int) -> float:
 
 
 def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float) -> Interval:
-    """The ratio of `mine` to `theirs` in the rounds that both have; `error` is the error probability on each side.
+    """The ratio of `mine` to `theirs` in the rounds that both took part in; `error` is the error probability on each
+    side.
 
     The number of ratios below the true median follows a binomial(n, 1/2) distribution.
     """
@@ -100,14 +102,14 @@ def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float)
         place = sum(1 for _ in itertools.takewhile(lambda count: count <= error * 2**n, below))
     place = math.floor(n / 2 - (n / 2 - place) * math.sqrt(_estimate_inflation(in_order)))
     value = math.exp(statistics.median(ratios))
-    if place < 1:  # too few for an interval
+    if place < 1:  # too few rounds for an interval
         return Interval(value, 0.0, math.inf)
     return Interval(value, math.exp(ratios[place - 1]), math.exp(ratios[n - place]))
 
 
 def _estimate_inflation(values: Sequence[float]) -> float:
-    """Variance inflation of the count below the median, from how often nearby values lie on the same side of it. 1 if
-    the values are independent or too few to tell."""
+    """Variance inflation of the count below the median, from how often nearby values lie on the same side of it.
+    Returns 1 if the values are independent or too few to tell."""
     n, median = len(values), statistics.median(values)
     sides = [(value > median) - (value < median) for value in values]
     reach = min(n - 1, math.ceil(2 * n ** (1 / 3)))
@@ -120,8 +122,8 @@ def _estimate_inflation(values: Sequence[float]) -> float:
 
 def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Iterable[Interval] | None = None) -> str:
     """The verdict from the ratios of the plans to the default: `use` a faster plan, keep the `default` because it is
-    best, `flat`, or `undecided`. Plans are flat if all are within 1 % of the default. They are also flat if none
-    can save 1 %, no median saves as much, and none is shown to be more than 1 % slower. `left` are the plans that may
+    best, `flat`, or `undecided`. Plans are flat if all are within 1 % of the default. They are also flat if no plan can
+    save 1 %, no median saves 1 %, and no plan is shown to be more than 1 % slower. `left` lists the plans that may
     still be the best."""
     found = list(ratios)
     if all(interval.is_flat for interval in found):
@@ -136,10 +138,10 @@ def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Itera
 
 @dataclass(frozen=True)
 class Race:
-    """A comparison after its last test. `left` are the plans that were not shown to be slower than another; the default
-    keeps running as the reference even if it was shown to be slower. The leader has the smallest median among the plans
-    shown to be faster than the default, or otherwise among those left. `ratios` maps each pair of plans to the ratio of
-    their times. `limit` is a bound for any plan."""
+    """A comparison after its last test. `left` lists the plans that were not shown to be slower than another plan; the
+    default keeps running as the reference even if it was shown to be slower. The leader has the smallest median among
+    the plans shown to be faster than the default, or otherwise among those left. `ratios` maps each pair of plans to
+    the ratio of their times. `limit` is a bound for any plan."""
 
     default: str
     leader: str
@@ -202,8 +204,8 @@ class Race:
 
 
 def judge_race(times: Mapping[str, Sequence[float]], default: str, limit: Limit = Limit()) -> Race:
-    """Compare plans by the time of each turn, for every round until the plan was dropped. A decision stands at all
-    later tests, and a plan that is shown to be slower than another is dropped."""
+    """Compare plans from the times of their turns; a plan has one time per round until it is dropped. A plan that is
+    shown to be slower than another is dropped. A decision, once made, is not revised by later tests."""
     num_rounds, left = len(times[default]), list(times)
     # Claims against the default and claims between the other plans each have an error probability of 5 %.
     with_default = len(times) - 1
@@ -222,7 +224,7 @@ def judge_race(times: Mapping[str, Sequence[float]], default: str, limit: Limit 
 
 
 def _narrow(before: Interval, now: Interval) -> Interval:
-    """The intersection of two intervals, each valid with its own part of the error; the later one if they are
+    """The intersection of two intervals, each of which spends its own part of the error; the later one if they are
     disjoint."""
     low, high = max(before.low, now.low), min(before.high, now.high)
     return Interval(min(high, max(low, now.value)), low, high) if low <= high else now

@@ -30,8 +30,9 @@ from paceline.units import format_ms
 
 # Bounds of the factor on message times, relative to the sweep.
 _FACTORS = (1 / 3, 1.0)
-# Standard deviation of an extrapolated slowdown: a fraction per doubling of the ranks, plus half of its growth. The
-# last number applies if only one rank was measured: the effect of neighbors is then unknown and can only slow it down.
+# Standard deviation of an extrapolated slowdown: a fraction per doubling of the ranks, plus half of the extrapolated
+# growth. The last number applies if only one rank was measured, so that the effect of neighbors, which can only slow it
+# down, is unknown.
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
 # A wrapper's overhead is mostly copies. Ranks share memory bandwidth more than compute, so copies slow down by the
 # slowdown of compute to this power.
@@ -61,8 +62,8 @@ def estimate_wait(spread: float, count: int, slow: float = 0.0) -> float:
         return max(0.0, most - below * step - (1 + slow) * math.exp(sigma**2 / 2))
 
     def expect_largest(of: int) -> float:
-        # F^-1(U^(1/n)) has the distribution of the largest of n. U takes the midpoints of equal strata: no sampling
-        # noise.
+        # F^-1(U^(1/n)) has the distribution of the largest of n. U takes the midpoints of equal strata, without
+        # sampling noise.
         moments = ((place + 0.5) / 1000 for place in range(1000))
         return math.fsum(math.exp(sigma * inverse(math.exp(math.log(u) / of))) for u in moments) / 1000
 
@@ -75,9 +76,9 @@ def estimate_spread(seconds: Sequence[float]) -> float:
 
 
 class ScalingEvidence:
-    """The evidence for one wrapper and backend in one cell (mode, size) of a study. Rank counts at which a slow rank
-    disturbed the cell are excluded. With `up_to`, wrapper steps and sweeps on more ranks are held out. This host has
-    cores (or devices) for `at_hand` ranks."""
+    """The measurements of one wrapper and backend in one cell (mode, size) of a study. Excludes rank counts at which a
+    slow rank disturbed the cell. With `up_to`, wrapper steps and sweeps on more ranks are held out. This host has
+    enough cores (or devices) for `at_hand` ranks."""
 
     def __init__(
         self, records: Sequence[Record], wrapper: str, backend: str, cell: tuple[str, int], at_hand: int, up_to: int = 0
@@ -98,7 +99,7 @@ class ScalingEvidence:
         # Steps without a wrapper or messages: on several ranks they show only how much the ranks slow each other down.
         silent = (r for r in every if r.role == "together" and r.cell == cell and r.world_size not in disturbed)
         self.together = {record.world_size: record for record in silent}
-        # The wrapper on one rank, which sends nothing: only its copies and launches.
+        # The wrapper on one rank, which sends nothing. This measures only its copies and launches.
         self.local = next((record for record in mine if record.role == "local"), None)
         if up_to:
             own = [record for record in own if record.world_size <= up_to]
@@ -137,7 +138,8 @@ class ScalingEvidence:
         return size if mode == "weak" else size / world_size
 
     def list_buckets(self, world_size: int) -> tuple[int, ...]:
-        """The wrapper's buckets on these ranks or the nearest known number; torch's default if none are known."""
+        """The wrapper's buckets for this number of ranks or the nearest known number; torch's default if none are
+        known."""
         if self.layouts:
             return self.layouts[curves.find_nearest(self.layouts, world_size)]
         gradients = self.jobs[0].gradients
@@ -150,7 +152,7 @@ def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord
     found = [r.no_comm for r in alike if r.no_comm is not None and r.no_comm.count == record.timing.count]
     if record.no_comm is None or len(found) < 2:
         return record
-    joined = []  # per repetition: the median over wrappers of the slowest rank, with the other ranks in proportion
+    joined = []  # per repetition: median slowest rank over wrappers, other ranks scaled to match
     for number in range(record.timing.count):
         slowest_s = statistics.median(samples.reduced_s[number] for samples in found)
         row = [statistics.median(times) for times in zip(*(samples.seconds[number] for samples in found), strict=True)]
@@ -192,7 +194,8 @@ def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shif
 def simulate_scaling(
     evidence: ScalingEvidence, ranks: Sequence[int], networks: Sequence[Network] = ()
 ) -> list[Prediction]:
-    """One point per rank count. Above the capacity of this host, one point per network between such hosts."""
+    """Predict one point per rank count. Beyond the capacity of this host, predict one point per network between such
+    hosts."""
     here, alone = evidence.most_on_host, evidence.alone
     if max(ranks) > here and not networks:
         raise ConfigError(f"{max(ranks)} ranks do not fit on this host ({here}): pass a --network between hosts")
@@ -225,7 +228,7 @@ class _ScalingCurve:
     def __init__(self, evidence: ScalingEvidence, networks: Sequence[Network], resample: Resample) -> None:
         self.evidence, source, alone = evidence, resample.source, evidence.alone
         self.alone_s = resample.median(alone.timing)
-        # The measured median that a prediction is compared with has its own sampling noise.
+        # A prediction is compared with a measured median, which has its own sampling noise.
         self.noise = resample.noise * curves.median_noise(alone.timing)
         self._model_error = MODEL_ERROR * resample.error
         drift = self.alone_s / alone.timing.median_s
@@ -246,7 +249,7 @@ class _ScalingCurve:
             if alone.mode == "weak":  # more ranks are never faster, so a smaller factor than the previous one is noise
                 factors[count] = max(factors.values())
         self.slowed = list(factors.items())
-        # Not drawn at random: in 40 draws it would correlate by chance with the other errors.
+        # Not drawn at random, because in 40 draws it would correlate by chance with the other errors.
         self.slowed_shift = resample.slowdown
         self.jobs = [
             draw_jobs(profile, job, 1, source.randrange(1 << 30))[0] if source else job
@@ -387,8 +390,8 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
     lines += [line for fabric in curve.networks for line in fabric.assumptions]
     if networks and evidence.most_on_host > 1:
         lines += [
-            f"more ranks span hosts of {evidence.most_on_host} ranks each: messages are reduced inside each host, "
-            "then between hosts",
+            f"more ranks are assumed on several hosts of {evidence.most_on_host} ranks each: messages are reduced "
+            "inside each host, then between hosts",
             "hosts do not slow each other down, but all wait for the slowest rank; ranks differ by "
             f"{evidence.spread:.1%} (one standard deviation) without communication",
         ]

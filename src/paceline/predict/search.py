@@ -25,7 +25,7 @@ from paceline.predict.simulate import (
 # Sizes whose times are within this fraction of the best form one plateau: measurements cannot tell them apart.
 PLATEAU = 0.01
 _MOST_SWEEPS = 30
-# Number of partitions used to show how the best bucket size moves.
+# Number of partitions used to show how the best bucket size changes.
 _MOST_CHANGED = 160
 _EPSILON = 1e-12
 
@@ -80,15 +80,15 @@ class CapPoint:
 
     @property
     def step_s(self) -> float:
-        if self.costs.sending is not None:  # a sharded update changes the time after backward, too
+        if self.costs.sending is not None:  # a sharded update also changes the time after backward
             return self.step.step_s
         return self.job.before_s + self.backward_s + self.job.after_s
 
 
 @dataclass(frozen=True)
 class CapCurve:
-    """Every distinct partition in order of its caps; if `what` is set, that input is multiplied by `factor`.
-    `most_bytes` is the largest message with a known time."""
+    """Simulated steps for every distinct partition, in order of its caps. If `what` names an input, these are the steps
+    with that input multiplied by `factor`. `most_bytes` is the largest message with a known time."""
 
     points: tuple[CapPoint, ...]
     what: str = ""
@@ -119,8 +119,8 @@ class CapCurve:
 
     @property
     def plateau(self) -> tuple[int, int]:
-        """The widest plateau on a log axis. It answers "which bucket size" better than the exact minimum, which may be
-        a spike."""
+        """The widest plateau on a log axis. It is a better choice of bucket size than the exact minimum, which may be a
+        spike."""
         return max(self.plateaus, key=lambda sizes: sizes[1] / sizes[0])
 
     @property
@@ -202,8 +202,8 @@ def find_cuts(job: Job, costs: MachineCosts) -> tuple[int, ...]:
     totals, count = np.array(job.totals, dtype=np.float64), len(job.sizes)
     compute_s = max(job.backward_s, job.latest_s[-1]) + costs.gather_s_per_byte * totals[-1]
     # A state is a place, the time on the compute clock (without launches) when messages end, the cost so far, and the
-    # previous state. Each place keeps only the states that no other beats in both time and cost; if messages and
-    # compute do not slow each other, a single one remains.
+    # previous state. Each place keeps only the states that no other state beats in both time and cost; if messages and
+    # compute do not slow each other down, a single state remains.
     places, ends_s, costs_s, parents = (np.zeros(1, dtype) for dtype in (np.int64, np.float64, np.float64, np.int64))
     lasts, firsts = np.tril_indices(count)
     times = MessageTimes.estimate(totals[lasts + 1] - totals[firsts], costs)
@@ -238,8 +238,8 @@ def find_cuts(job: Job, costs: MachineCosts) -> tuple[int, ...]:
 def find_best_cuts(
     job: Job, costs: MachineCosts, seeds: Sequence[tuple[int, ...]] = ()
 ) -> tuple[tuple[int, ...], SimulatedStep]:
-    """The best free cuts: those of `find_cuts`, or seeds if they are better. With several messages at a time or a
-    strategy, `find_cuts` is not exact, and all of them are improved in the full model."""
+    """The best free cuts: those from `find_cuts`, or one of the seeds if it is better. With several messages at a time
+    or a strategy, `find_cuts` is not exact, so all candidates are improved in the full model."""
     starts = list(dict.fromkeys([find_cuts(job, costs), *seeds]))
     if has_closed_form(costs):
         times_s = simulate_cuts(job, starts, costs)
@@ -253,14 +253,14 @@ def _improve(job: Job, costs: MachineCosts, cuts: tuple[int, ...]) -> tuple[tupl
     tried again only in the next sweep."""
     count, best, tried = len(job.sizes), simulate(job, cuts, costs), {cuts}
 
-    def accept(neighbour: tuple[int, ...]) -> bool:
+    def accept(neighbor: tuple[int, ...]) -> bool:
         nonlocal best, cuts
-        if neighbour in tried:
+        if neighbor in tried:
             return False
-        tried.add(neighbour)
-        step = simulate(job, neighbour, costs)
+        tried.add(neighbor)
+        step = simulate(job, neighbor, costs)
         if is_better := step.step_s < best.step_s * (1 - 1e-9):
-            best, cuts = step, neighbour
+            best, cuts = step, neighbor
         return is_better
 
     for _ in range(_MOST_SWEEPS):

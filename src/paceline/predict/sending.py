@@ -20,7 +20,7 @@ from paceline.predict.simulate import (
 )
 from paceline.strategy import Strategy
 
-# glibc returns larger blocks to the system when they are freed.
+# When larger blocks are freed, glibc returns them to the system.
 LARGE_BYTES = 32 << 20
 # If a bucket is not a single all-reduce, the wrapper's control words need a separate message.
 _WORDS_BYTES = 64
@@ -51,9 +51,9 @@ class Sending(Schedule):
         return self.strategy.between_hosts and 1 < self.ranks_per_host < self.world_size
 
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[Load, ...]:
-        """The messages that a bucket becomes. A sharded update gathers later. The bytes of an all-reduce or all-gather
-        cross each link between hosts once; in an all-to-all, or in each rank's own exchange between hosts in a
-        two-level scheme, all bytes cross the link."""
+        """The messages that a bucket is sent as. A sharded update gathers later. The bytes of an all-reduce or
+        all-gather cross each link between hosts once; in an all-to-all, or in each rank's own exchange between hosts in
+        a two-level scheme, all bytes cross the link."""
         found = self.strategy.traffic(gradients, self.world_size, self.ranks_per_host, self.is_in_place)
         found = found[:1] if self.strategy.is_sharded else found
         loads = []
@@ -64,7 +64,7 @@ class Sending(Schedule):
         return tuple(loads)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
-        """Codec seconds before the first of a bucket's `count` messages, and after each of them."""
+        """Codec seconds before the first of a bucket's `count` messages and after each message."""
         if self.has_levels:  # the codec runs between the messages inside a host, on a part of the bucket
             between = replace(self, ranks_per_host=1)
             return [0.0, *between.list_works(num_bytes // self.ranks_per_host, count - 2), 0.0]

@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 _EPSILON = 1e-12
-# From this number of buckets on, the closed form is faster than the events, for a single step.
+# With at least this many buckets, the closed form is faster than simulating events, even for a single step.
 _MANY_BUCKETS = 16
 # Maximum number of buckets that are simulated at once.
 _MOST_CELLS = 200_000
@@ -43,7 +43,7 @@ MODEL_ERROR = 0.10
 _SLOWED_MEAN, _SLOWED_MOST = 0.189, 0.40
 # The speed of an NCCL message while the GPU computes: least, most likely and most.
 _MESSAGE_RATES = (0.35, 0.60, 0.85)
-# Standard deviation of an assumed fraction of a core.
+# Standard deviation of an assumed core fraction.
 _SHARE_ERROR = 0.15
 _SIZES = tuple(4096 << 2 * power for power in range(11))  # up to 4 GiB
 # Codec work that follows a message shares the rank's core with backward.
@@ -55,8 +55,9 @@ class Contention:
     """How messages and compute slow each other down, by message size: 1 means undisturbed. Fitted to steps measured
     while messages were sent (`predictor`), otherwise assumed by `assume`; `basis` says which. Small messages are slowed
     most, because they wait for a busy core. Rates are interpolated linearly over the logarithm of the size, and are
-    constant beyond the ends. `alone_s` are the undisturbed seconds of these messages if they differ from the curve's.
-    `is_by_bytes` means that a message slows compute while its bytes move, not while it waits: see `spread_over`."""
+    constant beyond the ends. `alone_s` is set if the undisturbed times of these messages, in seconds, differ from those
+    of the cost curve. `is_by_bytes` means that a message slows compute while its bytes move, not while it waits: see
+    `spread_over`."""
 
     sizes: tuple[int, ...] = (1,)
     compute_rates: tuple[float, ...] = (1.0,)
@@ -82,7 +83,7 @@ class Contention:
             if not is_alone:
                 return cls((1,), (1 / (1 + slowed),), (1.0,), basis, (), True)
             least, rate, most = _MESSAGE_RATES
-            basis += f", and the message moves at {rate:.0%} of its speed ({least:.0%} to {most:.0%})"
+            basis += f", and the message moves at {rate:.0%} of its normal speed ({least:.0%} to {most:.0%})"
             rate = source.triangular(least, most, rate) if source else rate
             return cls((1,), (1 / (1 + slowed),), (rate,), basis, (), True)
         share, on_host = 0.0, device == "cpu" and is_on_host
@@ -134,8 +135,8 @@ class Contention:
 
 
 class Load(NamedTuple):
-    """A message, as the size of an all-reduce that moves the same number of bytes, over all ranks or only one
-    host's."""
+    """A message between all ranks or the ranks of one host. Its size is that of an all-reduce that transfers the same
+    number of bytes."""
 
     num_bytes: int
     is_inside: bool = False
@@ -161,11 +162,11 @@ class Schedule:
         return False
 
     def list_messages(self, gradients: Sequence[Gradient]) -> tuple[Load, ...]:
-        """The messages that a bucket becomes, one after the other."""
+        """The messages that a bucket is sent as, one after the other."""
         return (Load(sum(gradient.num_bytes for gradient in gradients)),)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
-        """Seconds of compute before the first of a bucket's `count` messages, and after each of them."""
+        """Seconds of compute before the first of a bucket's `count` messages and after each message."""
         return [0.0] * (count + 1)
 
     def simulate(self, job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
@@ -204,8 +205,8 @@ class MachineCosts:
 
 class Layout(NamedTuple):
     """Buckets in launch order: their bytes, when each is complete in an undisturbed backward, and their messages if a
-    bucket is not a single all-reduce. `late` names the gradients that are sent whole even if the job is split, for the
-    same reason as in `drop_late_rows`."""
+    bucket is not a single all-reduce. `late` names the gradients that are sent whole even if the job is split, because
+    their dense part is late (`drop_late_rows`)."""
 
     num_bytes: tuple[int, ...]
     ready_s: tuple[float, ...]
@@ -307,8 +308,8 @@ def _simulate_rows(job: Job, ends: Indices, costs: MachineCosts) -> Floats:
 
 
 def find_tails(job: Job, costs: MachineCosts, starts: Indices) -> tuple[Floats, Floats]:
-    """For last buckets that start at these gradients: when they are ready, and the seconds of the rows that follow
-    them. A tied gradient in the last bucket is sent whole, when its lookups are ready, too."""
+    """For last buckets that start at these gradients: when they are ready, and the seconds that the rows after them
+    take. A tied gradient in the last bucket is sent whole, once its lookups are also ready."""
     tied = {job.gradients[place].name: place for place in job.tied}
     ready_s, rows_s = np.full(starts.shape, job.latest_s[-1]), np.zeros(starts.shape)
     for one, num_bytes in job.tail:
@@ -324,8 +325,8 @@ def has_closed_form(costs: MachineCosts) -> bool:
 
 
 class MessageTimes(NamedTuple):
-    """Messages of some sizes: seconds alone, the compute that hides one, and, for each hidden second of compute, the
-    seconds by which the message advances and by which the compute is delayed."""
+    """Times of messages of some sizes: seconds alone, the compute that hides a message, and, per second of this
+    compute, by how many seconds the message advances and the compute is delayed."""
 
     alone_s: Floats
     hiding_s: Floats
@@ -354,7 +355,7 @@ class Queue:
         times = MessageTimes.estimate(sizes, costs)
         alone_s, self.hiding_s = times.alone_s * is_bucket, times.hiding_s * is_bucket
         own_s = costs.launch_s * is_bucket + costs.gather_s_per_byte * sizes
-        # Seconds on the clock: launched, in flight, and the end of backward.
+        # Times on the clock: launched, in flight, and the end of backward.
         self.launched_s = ready_s + np.cumsum(own_s, axis=1)
         self.ready_s = self.launched_s - own_s
         self.end_s = backward_s + own_s.sum(axis=1)
@@ -424,7 +425,7 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Schedule | None) 
     if sending is not None:
         messages = tuple(sending.list_messages([job.gradients[place] for place in one]) for one in places)
     late = find_late(places, len(job.gradients) - 1, job.tied) if job.tied else set()
-    if late:  # sent as one tensor, which is ready only once its lookups are
+    if late:  # sent as one tensor, which is not ready before its lookups
         ready = tuple(r if late.isdisjoint(one) else job.backward_s for r, one in zip(ready, places, strict=True))
     return Layout(sizes, ready, messages, frozenset(job.gradients[place].name for place in late))
 
@@ -452,7 +453,7 @@ class Timeline:
     waiting: tuple[deque[_Task], deque[_Task]] = field(default_factory=lambda: (deque(), deque()))
     moving: list[_Task] = field(default_factory=list)
     # State of the work in progress: the number of messages, whether a codec is computing, and the speed of all compute.
-    # Two messages share a core, so together they use only as much of the core as the more demanding one alone.
+    # Two messages share a core, so together they use no more of it than the more demanding one does alone.
     num_messages: int = 0
     is_coding: bool = False
     compute_rate: float = 1.0

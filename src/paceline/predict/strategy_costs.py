@@ -25,7 +25,7 @@ EVERY = ("all",)
 # The strategies that a profile measures; other parameters of a codec are assumed to cost the same.
 MEASURED = ("dense", "bf16", "int8", "int4", "topk:0.01", "powersgd:4", "localsgd:1", "diloco:1", "zero1")
 BF16 = Strategy.parse("bf16")
-# Range of a codec's time in a step relative to its time alone.
+# Range of a codec's time in a step, relative to its time alone.
 _FACTORS = (0.5, 5.0)
 # Bandwidth range in which crossings are searched, in bits per second.
 BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400))
@@ -81,8 +81,8 @@ def fit_sending(
     factor: float = 1.0, is_in_place: bool = False, ranks_per_host: int = 1,
 ) -> Sending | None:  # fmt: skip
     """How ranks send with a strategy, with the median costs of its codec times a factor; None if they send dense
-    gradients or nothing. Measuring one bucket and many separates the cost per bucket from the cost per byte; measuring
-    few ranks and many separates the cost that grows with the number of ranks."""
+    gradients or nothing. Measurements with one bucket and with many separate the cost per bucket from the cost per
+    byte. Measurements with few ranks and with many separate the cost that grows with the number of ranks."""
     if strategy.between_hosts and world_size > ranks_per_host > 1:
         flat = replace(strategy, between_hosts=False)
         found = fit_sending(flat, world_size // ranks_per_host, records, resample, factor) or Sending(flat, world_size)
@@ -191,7 +191,7 @@ def is_worth_it(row: Prediction) -> bool:
 
 def compare_rows(rows: Mapping[str, Prediction], strategies: Sequence[Strategy]) -> list[Prediction]:
     """Compare strategies, each with its best buckets, on one network and number of ranks. `rows` maps the text of each
-    strategy to its prediction. `ratios` are to dense gradients and to bf16."""
+    strategy to its prediction. `ratios` are relative to dense gradients and to bf16."""
     bases = {base.text: rows[base.text] for base in (DENSE, BF16)}
     found = []
     for one in strategies:
@@ -209,7 +209,7 @@ def _choose_each_step(steps_s: Mapping[str, float]) -> str:
 class Sweep:
     """Step times by bandwidth (bits per second) and strategy, in the order of `prefer`; and the crossings where the
     fastest changes: (bandwidth, fastest below, fastest above). Schedules are excluded: they send so little that they
-    would be fastest nearly everywhere, but they guarantee less."""
+    would be fastest at nearly every bandwidth, but they guarantee less."""
 
     steps_s: Mapping[float, Mapping[str, float]]
     crossings: tuple[tuple[float, str, str], ...]

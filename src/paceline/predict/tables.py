@@ -20,8 +20,8 @@ _FACTORS = (0.5, 4.0)
 
 class TabledJob:
     """The job with its costs: `costs` from the tables alone, and `slowed` with the contention assumed for NCCL.
-    `calibration` fits one rate, at which messages and compute slow each other down, to the `measured` times; None
-    without measured times."""
+    `calibration` fits one rate, that of mutual slowdown by messages and compute, to the `measured` times; None without
+    measured times."""
 
     def __init__(
         self, sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord], sweep: Sequence[CollectiveRecord],
@@ -34,7 +34,7 @@ class TabledJob:
         self.curve = smooth_curve(points)
         self.line = fit_line(points)
         self.costs = MachineCosts(curve=self.curve)
-        self.is_on_gpu = "nccl" in sweep[0].backend or sweep[0].device == "cuda"  # layer tables name no device
+        self.is_on_gpu = "nccl" in sweep[0].backend or sweep[0].device == "cuda"  # layer tables do not name a device
         self._device = "cuda" if self.is_on_gpu else sweep[0].device
         self.contention = Contention.assume(self._device, is_on_host=False)
         self.slowed = replace(self.costs, contention=self.contention.spread_over(self.curve))
@@ -62,7 +62,7 @@ class TabledJob:
         return MachineCosts(MeasuredCurve(self.curve.sizes, seconds), contention=contention)
 
     def build_predictor(self) -> Predictor:
-        """The predictor of steps, with draws of the uncertain inputs."""
+        """Build the step predictor, with draws of the uncertain inputs."""
 
         def build(resample: Resample) -> Draw:
             if self.calibration is not None:

@@ -58,14 +58,14 @@ class _Pair(NamedTuple):
 
 
 def read_steps(trace: RankTrace) -> list[TracedStepRecord]:
-    """The complete steps of one rank's trace, in order. RecordError names what the trace lacks."""
+    """The complete steps of one rank's trace, in order. RecordError names the missing information."""
     timed = sorted((event for event in trace.events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
     ranges = [event for event in timed if event.get("cat") == "user_annotation"]
     backwards, device, phases = _find_backwards(timed, ranges), _Device(timed), PhaseFinder(timed)
     named = group_by(timed, lambda event: str(event["name"]))
     messages, calls = _find_sent(timed)
     refuse(
-        (trace.world_size < 2, "it has only one rank, which sends nothing: trace a job of two or more"),
+        (trace.world_size < 2, "it has only one rank, which sends nothing: trace a job with two or more"),
         (not backwards, "it has no backward: trace steps of training, with ProfilerActivity.CPU"),
         (not messages, "it has no all-reduce: trace steps of DistributedDataParallel on two or more ranks"),
         error=RecordError,
@@ -145,9 +145,9 @@ class _Device:
         self._shaped, self._calls = group_by(shaped, lambda event: event.get("tid")), calls
 
     def find_start(self, begin: float, end: float) -> float:
-        """When a GPU could start the first step of a trace, which the host launched from `begin` to `end`. It may have
-        been busy with work from before the trace; its first kernel then waited longer than the host needed to launch
-        it."""
+        """When a GPU could start the first step of a trace, which the host launched from `begin` to `end`. The GPU may
+        still have been busy with work from before the trace; the first kernel then waited longer than its launch
+        took."""
         own = (e for e in self._computing.list_within(begin, end) if e["cat"] == "kernel")
         if (kernel := next(own, None)) is None:
             return begin
@@ -164,7 +164,7 @@ class _Device:
         return self._computing.find_begin(*part, part[0]), self._computing.find_end(*part, part[1])
 
     def find_ready(self, begin: float, moment: float) -> float:
-        """When the compute that a backward, which began at `begin`, had launched by this moment is done."""
+        """When the compute that a backward had launched by this moment is done. The backward began at `begin`."""
         return self._computing.find_end(begin, moment, 0.0) if self.is_gpu else moment
 
     def measure(self, begin: float, end: float) -> float:
@@ -246,7 +246,7 @@ def _pair(
     launched = sorted(zip(moments, messages, strict=True), key=lambda pair: pair[0])
     sent = [event for moment, event in launched if backward.begin <= moment < backward.limit]
     own = [e for e in calls if backward.begin <= e["ts"] <= (backward.limit if e["cat"] == BUCKET else backward.end)]
-    # If no hook launched an all-reduce, those after the nodes belong to the end of backward.
+    # If no hook launched an all-reduce, the all-reduces after the nodes belong to the end of backward.
     rest = [] if any(_is_of_hook(backward, e) for e in own) else [None] * max(0, len(sent) - len(own))
     pairs = list[_Pair]()
     for call in [*own, *rest][: len(sent)]:
@@ -325,9 +325,9 @@ def _find_sizes(
     if len(sent) < len(pairs):
         members = [[s for s, k in zip(shapes, bucket_of, strict=True) if k == n] for n in range(len(pairs))]
         sent = [max(1, sum(sizes)) for sizes in members]
-    if pairs:  # gradients of unused parameters are also sent
+    if pairs:  # unused parameters' gradients are also sent
         shapes[-1] += max(0, sum(sent) - sum(shapes))
-    # A compressed message counts with the bytes of its gradients, as in bucket caps.
+    # A compressed message counts as the bytes of its gradients, as in bucket caps.
     return shapes, [round(size * sum(shapes) / sum(sent)) for size in sent], True
 
 

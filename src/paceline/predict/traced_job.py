@@ -33,7 +33,8 @@ from paceline.units import KIB, format_bytes, format_duration, format_number_of
 # Sizes within this factor form one point of the curve: their times differ only by noise.
 _ALIKE = 1.25
 # Assumed latency of a message between two ranks, and its uncertainty as a factor (one standard deviation): roughly that
-# of the smallest all-reduces in the reference measurements. A trace has few sizes and changes it by at most `_REACH`.
+# of the smallest all-reduces in the reference measurements. A trace has few message sizes, so it changes this latency
+# by at most the factor `_REACH`.
 _LATENCY_S, _LATENCY_FACTOR, _REACH = {"gloo": 5e-4, "nccl": 3e-5, "shm": 3e-5}, 2.0, 4.0
 # Standard deviation of messages around a line of latency and bandwidth.
 _LINE_ERROR = 0.2
@@ -51,8 +52,8 @@ _HIDDEN = 0.01
 
 class _Split(NamedTuple):
     """One step, divided into intervals by activity. `under_s` is how long messages were in flight before each gradient
-    was ready, and before compute ended. `message_s` has four durations of each message: during compute, alone and with
-    another message, and after compute, alone and with another."""
+    was ready, and before compute ended. `message_s` divides each message's time into four parts: alone and with another
+    message during compute, and alone and with another message after compute."""
 
     under_s: Floats
     message_s: Floats
@@ -81,9 +82,9 @@ class _Fit(NamedTuple):
 
 
 class TracedJob:
-    """The traced steps of one job, from one or more ranks. `rank` is the one whose messages are shortest: the other
-    ranks wait for it, so its steps define the job. `steps` are its usable steps, excluding those with unusual buckets,
-    such as a wrapper's first."""
+    """The traced steps of one job, from one or more ranks. `rank` is the rank whose messages are shortest: the other
+    ranks wait for it, so its steps define the job. `steps` are its usable steps, without those that have unusual
+    buckets, such as a wrapper's first step."""
 
     def __init__(self, records: Sequence[TracedStepRecord]) -> None:
         by_rank = group_by(records, lambda record: record.rank)
@@ -134,7 +135,7 @@ class TracedJob:
 
     @property
     def is_short(self) -> bool:
-        """Whether there are too few steps to know how much they vary."""
+        """Whether there are too few steps to show how much they vary."""
         return len(self.steps) < _FEW_STEPS
 
     @property
@@ -179,7 +180,7 @@ class TracedJob:
         waits = "timed from the last rank's arrival" if len(self.compared) > 1 else "including the wait for later ranks"
         num_other = max(step.num_other for step in self.steps)
         other = (
-            f"other traffic: {format_number_of(num_other, 'all-reduce')} per step inside backward not launched by a "
+            f"other traffic: {format_number_of(num_other, 'all-reduce')} per step inside backward, not launched by a "
         )
         other += "gradient hook (SyncBatchNorm, for example); they are not buckets, and their time stays in backward"
         by = "sizes from the trace" if last.are_sizes_known else "sizes estimated from copy times within each bucket"
@@ -196,7 +197,7 @@ class TracedJob:
         """The costs that also apply to other networks. Ranks on a CPU host were already sharing it when traced."""
         costs, count = self.fit.costs, self.world_size if self.is_on_host else 1
         contention = costs.contention if self.has_contention else None
-        return RankCosts(costs.launch_s, contention=contention, neighbours=((count, 1.0),))
+        return RankCosts(costs.launch_s, contention=contention, neighbors=((count, 1.0),))
 
     def build_fabric(self, algorithm: str = "auto", ranks_per_node: int = 0) -> MeasuredFabric:
         """The job's messages as an all-reduce sweep, for other rank counts; `ranks_per_node` is 0 if unknown."""
@@ -212,7 +213,7 @@ class TracedJob:
         return build_measured_fabric(points, None, algorithm, ranks_per_node=ranks_per_node)
 
     def _build_gradients(self) -> tuple[Gradient, ...]:
-        """Sizes are means over the steps: they differ between steps only if they were estimated from times."""
+        """Build the gradients. Sizes are means over the steps, which differ only if sizes were estimated from times."""
         ends = np.cumsum(np.mean([step.gradient_bytes for step in self.steps], axis=0))
         sizes = np.diff(np.round(ends / 4).astype(np.int64) * 4, prepend=0).tolist()
         return tuple(Gradient(f"gradient {number}", size, device=self.device) for number, size in enumerate(sizes))
@@ -244,9 +245,9 @@ class TracedJob:
     def _fit_contention(
         self, steps: Sequence[TracedStepRecord], under_s: float, parts: Floats, resample: Resample
     ) -> Contention:
-        """From kernels that ran both with and without concurrent messages, or from backward passes without messages.
-        Otherwise assumed, unless the messages show that they are slowed less. `parts` has each message's time during
-        and after compute, per step."""
+        """Fit contention from kernels that ran both with and without concurrent messages, or from backward passes
+        without messages. Otherwise it is assumed, unless the messages show that they are slowed less. `parts` has each
+        message's time during and after compute, per step."""
         if self.has_kernels and (beside_s := sum(step.beside_s for step in steps)) > 0:
             rate = min(1.0, max(0.1, sum(step.without_s for step in steps) / beside_s))
             basis = f"measured: kernels take {1 / rate - 1:.1%} longer while messages are in flight"
@@ -254,18 +255,18 @@ class TracedJob:
         if not self.has_contention or under_s <= 0:
             assumed = Contention.assume(self.device, self.is_on_host, source=resample.source, is_alone=False)
             rate = self._find_least_rate(parts)
-            basis = f"fitted: during compute, messages run at {rate:.0%} of their speed, as does compute"
+            basis = f"fitted: during compute, messages run at {rate:.0%} of their normal speed, as does compute"
             return Contention((1,), (rate,), (rate,), basis) if rate > assumed.message_rates[0] else assumed
         own_s = statistics.median(step.backward_s for step in steps) - len(self.layout) * self.steps[0].launch_s
         rate = 1 - (own_s - statistics.median(resample.take(self.alone_s))) / under_s
         rate = min(1.0, max(0.1, rate))
-        # The time that compute loses goes to the message; if compute loses little, so does the message.
+        # The message gains the time that compute loses; if compute loses little, so does the message.
         basis = f"fitted to {format_number_of(len(self.alone_s), 'backward')} without messages (no_sync) in the trace"
         return Contention((1,), (rate,), (max(rate, 1 - rate),), basis)
 
     def _find_least_rate(self, parts: Floats) -> float:
-        """A lower bound for the speed of messages during compute: undisturbed, they would not be faster per byte than
-        messages after compute of at least the same size. 0 if the trace has none to compare."""
+        """A lower bound on the speed of messages during compute: without contention, they would not be faster per byte
+        than messages of at least the same size after compute. 0 if the trace has no such messages."""
         sizes, took_s = np.array(self.layout), np.median(parts, axis=0)
         is_next = took_s[:, 0] > took_s[:, 1]
         if is_next.all() or not is_next.any() or sizes[is_next].mean() > _ALIKE * sizes[~is_next].mean():
@@ -274,8 +275,9 @@ class TracedJob:
         return float(np.clip((other[1] - first[1]) / max(1e-15, first[0] - other[0]), 0.0, 1.0))
 
     def _fit_curve(self, seconds: Floats, resample: Resample) -> MeasuredCurve:
-        """The cost curve of messages, from one row of times per step. Beyond the traced sizes it is a line; there it
-        lies between that line and the times, and is closer to the times the less they vary."""
+        """The cost curve of messages, from one row of times per step. Outside the traced sizes it is a fitted line. At
+        the traced sizes it lies between that line and the times, and the less the times vary, the closer it is to
+        them."""
         sizes, times = np.array(self.layout), np.maximum(np.median(seconds, axis=0), 1e-9)
         noise = 1.25 * np.std(seconds, axis=0) / math.sqrt(len(seconds)) / times
         latency_s = self._fit_latency(sizes, times) * _LATENCY_FACTOR**resample.latency
@@ -317,7 +319,7 @@ class TracedJob:
 
         own_s = simulate(job, cuts, costs).step_s
         _, [factor], [rest_s] = calibrate(job, scale, [(cuts, step_s)], _FACTORS)
-        # If messages are hidden, a factor at its bound explains nothing.
+        # If messages are hidden, a factor at a bound explains nothing.
         if factor in _FACTORS and abs(step_s - rest_s - own_s) <= _HIDDEN * step_s:
             factor, rest_s = 1.0, step_s - own_s
         fitted = replace(job, after_s=max(0.0, job.after_s + rest_s))
@@ -360,7 +362,7 @@ def _merge_alike(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]
 
 def _pool_rates(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
     """Sorted points whose rates do not fall with size: a message that seems faster per byte than a larger one gets the
-    common rate of both. An idle link may pass the first bytes in a burst; a busy link does not."""
+    common rate of both. An idle link may transfer the first bytes in a burst, but a busy link does not."""
     groups: list[list[tuple[int, float]]] = []
     for point in points:
         groups.append([point])

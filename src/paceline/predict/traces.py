@@ -73,7 +73,7 @@ class RankTrace:
 
 
 def read_chrome(document: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> RankTrace:
-    """A trace exported by torch.profiler, without the events and arguments that are not needed here."""
+    """Read a trace exported by torch.profiler, and drop the events and arguments that are not needed here."""
     # Unnamed tracks, "Spans" and "Traces" describe the profiler itself.
     named = [e for e in document["traceEvents"] if "name" in e and e.get("pid") not in ("Spans", "Traces", "")]
     known = [e for e in named if e.get("cat") != "Trace" and "ph" in e and ("ts" in e or e["ph"] == "M")]
@@ -86,7 +86,7 @@ def read_chrome(document: Mapping[str, Any], rank: int = 0, world_size: int = 1)
 
 
 def find_span(trace: RankTrace) -> tuple[int, int]:
-    """Start and end of a trace in ns of the Unix clock."""
+    """Start and end of a trace, in ns on the Unix clock."""
     ends = (event["ts"] + event.get("dur", 0.0) for event in trace.events if event["ph"] != "M")
     return trace.origin_ns, trace.origin_ns + round(max(ends, default=0.0) * 1e3)
 
@@ -118,7 +118,7 @@ def _compact(event: Mapping[str, Any], first_us: float) -> Event:
     compact = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "id", "bp", "s") if key in event}
     kept = dict(event.get("args") or {})
     if event["ph"] != "M":
-        compact["ts"] = round(event["ts"] - first_us, 3)  # ns: float seconds since 1970 are not more precise
+        compact["ts"] = round(event["ts"] - first_us, 3)  # to 1 ns: epoch time as a float is no more precise
         kept = {key: value for key, value in kept.items() if key in _KEPT_ARGUMENTS}
     if event["ph"] == "X":
         compact["dur"] = max(0.0, float(event.get("dur", 0.0)))
@@ -228,7 +228,7 @@ def _find_windows(moments: Floats, windows: Floats) -> npt.NDArray[np.intp]:
 
 
 def _cut(edges: Iterable[Floats], windows: Floats) -> tuple[Floats, npt.NDArray[np.intp]]:
-    """All start and end points and the window of each segment between two of them."""
+    """All start and end points in order, and the window that contains each segment between two of them."""
     points = np.unique(np.concatenate([windows.ravel(), *edges]))
     return points, _find_windows((points[1:] + points[:-1]) / 2, windows)
 
@@ -258,8 +258,8 @@ def sum_clipped(starts: Floats, ends: Floats, weights: Floats, windows: Floats) 
 
 
 def find_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
-    """A lane for each interval, in the order passed, such that intervals in a lane do not overlap. Uses as few lanes
-    as possible."""
+    """Assign a lane to each interval, in the order passed, such that intervals in a lane do not overlap. Uses as few
+    lanes as possible."""
     free_at: list[float] = []
     lanes = []
     for start, end in intervals:
@@ -337,7 +337,8 @@ def _build_lane(trace: RankTrace, begin: float, end: float, later_s: float) -> S
 
 CATEGORIES = ("kernel", "communication", "copy", "data", "cpu", "other")
 
-# Operators that only contain others, and those that launch messages: while nothing runs inside, messages are exposed.
+# Operators that only contain other operators, and operators that launch messages: while nothing runs inside them,
+# messages are exposed.
 _FRAME = re.compile(r"autograd::engine::|torch::autograd::AccumulateGrad|c10d::|_c10d_functional::|record_param_comms")
 _DATA = re.compile(r"enumerate\(DataLoader\)|data$")
 # Calls that block the host until the device is done.
@@ -383,7 +384,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """GPU utilization, as fractions: `busy` and `sm_efficiency` of wall time, the others of kernel time.
+    """GPU utilization, as fractions: `busy` and `sm_efficiency` are relative to wall time, the others to kernel time.
     `sm_efficiency` weights each instant by min(1, blocks / SMs) of the running kernels; `occupancy` is the kernels'
     estimated occupancy, weighted by time. `missed_s` is the time per step of kernels that could use tensor cores but
     do not."""
@@ -403,9 +404,9 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class Overview:
-    """The steps of one rank's trace. Everything not about a single step is a mean per step. `message_s` is the time
-    with at least one message in flight, hidden or not; `host_s` is the time the host worked. `optimizer_passes` counts
-    the kinds of operators that take most of the optimizer's time: a fused optimizer has one."""
+    """The steps of one rank's trace. Values that do not belong to a single step are means per step. `message_s` is the
+    time with at least one message in flight, hidden or not; `host_s` is the time the host worked. `optimizer_passes`
+    counts the kinds of operators that take most of the optimizer's time: a fused optimizer has one."""
 
     rank: int
     world_size: int
@@ -513,7 +514,7 @@ def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     operators = (event for event in events if event.get("cat") == "cpu_op")
     for own in group_by(operators, lambda event: (event.get("pid"), event.get("tid"))).values():
-        # end of an operator, the operator, and the times of its children
+        # an operator's end, the operator, and its children's times
         stack: list[tuple[float, Event, list[float]]] = []
         last: Event = {"ts": math.inf, "dur": 0.0}
         for event in [*sorted(own, key=lambda e: (e["ts"], -e["dur"])), last]:
@@ -528,7 +529,7 @@ def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
 
 
 def _count_passes(events: Sequence[Event], windows: Floats) -> int:
-    # Operators are on the host, so use the host's range of the optimizer.
+    # Operators run on the host, so use the optimizer's range on the host.
     on_host = _find_phases((event for event in events if event.get("cat") != "gpu_user_annotation"), windows)
     spans = np.array([span[1:] for span in on_host if span[0] == "optimizer"], dtype=np.float64)
     inside = _begun_inside(events, spans) if spans.size else []
@@ -615,7 +616,7 @@ def overview_to_json(overview: Overview) -> dict[str, Any]:
 
 
 def overview_from_json(document: Mapping[str, Any]) -> Overview:
-    """The overview that `overview_to_json` wrote. For any other document, RecordError says what is wrong with it."""
+    """The overview that `overview_to_json` wrote. For any other document, RecordError names the problem."""
     fields = {key: value for key, value in document.items() if key not in name_format(_FORMAT)}
     check_format(document, _FORMAT, "an overview")
     overview: Overview = decode(Overview, fields, "overview")

@@ -48,8 +48,8 @@ _MOST_CANDIDATES = 6
 
 @dataclass(frozen=True)
 class Effort:
-    """Measurement effort: caps to run the job with, rounds within a time budget, seconds for the comparison, and sizes
-    of the messages used to measure contention."""
+    """Measurement effort: the number of caps to run the job with, the limits on rounds and their time budget, the
+    seconds for the comparison, and the sizes of the messages used to measure contention."""
 
     num_caps: int
     min_rounds: int
@@ -69,8 +69,8 @@ EFFORTS = {
 class TuneSettings:
     """Settings of a tuning run. Without `caps_bytes`, a range is chosen. `confirms` is whether to run the job itself,
     and `race_s` limits the time of the plan comparison (by default the effort does). With a `network`, one rank sends
-    to `network_ranks - 1` ranks that do not exist. `takes_lists` is whether the wrapper accepts one cap per bucket.
-    With `strategies`, those that communicate in every step are compared as well; with `all`, only the best of them."""
+    to `network_ranks - 1` emulated ranks. `takes_lists` is whether the wrapper accepts one cap per bucket. `strategies`
+    that communicate in every step are compared as well; with `all`, only the best of them."""
 
     wrapper: str = option("paceline", choices=("paceline", "torch"))
     effort: str = option("full", choices=EFFORTS)
@@ -143,11 +143,11 @@ def score_predictions(points: Sequence[Prediction]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The predictor fitted to the calibration records, and the compared plans (`candidates`), the default first. A
-    wrapper gets the cap of a candidate if that is not 0, no arguments for the default, and otherwise the plan. It
-    always gets the strategy. `choice` is the best plan, among those that ran if any did. `points` are a sweep of caps.
-    `race` compares the candidates that leave the update unchanged, and is None if none was run; `whole` also includes
-    the strategies that change the update. `predicted` has the prediction for every strategy at its best cap, as in
+    """The predictor fitted to the calibration records, and the compared plans (`candidates`), the default first. To use
+    a candidate, pass its cap to the wrapper if it is not 0, nothing for the default, and otherwise the plan; always
+    pass the strategy. `choice` is the best plan, among those that ran if any did. `points` are a sweep of caps. `race`
+    compares the candidates that leave the update unchanged, and is None if none was run; `whole` also includes the
+    strategies that change the update. `predicted` has the prediction for every strategy at its best cap, as in
     `list_strategies`."""
 
     settings: TuneSettings
@@ -266,7 +266,7 @@ class Tuning:
 
     @cached_property
     def predicted_gain(self) -> float:
-        """The predicted saving of the best of all plans relative to the default, whether it ran or not."""
+        """The predicted saving of the best plan relative to the default, whether or not this plan ran."""
         if self.race is None:
             return self.choice.gain
         return self.model.choose(self.choice.default.cuts, only_caps=not self.settings.takes_lists).gain
@@ -299,7 +299,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
     return float((x * y).sum()) / scale if scale else None
 
 
-def judge_tuning(
+def derive_tuning(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan,
     predictions: Sequence[Mapping[str, Any]] = (),
 ) -> Tuning:  # fmt: skip
@@ -384,7 +384,7 @@ def _sweep_caps(settings: TuneSettings, model: Predictor, jobs: Sequence[StepRec
 
 
 def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) -> Predictor:
-    """The predictor for the same job with another strategy."""
+    """The predictor of the same job with another strategy."""
     plain = next(record for record in records if isinstance(record, StepRecord) and record.role == "plain")
     codecs = [record for record in records if isinstance(record, CodecRecord)]
     is_shared, name = canonical_backend(plain.backend) == "shm", find_codec(codecs, strategy)
@@ -412,4 +412,4 @@ def load_tuning(config: dict[str, Any], records: Sequence[Record]) -> Tuning:
     settings = TuneSettings(**config["tune"] | lists)
     gradients = tuple(Gradient(**g | {"shape": tuple(g["shape"])}) for g in config["gradients"])
     default_plan = Plan.from_json(json.dumps(config["default_plan"]))
-    return judge_tuning(settings, records, gradients, default_plan, config["predictions"])
+    return derive_tuning(settings, records, gradients, default_plan, config["predictions"])

@@ -30,7 +30,7 @@ from paceline.units import format_bytes
 # How ranks send, as a function of their number, their compute time relative to one rank alone, and a resample of the
 # measurements.
 Send = Callable[[int, float, Resample], Schedule | None]
-# Below this fraction of a time, differences between plans and waits are negligible.
+# Differences between plans, and waits, are negligible below this fraction of a time.
 _NOTHING = 1e-3
 
 
@@ -65,7 +65,7 @@ def _build_costs(
         inside, curve = fabric.build_levels(world_size)
     else:
         curve = fabric.build_curve(world_size)
-    if job.device != "cpu" or not _is_on_host(fabric):  # on a CPU host, cores move the messages all the time
+    if job.device != "cpu" or not _is_on_host(fabric):  # on a CPU host, the cores themselves move the messages
         contention = contention.spread_over(curve)
     own = (0.0, 0.0) if world_size == 1 else (rank.launch_s, rank.gather_s_per_byte)
     # Concurrent messages share the link: together they are no faster than one.
@@ -79,9 +79,9 @@ def _stretch(job: Job, fabric: Fabric, world_size: int, rank: RankCosts, shift: 
         is_of_cores = fabric.fits[0].algorithm in ("gloo", "shared")
         per_host = per_host or max(fabric.ranks) if is_of_cores else 1
     here = min(world_size, per_host)
-    if job.device != "cpu" or here <= rank.neighbours[0][0]:
+    if job.device != "cpu" or here <= rank.neighbors[0][0]:
         return job
-    return job.stretch(estimate_slowdown(rank.neighbours, here, shift))
+    return job.stretch(estimate_slowdown(rank.neighbors, here, shift))
 
 
 def simulate_what_if(
@@ -90,8 +90,8 @@ def simulate_what_if(
     most_caps: int = 0,
 ) -> list[Prediction]:  # fmt: skip
     """One row per number of ranks, with the best bucket size. `draws` are draws of the measured job. A step has
-    `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`; one of
-    several ranks is always slower by the fraction `slow`. `evidence` has the profile's measurements of copies,
+    `accumulate` micro-batches, and the compute times of ranks have a relative standard deviation of `spread`; one rank,
+    if there are several, is always slower by the fraction `slow`. `evidence` has the profile's measurements of copies,
     contention and neighbors; without it, these costs are `known` or assumed. At most `most_caps` bucket sizes are tried
     (0 means all). Calls that differ only in `send` use the same draws."""
     jobs = enumerate([job, *draws])
@@ -160,7 +160,8 @@ def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, 
 
 
 def _find_bound(step: SimulatedStep, straggler_s: float, neighbours_s: float = 0.0) -> str:
-    """The bottleneck of the step, found by going back from the last message while each waited for the previous one."""
+    """The bottleneck of the step. Starting from the last message, go back as long as each message had to wait for the
+    previous one."""
     if max(step.exposed_s, straggler_s, neighbours_s) < _NOTHING * step.step_s:
         return "compute"
     if max(straggler_s, neighbours_s) > step.exposed_s:
@@ -185,7 +186,7 @@ def describe_scenario(
     return [
         *(f"contention on {', '.join(fabric.name for fabric in same)}: {basis}" for basis, same in bases.items()),
         *(describe_rank(rank, job.num_bytes) or ["copies and launches are free"] * (known is None)),
-        *(["ranks of one CPU host do not slow each other down"] * (job.device == "cpu" and len(rank.neighbours) == 1)),
+        *(["ranks of one CPU host do not slow each other down"] * (job.device == "cpu" and len(rank.neighbors) == 1)),
         f"messages are sent in bucket order, {queue}",
         *([varies] if spread else []),
         *([f"one rank is always {slow:.1%} slower than the others, which wait for it"] if slow else []),

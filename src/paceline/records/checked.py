@@ -63,7 +63,7 @@ class Checked:
 
     @property
     def place(self) -> str:
-        """The object's name in errors: the words of its class and its name or model if it has one."""
+        """The object's name in errors: the words of its class name, and its name or model if it has one."""
         kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(self).__name__).lower()
         name = getattr(self, "name", "") or getattr(self, "model", "")
         return f"{kind} {name}" if name else kind
@@ -83,7 +83,7 @@ def _find_rules(hint: Any) -> Iterator[Rule]:
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
-# The types of JSON values by the type of a field, and what to call that in errors. bool is an int, but not a number.
+# For each field type: the accepted types of JSON values, and their name in errors. bool is an int, but not a number.
 _JSON: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "str"),
     int: ((int,), "int"),

@@ -1,6 +1,6 @@
 """The machine, software and settings of a run.
 
-The measurement passes in facts known only to a rank (GPU names, NCCL version) as `details`.
+The measurement passes facts that only a rank can query (GPU names, NCCL version) as `details`.
 """
 
 from __future__ import annotations

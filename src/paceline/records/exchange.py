@@ -125,12 +125,12 @@ def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]
     if missing := [name for name in columns if name not in header]:
         raise RecordError(f"{path} has the columns {', '.join(header) or '(none)'} and lacks {', '.join(missing)}")
     if repeated := [name for name in columns if header.count(name) > 1]:
-        raise RecordError(f"{path} has several columns {', '.join(repeated)}: list each once")
+        raise RecordError(f"{path} repeats the columns {', '.join(repeated)}: list each once")
     return _parse(path, lines, parse)
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
-    """All-reduce times from a run, its CSV, nccl-tests output (text or JSON), or a table in CSV or Markdown.
+    """Load all-reduce times from a run, its CSV, nccl-tests output (text or JSON), or a table in CSV or Markdown.
 
     The records of a run keep their source (such as `measured`); all others are `imported`.
     """

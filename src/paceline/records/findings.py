@@ -1,4 +1,4 @@
-"""The type of all findings: what slows a step or casts doubt on a measurement, and what to do about it.
+"""The type of all findings: causes of slow steps or unreliable measurements, each with a remedy.
 
 `find_doubts`, the quality check of every verb, uses the records and the machine's load.
 """
@@ -32,19 +32,20 @@ _TEXTS = {
     "wrong": ("WRONG DATA at {}", "do not use this backend for these messages"),
     "parameters": ("WRONG PARAMETERS of {}: replicas differ from each other or from torch's wrapper", ""),
     "above": (
-        "above the memory bandwidth of one core per rank at {}: several cores shared the work, or it was disturbed",
+        "above the memory bandwidth of one core per rank at {}: several cores shared the work, or the "
+        "measurement was disturbed",
         "",
     ),
     "unstable": ("unstable at {} (p10 to p90)", "repeat on a quiet machine or for longer"),
     "epochs": ("unstable at {} (p10 to p90 of epochs)", "repeat on a quiet machine or with more --epochs"),
-    "drifting": ("not settled at {} (second half compared with the first)", "warm up for longer"),
+    "drifting": ("still drifting at {} (second half compared with the first)", "warm up for longer"),
     "few": ("fewer than 5 repetitions at {}: the median is not reliable", ""),
-    "skewed": ("ranks arrive far apart at {}: over half of the time is spent waiting for the last one", ""),
+    "skewed": ("ranks arrive far apart at {}: over half of the time is spent waiting for the last rank", ""),
 }
 _KINDS = {"parameters": "wrong", "epochs": "unstable"}
 
 
-# How a verdict names a cause.
+# The name of each cause in a verdict.
 _SUBJECTS = {
     "data": "data loading", "late rank": "a late rank", "buckets": "the bucket size", "backend": "the gloo backend",
     "batch": "the small batch", "network": "exposed communication", "host": "the host", "accumulate": "communication",
@@ -61,8 +62,8 @@ HEALTHY = ("healthy", "computing", "bound")  # kinds without a remedy
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause, named by `kind`, with its evidence and any remedy, both as clauses. `line` is the remedy as code to
-    paste or as a command, and `operator` the operator that is slower on a late `rank`.
+    """A cause (`kind`), its evidence, and any remedy. Evidence and remedy are clauses. `line` is the remedy as code to
+    paste or as a command. `operator` is the operator that is slower on a late `rank`.
 
     `gain_s` is the possible saving per step of `step_s`, and `certainty` says how it was derived: `measured`,
     `computed` from the trace, `at most` (a bound), `estimated` (under an assumption that the text states), or
@@ -141,7 +142,8 @@ class Finding:
         return self.step_s / max(self.step_s - self.gain_s, 1e-12) if self.gain_s else 1.0
 
     def withdraw(self, doubt: Finding) -> Finding:
-        """The same finding without its gain, because the machine is suspect. Measured gains already allow for that."""
+        """The same finding without its gain, because the machine was too busy. Measured gains stay, because their
+        intervals already include such noise."""
         if self.certainty == "measured":
             return self
         cure = doubt.cure or self.cure
@@ -198,7 +200,7 @@ def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds, is_observed:
     if num_wrong := getattr(r, "num_wrong", None):
         kind, what = ("parameters", "parameters") if isinstance(r, StepRecord) else ("wrong", "elements")
         yield kind, num_wrong, f"{num_wrong} of {getattr(r, 'num_checked', None)} {what}"
-    if fraction is not None and fraction > 1.1:  # slightly above 1 is within the noise of both
+    if fraction is not None and fraction > 1.1:  # up to this, the noise of both times may explain it
         yield "above", fraction, f"{fraction:.2f}x"
     if isinstance(r, BatchRecord):  # a repetition is an epoch, so even a few have many steps
         if timing.noise > UNSTABLE:
@@ -266,7 +268,7 @@ def _count_ranks(record: _Timed) -> int:
 
 
 def _join_reasons(timed: Sequence[_Doubted]) -> list[Finding]:
-    """One finding per kind, backend and number of ranks, with the records that the finding is about."""
+    """One finding per kind, backend and number of ranks, with the affected records."""
     found: dict[tuple[str, str, int], list[tuple[float, str]]] = defaultdict(list)
     totals: Counter[tuple[str, int]] = Counter()
     for r, reasons in timed:
@@ -277,7 +279,7 @@ def _join_reasons(timed: Sequence[_Doubted]) -> list[Finding]:
     doubts = []
     for (kind, backend, n), places in sorted(found.items(), key=lambda item: list(_TEXTS).index(item[0][0])):
         names = ", ".join(name for _, name in places)
-        if len(places) > _MOST_NAMES and _KINDS.get(kind, kind) != "wrong":  # wrong data is listed in full
+        if len(places) > _MOST_NAMES and _KINDS.get(kind, kind) != "wrong":  # list all wrong data
             names = f"{len(places)} of {totals[backend, n]} measurements, the worst {max(places)[1]}"
         place = (f"{backend}, " if backend else "") + format_number_of(n, "rank")
         evidence, cure = _TEXTS[kind]
@@ -303,6 +305,6 @@ def is_busy(doubts: Sequence[Finding]) -> bool:
 
 
 def add_busy(doubt: str, names: Sequence[str]) -> str:
-    """Append the inputs that were measured on a busy machine to a prediction's warning."""
+    """Extend a prediction's warning by the inputs that were measured on a busy machine."""
     busy = f"measured on a busy machine: {', '.join(names)}" if names else ""
     return "; ".join(filter(None, (doubt, busy)))

@@ -131,8 +131,8 @@ class MemoryRecord(_Timed):
 
 
 class MemoryBounds:
-    """The lower bound that memory bandwidth sets on an all-reduce, for each measured device, number of ranks, size and
-    dtype: the faster of the passes over the same bytes."""
+    """The lower bound on an all-reduce from memory bandwidth, for each measured device, number of ranks, size and
+    dtype: the time of the fastest pass over the same bytes."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         passes = sorted((r for r in records if isinstance(r, MemoryRecord)), key=lambda r: r.time_s, reverse=True)
@@ -183,7 +183,7 @@ class CheckRecord(Record):
 
     @classmethod
     def build(cls, name: str, found: str, advice: str = "", status: str = "warn") -> CheckRecord:
-        """The result of a check, whose status is `ok` if there is no advice."""
+        """Build the result of a check; its status is `ok` if there is no advice."""
         return cls(name=name, status=status if advice else "ok", found=found, advice=advice)
 
 

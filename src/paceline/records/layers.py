@@ -41,7 +41,7 @@ class LayerTimeRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CapTimeRecord(Record):
-    """The time of a step, or of its backward with communication (`of`), at one bucket size."""
+    """The time of a step, or of its backward with communication, at one bucket size; `of` says which."""
 
     kind: ClassVar[str] = "cap_time"
     cap_bytes: PositiveCount
@@ -54,8 +54,8 @@ class ParameterTimes(Checked):
     """When the gradient of a parameter became ready: seconds after backward began, None without a gradient.
 
     `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
-    `shape` is empty if unknown. For an embedding, `num_rows` is the number of rows that a step looked up,
-    and `rest_s` is when the part of the gradient that does not come from lookups was ready, if there is one.
+    `shape` is empty if unknown. For an embedding, `num_rows` is the number of rows that a step looked up. If part of
+    its gradient does not come from lookups, `rest_s` is when that part was ready.
     """
 
     name: str
@@ -187,7 +187,7 @@ class LayerProfileRecord(Record):
 
     @property
     def outside(self) -> BlockTimes:
-        """The part of forward and backward outside of all blocks."""
+        """The time of forward and backward outside all blocks."""
 
         def rest(phase: str, whole: Samples) -> tuple[float, ...]:
             blocks = [[getattr(block, phase)[number] for block in self.blocks] for number in range(whole.count)]

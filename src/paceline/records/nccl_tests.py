@@ -211,5 +211,5 @@ def _find_ranks(path: Path, rows: Sequence[_Row]) -> int:
     first, last = max(2, math.ceil(least - 1e-9)), math.floor(most + 1e-9)
     if first != last:
         what = f"{path} does not state its number of ranks (busbw / algbw allows {first} to {last})"
-        raise RecordError(f"{what}: keep the lines `# Rank` of nccl-tests")
+        raise RecordError(f"{what}: keep the `# Rank` lines of nccl-tests")
     return first

@@ -12,7 +12,7 @@ from paceline.records.checked import Checked, Seconds, one_of
 
 K = TypeVar("K")
 T = TypeVar("T")
-# Above this noise (`find_noise`) repetitions are unstable, and their median is not reliable.
+# If the noise (`find_noise`) exceeds this, repetitions are unstable and their median is unreliable.
 UNSTABLE = 0.25
 
 
@@ -122,7 +122,7 @@ class Samples(Checked):
 
     @property
     def drift(self) -> float:
-        """Median of the second half divided by that of the first, minus 1: far from 0 if times have not settled."""
+        """Median of the second half divided by that of the first, minus 1: far from 0 if times have not stabilized."""
         half = self.count // 2
         if half < 2:
             return 0.0

@@ -19,7 +19,8 @@ from paceline.units import format_rate
 PHASES = ("data_wait", "forward", "backward", "optimizer")
 ROLES = ("job", "plain", "local", "disturbed", "together", "coded")
 RACED = "confirmed"  # the note on job steps that ran for a plan comparison
-# The samples of a record besides its timing. Those after the phases belong to further kinds of steps.
+# The fields of a record that hold samples, besides `timing`. Fields after the phases are samples of other kinds of
+# steps.
 EXTRA_SAMPLES = (
     "marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped", "alone", "host",
 )  # fmt: skip
@@ -36,10 +37,10 @@ def reduce_turns(steps_s: Sequence[float], steps_per_turn: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(Record):
-    """Steps of one variant of a job. Repetitions with the same number are adjacent in time in all variants of a cell,
+    """Steps of one variant of a job. In all variants of a cell, repetitions with the same number are adjacent in time,
     so they can be compared in pairs.
 
-    `timing` has plain steps. Further kinds of steps of the same variant were interleaved with them; None means not
+    `timing` has plain steps. Other kinds of steps of the same variant were interleaved with them; None means not
     measured. `marked` steps have phase markers, `no_comm` have communication off (`no_comm_backward` is their
     backward), and `busy` is the time with at least one message in flight. The phases (`backward` includes its waits)
     belong to `marked`, or to `timing` without it. `host` is the host time of a step whose `timing` is GPU time.
@@ -51,9 +52,9 @@ class StepRecord(Record):
     label. `bucket_bytes` lists the wrapper's buckets in launch order, and `num_bytes` is the number of bytes that a
     rank passes to all-reduce per step, gradients only. `cell_size` is the samples per rank (`mode` weak) or over all
     ranks (strong). `num_parameters` counts tensors. `num_wrong` of `num_checked` parameters differed between ranks, or
-    from torch's. `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` what a step
-    adds at its peak, each the maximum over ranks. `steps_per_turn` consecutive repetitions were one turn of this
-    variant.
+    from torch's. `held_bytes` is the memory of the replica and its wrapper between steps, `peak_step_bytes` the
+    additional memory at the peak of a step; each is the maximum over ranks. `steps_per_turn` consecutive repetitions
+    were one turn of this variant.
     """
 
     kind: ClassVar[str] = "step"
@@ -123,12 +124,12 @@ class StepRecord(Record):
 
     @property
     def job(self) -> tuple[str, str, str, str]:
-        """The computation of a step."""
+        """The fields that determine the computation of a step."""
         return self.model, self.data, self.device, self.precision
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """The properties that two records of a job must share for their repetitions to be adjacent in time."""
+        """The properties that two records of a job share if their repetitions are adjacent in time."""
         return (self.mode, self.cell_size) if self.mode else (self.world_size, self.batch_size)
 
     @property
@@ -215,7 +216,8 @@ class StepRecord(Record):
 
 
 def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
-    """Step time divided by the reference's in the same repetition. The two are adjacent: a slow period affects both."""
+    """Step time divided by the reference's in the same repetition. The two are adjacent in time, so a slow period
+    affects both."""
     if record is reference:
         return Ratio(1.0, 0.0)
     here, there = ((r.cell, r.job, r.timing.count) for r in (record, reference))
@@ -225,7 +227,7 @@ def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
 
 
 @dataclass(frozen=True)
-class Standing:
+class WrapperComparison:
     """A wrapper compared with torch's DDP, with tuned DDP and with the bare module on the same backend, and with DDP on
     gloo, the default without Paceline; None for those that were not measured."""
 
@@ -258,16 +260,16 @@ class Standing:
         return here.held_bytes + here.peak_step_bytes - there.held_bytes - there.peak_step_bytes
 
 
-def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
+def compare_wrappers(records: Sequence[StepRecord]) -> list[WrapperComparison]:
     """Each record compared with its references, in the original order."""
     known = {(record.wrapper, record.backend, record.job, record.cell): record for record in records}
-    standings = []
+    comparisons = []
     for r in records:
         places = (("torch", r.backend), ("torch-tuned", r.backend), ("bare", r.backend), ("torch", "gloo"))
         others = [known.get((wrapper, backend, r.job, r.cell)) for wrapper, backend in places]
         ratios = [None if other is None else compare_steps(r, other) for other in others]
-        standings.append(Standing(r, others[2], *ratios))
-    return standings
+        comparisons.append(WrapperComparison(r, others[2], *ratios))
+    return comparisons
 
 
 @dataclass(frozen=True)
@@ -329,7 +331,7 @@ def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) ->
     rate, peak = record.busbw_bytes_per_s, max(rates, default=None)
     if rate is None or peak is None:
         return None
-    if rate > peak * (1 + 1e-9):  # for rounding: the two are computed differently
+    if rate > peak * (1 + 1e-9):  # margin for rounding: the two are computed differently
         found = f"{format_rate(rate)} GB/s ({record.num_bytes} bytes in {record.num_messages} messages)"
         limit = f"the peak of {format_rate(peak)} GB/s that an all-reduce alone reached"
         text = f"{record.place}: {found} is above {limit}: the bookkeeping is wrong; report a bug"
@@ -388,9 +390,9 @@ RESENT = "gradients"
 
 @dataclass(frozen=True)
 class Stall(Checked):
-    """A collective that is not one of those messages: its start in seconds since backward began, its duration, and the
-    part of the duration in which the rank computed nothing. It is named after its operation, or `RESENT` for gradients
-    that an earlier micro-batch of the step sent."""
+    """Any other collective: its start in seconds since backward began, its duration, and the part of the duration in
+    which the rank computed nothing. It is named after its operation; `RESENT` marks gradients that an earlier
+    micro-batch of the step sent."""
 
     start_s: float
     took_s: Seconds

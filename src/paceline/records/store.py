@@ -1,6 +1,6 @@
 """Runs on disk: one folder per run, with its records in one versioned JSON file, and one file per finished cell.
 
-A file of records appears whole or not at all and is never overwritten. Every file can also be read compressed: if
+A file of records is written atomically and never overwritten. Every file can also be read compressed: if
 `run.json` is missing, `run.json.gz` is read. Tables and figures are written by `report`.
 """
 
@@ -43,8 +43,8 @@ _STUDY_FORMAT, _CELL_FORMAT = ("paceline-study", 1), ("paceline-cell", 3)
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a command: its resolved settings (`config`), the `environment`, and the `records`. `warnings` are only
-    reasons to distrust the result."""
+    """One run of a command: its resolved settings (`config`), the `environment`, and the `records`. `warnings` contains
+    only reasons not to trust the result."""
 
     verb: str
     config: dict[str, Any]
@@ -159,13 +159,13 @@ def read_file(path: Path) -> bytes:
 
 
 def is_run_path(path: str | Path) -> bool:
-    """Whether this is a folder or has the name of a run's own file, and is therefore not a table."""
+    """Whether this is a run rather than a table: a folder, or a file with the name of one in a run's folder."""
     return Path(path).is_dir() or Path(path).name in (RUN_FILE, f"{RUN_FILE}.gz")
 
 
 def load_json(file: Path, needed: str) -> Any:
-    """The document of a file, compressed or not. Raises RecordError "missing", with a message that says what is
-    `needed`, or "damaged"."""
+    """The document of a file, compressed or not. Raises RecordError "missing", whose message states what is `needed`,
+    or "damaged"."""
     try:
         return json.loads(read_file(file))
     except FileNotFoundError:
@@ -189,13 +189,13 @@ def check_format(document: Any, known: tuple[str, int], where: str | Path) -> di
     if not isinstance(document, dict) or document.get("format") != name:
         raise RecordError(f'{where} is not a file of this kind: it lacks "format": "{name}"', code="damaged")
     if document.get("version") != version:
-        found = f"{where} has version {document.get('version')!r} of {name}, and this Paceline reads version {version}"
+        found = f"{where} has version {document.get('version')!r} of {name}, but this Paceline reads version {version}"
         raise RecordError(f"{found}: use the Paceline that wrote it, or write it again", code="version")
     return document
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run from its file or its folder. RecordError names the file and what is wrong with it."""
+    """Read a run from its file or its folder. RecordError names the file and the problem."""
     path = Path(path)
     file = path / RUN_FILE if path.is_dir() else path
     document = check_format(load_json(file, f"pass a run folder or its {RUN_FILE}"), RUN_FORMAT, file)
@@ -273,7 +273,7 @@ class Study:
         except KeyError as error:
             raise ConfigError(f"--resume {path}: {STUDY_FILE} lacks the key {error}", code="damaged") from None
         if found != verb:
-            raise ConfigError(f"--resume {path}: it is a run of `{found}`, and this is `{verb}`", code="other-verb")
+            raise ConfigError(f"--resume {path}: it is a run of `{found}`, but this is `{verb}`", code="other-verb")
         return cls(path, verb, config, command_line)
 
     def _file(self, cell: str) -> Path:

@@ -24,7 +24,7 @@ BUDGETS = ("epochs", "updates")
 CONFIG_FILE, METRICS_FILE, SAVES_FILE = "config.json", "metrics.jsonl", "saves.jsonl"
 CONFIG_FORMAT = ("paceline-train", 1)
 _NOT_FINITE = "not_finite"
-_LEAST_LEARNED = 0.05  # fraction of the way from chance to a perfect score
+_LEAST_LEARNED = 0.05  # fraction of the distance from chance to a perfect score
 _ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except for rounding
 
 
@@ -85,7 +85,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatchRecord(Record):
-    """One training run of an accuracy study, with a `budget` of `epochs` (possibly a fraction) or `updates`.
+    """One training run of an accuracy study, with a `budget` in `epochs` (possibly a fraction) or `updates`.
 
     `batch_size` is the micro-batch of one rank, `largest_batch_size` the final global batch size if it grew. If the
     loss became NaN or infinite, there is a `failure` and the curve ends there. In a study of strategies the recipe is
@@ -186,8 +186,8 @@ class NoiseEstimate:
 def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) -> NoiseEstimate:
     """Estimate the noise scale from probes whose small batches have this many samples.
 
-    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both terms. Terms are averaged over probes
-    before taking the ratio: the ratio of a single probe is noisy and biased.
+    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both terms. Each term is averaged over
+    probes before dividing, because the ratio of a single probe is noisy and biased.
     """
     b = small_batch_size
     signals, noises = [], []
@@ -206,7 +206,7 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
     square, so a negative estimate counts as 0.
     """
     count = len(signals)
-    if count < 3:  # too few to estimate their spread
+    if count < 3:  # too few probes to estimate their spread
         return None
     noise, signal = statistics.fmean(noises), max(0.0, statistics.fmean(signals))
     scale = _student_t95(count - 1) ** 2 / count
@@ -304,7 +304,7 @@ def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
 def summarize_rows(rows: Sequence[dict[str, Any]], epoch: int = 0) -> EpochSummary:
     """The summary of one epoch, or of a whole run as if it were one epoch."""
     samples, last = sum(row["samples"] for row in rows), rows[-1]
-    # NaN if any step has no value.
+    # NaN if a value is missing in any step.
     loss, accuracy = (
         sum((math.nan if row.get(name) is None else row[name]) * row["samples"] for row in rows) / samples
         for name in ("loss", "accuracy")

@@ -29,10 +29,10 @@ from paceline.report.table import Column, Table, build_row, format_ratio, join_w
 from paceline.report.training_result import TrainRunResult
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
-# Settings whose differences are not reported: they match rows, or they follow from results or other settings.
+# Settings whose differences are not reported: they serve to match rows, or follow from results or other settings.
 _PHASES_MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
 _TRAINING_MAY_DIFFER = ("ranks", "outcome", "faults")
-_TUNING_MAY_DIFFER = ("tune", "predictions", "gradients", "default_plan")  # fields of `tune` are compared singly
+_TUNING_MAY_DIFFER = ("tune", "predictions", "gradients", "default_plan")  # fields of `tune` are compared one by one
 _MOST_LETTERS = 120  # maximum length of a setting's value
 # Compared quantities, by JSON key; throughput first for traces, because their batches may differ.
 _OF_PHASES = (
@@ -48,7 +48,7 @@ _OF_TRACES = (
     *("gpu_kernel_s", "gpu_num_kernels"),
 )
 _OF_TRAINING = ("step_s", "data_wait_s", "exposed_comm_s")
-_UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # others follow from the suffix
+_UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # else by suffix
 _RATIO_NOTE = "Ratios of medians ± 95 %; = marks no clear difference. The runs were not interleaved."
 # Fields of a record that do not identify the measurement, or that follow from other fields.
 _ABOUT = (
@@ -265,7 +265,7 @@ class ComparisonResult(Result):
         return [*differ, *self._explain(), drift]
 
     def _explain(self) -> Sequence[str]:
-        """How well the first trace's communication fraction predicts the second's."""
+        """State how well the first trace's communication fraction predicts the second's."""
         found = self.config.get("accumulation")
         if not found:
             return ()
@@ -300,7 +300,7 @@ def compare_results(parts: Sequence[Result], environment: Environment) -> Compar
 
 
 def describe_numbers(rows: Sequence[ComparedNumber]) -> str:
-    """How many numbers differ by more than their noise, and which differs most."""
+    """State how many numbers differ by more than their noise, and which one differs most."""
     known = [(row, row.change) for row in rows if row.change is not None and row.change.noise is not None]
     if not rows:
         return "These runs have no numbers in common."
@@ -327,7 +327,7 @@ def _list_differences(parts: Sequence[Result]) -> dict[str, list[Any]]:
 
 
 def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
-    """The settings that differ between runs, except those in `but`, with their value in each run."""
+    """The settings that differ between runs, with their value in each run; excludes the settings in `but`."""
     names = dict.fromkeys(name for config in configs for name in config if name not in but)
     values = {name: [config.get(name) for config in configs] for name in names}
     return {name: each for name, each in values.items() if len(set(map(json.dumps, each))) > 1}
@@ -499,13 +499,13 @@ class TrainComparisonResult(ComparisonResult):
     def answer(self) -> str:
         first, *others = self.rows
         names, most = join_words(row.name for row in self.rows), max(row.largest_difference for row in others)
-        text = f"{names} learn the same: the losses of all steps agree within {max(most, 1e-4):.2%}."
+        text = f"The losses of {names} agree in every step, within {max(most, 1e-4):.2%}."
         if not self.learned_the_same:
-            text = f"{names} diverge from the first step on; "
+            text = f"The losses of {names} differ from the first step onward; "
             if self._num_equal:
-                text = f"{names} learn the same for {self._num_equal} of {first.run.steps} steps; then "
+                text = f"The losses of {names} agree for {self._num_equal} of {first.run.steps} steps; after that, "
             by = f"the loss of a step differs by up to {most:.1%}."
-            text += by if math.isfinite(most) else "one of them has a loss that is not finite."
+            text += by if math.isfinite(most) else "one of the runs has a loss that is not finite."
         for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
             found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
             if None not in found:
@@ -514,7 +514,8 @@ class TrainComparisonResult(ComparisonResult):
         return f"{text} Speed: {speeds} times that of {first.name}."
 
     def _explain(self) -> list[str]:
-        """Which differences are significant and why losses differ if only the number of ranks does."""
+        """State which differences are significant, and why losses differ if the runs differ only in the number of
+        ranks."""
         sure = describe_numbers(self.numbers).removesuffix(".")
         if self.learned_the_same or self.differences or len({row.run.world_size for row in self.rows}) == 1:
             return [sure]
@@ -527,7 +528,7 @@ class TrainComparisonResult(ComparisonResult):
     @property
     def warnings(self) -> tuple[str, ...]:
         unfinished = [f"{row.name}: the run is not finished" for row in self.rows if not row.run.finished]
-        why = "times as fast is more than the ranks explain: the machine may have been busy"
+        why = "times as fast is more than the additional ranks explain: the machine may have been busy"
         ratios = [(row, row.run.world_size / row.first.world_size) for row in self.rows]
         fast = [f"{row.name}: {row.speed_up:.2f} {why}" for row, ratio in ratios if row.speed_up > 1.1 * ratio > 1.1]
         return (*unfinished, *fast, *(f"{row.name}: {line}" for row in self.rows for line in row.run.warnings))

@@ -1,4 +1,4 @@
-"""Runs as one self-contained HTML page: the verdict, figures drawn from their data, and tables; also as Markdown.
+"""Runs as one self-contained HTML page: the verdict, interactive figures, and tables. Also renders Markdown.
 
 The results provide the content: sentences, tables, and the artists of their matplotlib figures, which `page.js` redraws
 at the width of the screen. All text is escaped, including the names of runs.
@@ -181,7 +181,7 @@ def _escape(text: Any) -> str:
 
 
 def split_verdict(text: str) -> tuple[str, str]:
-    """The first sentence and the rest."""
+    """Split a text into its first sentence and the rest."""
     first, _, rest = re.sub(r"([.!?]) (?=[A-Za-z])", r"\1\n", text, count=1).partition("\n")
     return first, rest
 
@@ -235,7 +235,7 @@ def _render_origin(result: Result) -> str:
         "commit": environment.git_commit,
     }
     rows = "".join(f"<dt>{name}</dt><dd>{_escape(value)}</dd>" for name, value in facts.items() if value)
-    return f"<details><summary>How it was made</summary><dl>{rows}</dl></details>"
+    return f"<details><summary>Run details</summary><dl>{rows}</dl></details>"
 
 
 def _render_step(step: str) -> str:

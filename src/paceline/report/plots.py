@@ -124,7 +124,7 @@ def render_svg(figure: Figure) -> bytes:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     data = io.BytesIO()
-    # Without a date and with fixed ids, equal records give equal files.
+    # Without a date and with fixed ids, equal records produce identical files.
     with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "none"}):
         FigureCanvasSVG(figure).print_svg(data, metadata={"Date": None})
     _keep_layout(figure)

@@ -41,7 +41,7 @@ def format_interval(ratio: Interval, percent: str = "{:+.1%}") -> str:
 
 
 def describe_rows(rows: Sequence[Prediction], assumed: Iterable[str], prefix: str) -> list[str]:
-    """The assumptions behind the rows and the doubts about them."""
+    """The assumptions behind the rows, and the reasons for uncertainty about them."""
     lines = [line if line.startswith(_NAMED) else f"{prefix}: {line}" for line in dict.fromkeys(assumed)]
     for doubt, same in group_by((row for row in rows if row.doubt), lambda row: row.doubt).items():
         places = ", ".join(f"{row.network} on {row.world_size:,} ranks" for row in same)
@@ -131,7 +131,7 @@ MESSAGES = (
 
 
 def _format_exposed(seconds: float) -> str:
-    """Milliseconds. If the step is faster with communication than without it, that is noise."""
+    """Format milliseconds. A step that is faster with communication than without it is within the noise."""
     return format_ms(seconds) if seconds > 0 else "within the noise"
 
 
@@ -197,7 +197,7 @@ def _find_status(race: Race, label: str) -> str:
         return "within 1 %"
     if label in race.left:
         return ""
-    # A plan may be shown to be slower than another one, but not than the default.
+    # A plan may be shown to be slower than another plan, but not slower than the default.
     return "slower" if race.to_default[label].low > 1 else "beaten"
 
 

@@ -83,9 +83,9 @@ from paceline.report.result import Result, describe_job
 from paceline.report.table import SIMULATED, Column, Table, build_row, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
 
-# terminal rows: the widest ranges of bucket sizes, and the last one; the CSV has all ranges
+# rows on a terminal: the widest ranges of bucket sizes, and the last range; the CSV has all ranges
 _MOST_ROWS = 24
-# A comparison that needs more seconds than this is not worth running: the plans hardly differ.
+# If a comparison takes more seconds than this, the plans hardly differ, so it is not worth running.
 _MOST_BUDGET_S = 600
 _ROWS = (256, 1024, 4096)  # assumed distinct tokens per rank, used when the tables do not give the number
 
@@ -318,8 +318,9 @@ class CapsResult(Result):
         self.interval = step.low_s - around_s, step.high_s - around_s
 
     def _recommend(self) -> tuple[list[tuple[int, int]], tuple[int, int], float]:
-        """The ranges of sizes within 1 % of the best on every curve behind the answer; the widest range or, if there is
-        none, the sizes that lose least; and how much slower than the best the chosen sizes may be."""
+        """Return three things: the ranges of sizes that are within 1 % of the best on every curve behind the answer;
+        the recommended range, which is the widest of these or, if there are none, the sizes that lose least; and how
+        much slower than the best the recommended sizes may be."""
         curves = list(self.bases.values())
         losses = {
             points[0].cuts: max(p.backward_s / c.best.backward_s - 1 for p, c in zip(points, curves, strict=True))
@@ -352,7 +353,7 @@ class CapsResult(Result):
 
     @property
     def bases(self) -> dict[str, CapCurve]:
-        """The curves behind the answer: the fitted one or, without measured times, all."""
+        """The curves behind the answer: the fitted curve or, without measured times, all of them."""
         return self.curves if self.fitted is None else {"fitted": self.fitted}
 
     @property
@@ -419,7 +420,7 @@ class CapsResult(Result):
         ]
 
     def _describe_others(self) -> list[str]:
-        """The leave-one-out error: each measured time against a prediction fitted to the others."""
+        """Describe the leave-one-out error: each measured time compared with a prediction fitted to the others."""
         if len(self.measured) < 2:
             return []
         errors = []
@@ -444,9 +445,9 @@ class CapsResult(Result):
                 f"{'; the tables do not include it, but --measured and `paceline tune` do' * self.is_on_gpu}",
                 f"interval: 90 % of {DRAWS} draws of {drawn}, plus {error}",
             ]
-        fitted = f"messages and compute run at {1 / self.factor:.0%} of their speed while they overlap"
+        fitted = f"messages and compute run at {1 / self.factor:.0%} of their normal speed while they overlap"
         if self.factor < 1:
-            fitted = f"messages take {self.factor:.0%} of their time in the table, and compute is not slowed down"
+            fitted = f"messages take {self.factor:.0%} of the time in the table, and compute is not slowed down"
         found = [f"contention: fitted to the measured times: {fitted}", f"interval: 90 % of {DRAWS} draws of {error}"]
         if self.unexplained > PLATEAU:
             found.append(f"doubtful: the model leaves up to {self.unexplained:.1%} of a measured time unexplained")
@@ -489,7 +490,7 @@ class CapsResult(Result):
         if not inside:
             return f"{text}; no measured size lies in a predicted range"
         lost = 1 - best.timing.center_s / min(record.timing.center_s for record in inside)
-        missed = f"{lost:.1%} faster than the best size in a predicted range"
+        missed = f"{lost:.1%} faster than the best measured size in a predicted range"
         return f"{text}, {'which lies in a predicted range' if best in inside else missed}"
 
     def tables(self) -> list[Table]:
@@ -791,7 +792,7 @@ def describe_offers(tuning: Tuning) -> str:
     """The gains of strategies that change the update, in sentences; empty if none was requested."""
     offers = [(candidate.label, format_interval(to_default)) for candidate, to_default, _ in tuning.offers]
     said = [f"{label} changes the step time by {ratio}" for label, ratio in offers]
-    if tuning.whole is None:  # the fastest first
+    if tuning.whole is None:  # fastest first
         others = [(one.step_s, text) for text, one in tuning.predicted.items() if not one.strategy.is_exact]
         said = [f"{text} is predicted to take {format_ms(step_s)} ms" for step_s, text in sorted(others)[:2]]
     if not said:

@@ -101,8 +101,8 @@ class ProfileResult(PhasesResult):
 
 
 class _Part(NamedTuple):
-    """A block and the bytes of its gradients, or a parameter with its position in ready order and the cumulative bytes
-    ready."""
+    """A block with the bytes of its gradients, or a parameter with its position in ready order and the bytes ready by
+    then."""
 
     profile: LayerProfileRecord
     of: Any
@@ -155,7 +155,7 @@ PARAMETERS = (
 
 
 def describe_layers(profile: LayerProfileRecord) -> list[str]:
-    """Facts that the tables lack: the profiling overhead and unusual gradients."""
+    """Facts that are not in the tables: the profiling overhead and unusual gradients."""
     step = describe_change(profile.step_cost, "of a step")
     backward = describe_change(profile.backward_cost, "of backward")
     order = "in the same order in every step"
@@ -179,7 +179,7 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     ys = [*(num_bytes / MIB for _, num_bytes in points), points[-1][1] / MIB]
     axes.step(xs, ys, where="post", color=COLORS[0], lw=1.6, label=f"ready ({profile.source}, median)")
     axes.axvline(end_ms, color="#555555", lw=1, ls="--", label="end of backward")
-    ready_bytes = dict(ready)  # a later entry with the same time overrides an earlier one
+    ready_bytes = dict(ready)  # for equal times, the last entry counts
     found = [(profile.ready_of(block.name), block.name) for block in profile.blocks]
     marks = sorted((time_s * 1e3, ready_bytes[time_s] / MIB, name) for time_s, name in found if time_s is not None)
     xs, ys = [x for x, _, _ in marks], [y for _, y, _ in marks]
@@ -208,9 +208,9 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
 
 
 class TraceResult(Result):
-    """Result of `profile trace`: what each rank did in a step, where the time goes, and how to speed it up. `document`
-    comes from the ranks or, for a saved run, from `overview.json` in its folder. `traces` has one trace per rank and is
-    empty for a saved run; `plot` draws one step of them."""
+    """Result of `profile trace`: the activity of each rank in a step, where the time goes, and how to speed it up.
+    `document` comes from the ranks or, for a saved run, from `overview.json` in its folder. `traces` has one trace per
+    rank and is empty for a saved run; `plot` draws one step of them."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ _SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
 
 
 def _format_share(share: float) -> str:
-    return f"{share:.1%}" if share >= 5e-4 else ""  # a column that is empty on every rank is not shown
+    return f"{share:.1%}" if share >= 5e-4 else ""  # empty on every rank: the column is hidden
 
 
 def _gpu_column(name: str, field: str) -> Column:
@@ -354,7 +354,8 @@ OPERATORS = (
 
 
 def _shorten(name: str, width: int) -> str:
-    """Shorten a name to its ends. Template names can have thousands of characters; both ends say the most."""
+    """Shorten a name to its ends. Template names can have thousands of characters, and both ends are the most
+    informative."""
     return name if len(name) <= width else f"{name[: width - 16]}…{name[-15:]}"
 
 
@@ -536,7 +537,7 @@ class CommTableResult(Result):
         curves = [path for path in self.config.get("curves", ()) if path not in self._lost]
         parts += [(f"--curve {path}", (), load_sweeps(path, ranks)) for path in curves]
         names = self.config.get("profiles") or ["profile"] * len(profiles)
-        busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # the profile made here
+        busy = {*self.config.get("busy", ()), *(["profile"] if is_busy(self.doubts) else [])}  # the profile of this run
         # Keep evidence with its own profile: two profiles may be of the same job on two devices, or before and after a
         # change.
         places = [place for place, record in enumerate(self.records) if isinstance(record, LayerProfileRecord)]
@@ -547,7 +548,7 @@ class CommTableResult(Result):
                 for row in build_comm_table(profile, networks, sweeps, ranks, evidence):
                     doubt = add_busy(row.step.doubt, [one for one in (name, curve) if one in busy])
                     self.rows.append(row._replace(step=replace(row.step, doubt=doubt)))
-        # List all models of a network and rank count next to each other.
+        # Keep the models of each network and rank count next to each other.
         groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))
         self.rows = [row for rows in groups.values() for row in rows]
 
@@ -623,7 +624,7 @@ def shorten_names(names: tuple[str, ...], width: int = 32) -> dict[str, str]:
 
 
 def _shorten_among(name: str, names: Sequence[str], width: int) -> str:
-    """Reduce a long name to its first word and the words at which other names start to differ from it."""
+    """Reduce a long name to its first word and the words where other names begin to differ from it."""
     marks = {sum(itertools.takewhile(bool, map(eq, name, other))) for other in names if other != name}
     words = [(word[0], range(word.start(), word.end())) for word in re.finditer(r"[^\W_]+[\W_]*|[\W_]+", name)]
     kept = [word if 0 in place or marks.intersection(place) else "…" for word, place in words]

@@ -92,7 +92,7 @@ class Result:
 
     @property
     def findings(self) -> Sequence[str]:
-        """Further statements about the records, one sentence each."""
+        """More findings about the records, one sentence each."""
         return ()
 
     def tables(self) -> list[Table]:
@@ -151,17 +151,17 @@ class Result:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result."""
+        """Reasons why the result may be unreliable."""
         return self.run.warnings
 
     @property
     def doubts(self) -> list[Finding]:
-        """Doubts about the measurement, derived from its records and the machine's load."""
+        """Reasons why the measurement may be unreliable, from its records and the machine's load."""
         return find_doubts(self.records, self.run.environment)
 
     @property
     def noise(self) -> list[str]:
-        """The doubts that make `--strict` fail: another run may give a different answer."""
+        """The findings of `doubts` that make `--strict` fail, because another run may give a different answer."""
         return [doubt.text for doubt in self.doubts if doubt.kind in NOISY]
 
     def table(self, name: str | None = None) -> Table:
@@ -355,7 +355,7 @@ def _pick(named: dict[str, T], name: str | None, what: str) -> T:
 
 
 def _find_class(verb: str) -> type[Result]:
-    """The class of a verb's results. Its module is imported on demand, because it is often a study that imports this
+    """The class of a verb's results. Its module is imported on demand, because it may be a study, which imports this
     package."""
     module, _, name = _CLASSES.get(verb, "report.result.Result").rpartition(".")
     kind: type[Result] = getattr(importlib.import_module(f"paceline.{module}"), name)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.records.kinds import PRECISIONS
 from paceline.records.samples import group_by
-from paceline.records.steps import Standing, StepRecord, compare_wrappers
+from paceline.records.steps import StepRecord, WrapperComparison, compare_wrappers
 from paceline.report.plots import COLORS, MARKERS, Drawings, Figure, build_panels
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, count_clear, describe_change, ratio_columns, raw_columns, text_columns
@@ -78,7 +78,8 @@ PHASES = (
 
 
 def describe_phases(record: StepRecord) -> list[str]:
-    """Facts that the table lacks: the bytes sent, the noise of exposed communication, and the profiling overhead."""
+    """Facts that are not in the table: the bytes sent, the noise of exposed communication, and the profiling
+    overhead."""
     place = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
     cost = f"{place}: profiling overhead: {describe_change(record.cost, 'of a step')}"
     if record.world_size == 1:
@@ -137,9 +138,9 @@ class WrappersResult(Result):
 _DTYPES = {precision: dtype for dtype, precision in PRECISIONS.items()}
 
 
-def build_columns(standings: Sequence[Standing]) -> list[Column]:
+def build_columns(comparisons: Sequence[WrapperComparison]) -> list[Column]:
     """The columns for wrappers; the ratio across backends is shown if several were interleaved."""
-    several = len({standing.record.backend for standing in standings}) > 1
+    several = len({comparison.record.backend for comparison in comparisons}) > 1
     on_gloo = "/ torch on gloo" if several else None
     return [
         *text_columns("record.model", is_key=True),
@@ -172,8 +173,8 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
     ]
 
 
-def _find_host_us(standing: Standing) -> float | None:
-    host_s = standing.host_s_per_parameter
+def _find_host_us(comparison: WrapperComparison) -> float | None:
+    host_s = comparison.host_s_per_parameter
     return None if host_s is None else host_s * 1e6
 
 

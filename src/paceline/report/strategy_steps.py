@@ -89,7 +89,7 @@ class Cell:
         return self._by_name[choose_fastest({one.text: self._by_name[one.text].step_s for one in names})]
 
     def describe(self) -> str:
-        """The strategies to choose, in sentences."""
+        """Describe the strategies to choose, in sentences."""
         assert self.exact is not None
         text = f"The fastest exact strategy is {self.exact.strategy.text}, {format_ms(self.exact.step_s)} ms"
         text += f"; bf16 takes {format_ms(self.bf16.step_s)} ms."
@@ -101,7 +101,7 @@ class Cell:
                 less = f"{1 - ratio.value:.0%} less than bf16 (90 %: {1 - ratio.high:.0%} to {1 - ratio.low:.0%})"
                 text += f" The fastest {kind} is {name}, {format_ms(row.step_s)} ms, {less}."
             else:
-                why = f"none is shown to be more than 1 % faster than bf16 ({name}: {_format_change(ratio)})"
+                why = f"none is significantly (more than 1 %) faster than bf16 ({name}: {_format_change(ratio)})"
                 text += f" A {kind} is not worth it here: {why}."
         return text
 
@@ -172,7 +172,7 @@ class StrategyStepsResult(PredictResult):
         last = max(self.cells, key=lambda cell: cell.world_size)
         others = [cell for cell in self.cells if cell is not last]
         crossings = [
-            f"on {world_size:,} ranks, {above} is fastest from {rate / 1e9:.3g} Gb/s up, and {below} below that"
+            f"on {world_size:,} ranks, {above} is fastest above {rate / 1e9:.3g} Gb/s, and {below} below"
             for world_size, sweep in self.sweeps.items()
             for rate, below, above in sweep.crossings
         ]

@@ -258,7 +258,7 @@ def _describe_ratios(found: Ratios) -> str:
 
 
 def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
-    """Whether two rows measure the same thing; an "unknown" field of an imported table matches anything."""
+    """Whether two rows are comparable measurements. An "unknown" field of an imported table matches any value."""
     same_type = here.dtype == there.dtype or "unknown" in (here.dtype, there.dtype)
     exact = ("collective", "backend", "memory", "device", "world_size", "num_bytes", "op")
     return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
@@ -306,7 +306,7 @@ def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequen
     title = f"{records[0].collective}: time"
     figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3, bounds)
     times = [r.time_s for r in (*records, *bounds)]
-    # Add ticks between the powers of ten if there are few of those.
+    # Add ticks between the powers of ten if there are few powers of ten.
     axes.set_yscale("log", subs=[2, 5] if max(times) / min(times) < 100 else [])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")

@@ -67,7 +67,7 @@ class Column:
         return self.unit not in ("text", "words", "yes", "bar")
 
     def cell(self, row: Any) -> str:
-        """A row's value for people; empty if there is none."""
+        """A row's value as shown to people; empty if there is none."""
         value = self.find(row)
         if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
             return ""
@@ -107,7 +107,7 @@ def text_columns(*paths: str, **options: Any) -> list[Column]:
 
 
 def ratio_columns(name: str | None, path: str, key: str, noise_key: str = "", priority: int = -1) -> list[Column]:
-    """Columns of a `Ratio`: with its noise for people (unless `name` is None), and both numbers for programs."""
+    """Columns of a `Ratio`: one that shows it with its noise (unless `name` is None), and both numbers for programs."""
     shown = [] if name is None else [Column(name, path, format_ratio, priority=priority)]
     return [*shown, *raw_columns(**{key: f"{path}.value", noise_key or f"{key}_noise": f"{path}.noise"})]
 
@@ -121,7 +121,8 @@ def format_ratio(ratio: Any) -> str:
 
 
 def describe_change(ratio: Any, of: str) -> str:
-    """How much more or less time something takes than its baseline and whether the difference is significant."""
+    """Describe how much more or less time something takes than its baseline, and whether the difference is
+    significant."""
     if ratio.noise is None:
         return f"{ratio.value - 1:+.1%} {of} (one repetition)"
     return f"{ratio.value - 1:+.1%} ± {ratio.noise:.1%} {of}{'' if ratio.is_clear else ', within the noise'}"
@@ -159,7 +160,7 @@ class Table:
         groups = group_by(self.rows, lambda row: tuple(named[name].cell(row) for name in rows))
 
         def pick(column: Column, cell: str | None = None) -> Callable[[Sequence[Any]], Any]:
-            """Select from a group the value of the row with this cell, or of any row."""
+            """Select a value from a group: from the row with this cell, or from any row."""
             return lambda group: next((column.find(row) for row in group if cell in (None, read(row))), None)
 
         columns = [replace(named[name], value=pick(named[name])) for name in rows]

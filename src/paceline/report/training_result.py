@@ -137,7 +137,7 @@ class TrainRunResult(Result):
 
     @cached_property
     def observed(self) -> AttachedResult | None:
-        """The steps, analyzed like those of an attached program: their bottleneck and the buckets that they sent."""
+        """The steps, analyzed like those of an attached program: their bottleneck and their buckets."""
         if not self.rows or not self.total or not self.total.seconds:
             return None
         labels = {name: str(self.config[name]) for name in ("model", "wrapper", "backend", "device")} | self.outcome

@@ -77,7 +77,7 @@ class BatchSettings(StudySettings):
     def check(self) -> None:
         super().check()
         most, samples = max(self.batch_sizes), self.job.samples
-        few = f"--batch-size {most} of --samples {samples}: leave it out, or pass more"
+        few = f"--batch-size {most} is more than --samples {samples}: leave it out, or pass more samples"
         refuse((samples is not None and samples < most, few))
 
     def measure(self, session: Session, at_once: int) -> list[Record]:

@@ -159,7 +159,7 @@ class Net(nn.Module):
             return
         if (place, self.num_steps + 1) != (asked.place, asked.step):
             return
-        if asked.fault == "other-shape":  # this fault needs every rank
+        if asked.fault == "other-shape":  # this fault involves every rank
             self._note(self._is_mine)
             dist.all_reduce(torch.ones(1001 if self._is_mine else 1000, device=next(self.parameters()).device))
         elif self._is_mine and asked.fault == "kill-in-save":
@@ -171,7 +171,8 @@ class Net(nn.Module):
             self._inject(asked.fault)
 
     def _note(self, is_mine: bool = True) -> None:
-        """Record when the fault was injected. The trial waits for this file. It injects some faults itself."""
+        """Record when the fault was injected, in a file that the trial waits for. The trial itself injects some of the
+        faults."""
         path = Path(self._asked.folder) / "injected"
         if is_mine and not path.exists():
             path.write_text(f"{time.monotonic()} {self.num_steps + 1}")
@@ -205,7 +206,7 @@ class Net(nn.Module):
 
     def _count(self, *_: Any) -> None:
         self.num_steps += 1
-        self._reach("between")  # between this step and the next
+        self._reach("between")  # after this step, before the next
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.layers[:2](inputs.flatten(1)[:, :NUM_INPUTS])

@@ -129,7 +129,7 @@ def _end_all(space: str) -> None:
 
 
 def _find_private() -> list[str]:
-    """The prefix to start a command in a separate mount namespace."""
+    """The command prefix that starts a command in a separate mount namespace."""
     return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
 
 
@@ -173,7 +173,7 @@ def _make_group(undo: contextlib.ExitStack) -> Path:
     undo.callback(_remove_group, group)
     is_new = (group / "memory.max").exists()  # control groups version 2
     (group / ("memory.max" if is_new else "memory.limit_in_bytes")).write_text(str(_MEMORY_BYTES))
-    with contextlib.suppress(OSError):  # no swap here
+    with contextlib.suppress(OSError):  # the host has no swap
         if is_new:
             (group / "memory.swap.max").write_text("0")
         else:  # memory and swap together

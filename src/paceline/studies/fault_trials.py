@@ -57,8 +57,8 @@ class Fault(NamedTuple):
 
     `place`: the part of a step in which it happens. `cause`: the pattern of a correct report; empty for pauses and slow
     networks, which are not faults. `needs`: a special environment (`fault_places`). `names_rank`: whether the report
-    must identify the rank. `rank`: the only possible rank. `is_saved`: afterward, a run must resume from its newest
-    checkpoint. `is_final`: the run ends under every policy.
+    must identify the rank. `rank`: the only rank that can have this fault. `is_saved`: afterward, a run must resume
+    from its newest checkpoint. `is_final`: the run ends under every policy.
     """
 
     place: str
@@ -108,7 +108,7 @@ FAULTS: dict[str, Fault] = {
     "noise": Fault("between", "", systems=("train", "script", ATTACHED)),  # every kind of pause, at random times
 }
 _JOB = Path(__file__).with_name("fault_job.py")
-_LONG_STEPS = 1_000_000  # more than the job takes before the fault ends it
+_LONG_STEPS = 1_000_000  # the fault ends the job before it has taken this many
 _START_S = 120.0
 _TRIAL_S = 20.0  # approximate duration of a trial: two starts, the fault, and the end of all processes
 _WARM_S = 8.0  # time for a spare to get ready before the fault
@@ -242,7 +242,7 @@ def _build_config(
     Option(least=2).check("ranks", ranks)
     Option(above=0).check("patience", patience)
     refuse(
-        (not backends, "--backend: no name is given"),
+        (not backends, "--backend: no name"),
         ("nccl" in backends and device != "cuda", "--backend nccl needs --device cuda"),
         (restart and policies != ("stop",), f"--restart with --on-fault {on_fault}: the run continues; leave one out"),
     )
@@ -322,7 +322,7 @@ class _Job:
         variables |= {"TMPDIR": f"{asked.folder}/tmp", "PYTHONPATH": os.pathsep.join(sys.path)}
         variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         variables |= {"PACELINE_MONITOR": "1"} if trial.system == ATTACHED else {}
-        # Hangs are reported immediately and end the job after this time; pauses have the default timeout.
+        # Hangs are reported immediately and end the job after this time. Pauses have the default timeout.
         variables |= {TIMEOUT_VARIABLE: _HANG_TIMEOUT} if asked.fault in _HANGS else {}
         Path(variables["TMPDIR"]).mkdir(exist_ok=True)
         self.process = subprocess.Popen(
@@ -482,8 +482,8 @@ def _names_step(kind: Fault, text: str, step: int) -> bool:
 
 
 def _make_damaged(trial: Trial, asked: Asked) -> int:
-    """Run the job up to the fault's step, and flip one bit of the newest checkpoint: the fault is then to resume from
-    that checkpoint. Returns the number of steps between this checkpoint and the previous one."""
+    """Run the job up to the fault's step, and flip one bit of the newest checkpoint. The fault then consists of
+    resuming from that checkpoint. Returns the number of steps between this checkpoint and the previous one."""
     _measure_restart(trial, asked)
     folder = Path(asked.folder)
     paths = sorted(folder.glob(f"{OUT}/*/checkpoints/step-*/model.safetensors")) or [folder / OUT / "saved.pt"]
@@ -546,14 +546,15 @@ _format_s = "{:.2f}".format
 
 
 def _summarize(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """The median of the known values, and the 95th percentile of all values, which is None if it is unknown."""
+    """The median of the known values, and the 95th percentile of all values; the latter is None if it falls on an
+    unknown value."""
     known = sorted(one for one in values if one is not None)
     place = math.ceil(0.95 * len(values)) - 1
     return statistics.median(known) if known else None, known[place] if 0 <= place < len(known) else None
 
 
 class _Row:
-    """All trials of one fault on one backend under one system, with one policy."""
+    """All trials of one fault, with the same backend, system and policy."""
 
     def __init__(self, trials: Sequence[FaultRecord]) -> None:
         first = trials[0]
@@ -601,7 +602,7 @@ class FaultsResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        """Totals over all trials except those with nothing but torch's wrapper."""
+        """Totals over all trials except those that use only torch's wrapper."""
         ours = [one for one in self.only(FaultRecord) if one.system != "torch"]
         faults = [one for one in ours if one.steps_lost is not None]
         stepped = [one for one in faults if one.names_step is not None]

@@ -129,10 +129,10 @@ class LargeBatchSettings(grid.GridSettings):
         return self.job.epochs * (math.floor(per_epoch) if self.job.tail == "drop" else math.ceil(per_epoch))
 
     def list_configurations(self, num_samples: int) -> list[TrainingCell]:
-        """List the baseline first; its first seed also probes gradient noise."""
+        """List all configurations, the baseline first. The baseline's first seed also probes gradient noise."""
         base, larger, found = self.base_batch_size, self.global_batch_sizes, list[TrainingCell]()
         for size, text in [(base, NO_RECIPE), *((size, recipe) for size in larger for recipe in self.recipes)]:
-            if size > num_samples:  # do not train a smaller batch under this name
+            if size > num_samples:  # a smaller batch must not be trained under this name
                 raise ConfigError(f"{num_samples} samples are fewer than a batch of {size}: leave it out")
             settings = Recipe.parse(text).apply(self.job, size, base, self.count_updates(size, num_samples))
             found.append(TrainingCell(share_batch(settings, self.most_at_once), "epochs", text, size, size == base))
@@ -146,7 +146,7 @@ class LargeBatchSettings(grid.GridSettings):
 
 
 def _check_length(cell: TrainingCell, num_samples: int) -> None:
-    """Reject a warm-up or batch growth that the run is too short for, before any training."""
+    """Before any training, reject a warm-up or batch growth that is too long for the run."""
     cell.settings.check()
     try:
         cell.settings.build_schedules(num_samples)
@@ -189,7 +189,7 @@ SWITCHES: Mapping[str, Switch] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Switches with their values, such as `linear+warmup:0.1`; `none` has no switches."""
+    """A combination of switches with their values, such as `linear+warmup:0.1`; `none` has no switches."""
 
     text: str
     switches: tuple[tuple[str, float | None], ...]
@@ -394,7 +394,9 @@ def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
         text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
         scale, interval = last.noise_scale, last.estimate.interval
         if scale and (interval is None or interval[1] < math.inf):
-            why = "far above this save few steps" if size >= 2 * scale else "up to about this cost few extra samples"
+            why = (
+                "far above this size save few steps" if size >= 2 * scale else "up to this size cost few extra samples"
+            )
             samples, steps = 1 + size / scale, 1 + scale / size
             cost = f"{samples:.1f} times the minimum samples and {steps:.1f} times the minimum steps"
             text += f" Batches {why}: {size} needs {cost}."

@@ -92,7 +92,7 @@ class ScalingCell:
         return f"{self.mode} {self.samples}"
 
     def batch_size(self, world_size: int, accumulate: int = 1) -> int:
-        """A rank's micro-batch with this number of ranks."""
+        """The size of a rank's micro-batch on this number of ranks."""
         return self.samples if self.mode == "weak" else self.samples // (world_size * accumulate)
 
     def count_samples(self, accumulate: int) -> int:
@@ -136,11 +136,11 @@ class ScaleSettings(StudySettings):
         setups = [Setup(w, b) for b in backends for w in wrappers if w != "dp"]
         setups += [Setup("dp", backends[0])] if "dp" in wrappers else []
         accumulate = job.get("accumulate") or 1
-        # By default at least twice the largest batch, rounded up to a multiple of every number of ranks.
+        # By default, at least twice the largest batch, rounded up to a multiple of every number of ranks.
         shares = math.lcm(*counts) * accumulate
         least = shares * -(-2 * max(sizes) // shares)
         strong = list_counts(least if global_batch_size is None else global_batch_size, "global_batch_size")
-        # A single rank gets the same number of threads as one of several: the study compares ranks, not machines.
+        # A single rank gets as many threads as each of several ranks, because the study compares ranks, not machines.
         job["threads"] = job.get("threads") or max(1, machine.count_cores() // most)
         data = job.get("data", "synthetic")
         is_synthetic = not brings_data(job["model"], job.get("data")) and data.startswith("synthetic")
@@ -420,7 +420,8 @@ def describe_lines(chosen: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> l
 
 
 def choose_lines(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
-    """The best variant of each cell on the most ranks, and the worst curve of all, to limit the number of findings."""
+    """Choose the best variant of each cell on the most ranks and the worst of all curves, to limit the number of
+    findings."""
     cells = group_by(lines, lambda line: line.record.cell).values()
     best = [max(cell, key=lambda line: (line.record.world_size, line.efficiency)) for cell in cells]
     worst = sorted(lines, key=lambda line: line.efficiency)[:1]
@@ -621,9 +622,9 @@ class RanksResult(StudyResult):
 
     @cached_property
     def _predicted(self) -> tuple[list[Prediction], list[str]]:
-        """Predictions for more ranks from all measurements, and one for the most measured ranks from half as many, to
-        check it against the measurement; none without layer profiles. Also the assumptions, or the reason why there is
-        no prediction."""
+        """Predictions for more ranks from all measurements, and one for the largest measured rank count from half
+        as many ranks, to check it against the measurement. Also returns the assumptions, or the reason why there is no
+        prediction; there are none without layer profiles."""
         if not self.several or not self.only(LayerProfileRecord):
             return [], []
         networks = find_networks(self.config["network"])
@@ -643,7 +644,7 @@ class RanksResult(StudyResult):
                 found = simulate_scaling(half, [most])
                 found += simulate_scaling(evidence, ranks, networks) if ranks else []
                 lines = describe_assumptions(evidence, networks)
-            except PacelineError as error:  # times that no model fits, for example on a busy machine
+            except PacelineError as error:  # no model fits the times, for example on a busy machine
                 found, lines = [], [f"{NO_PREDICTION} {wrapper} on {backend}, {mode} {size}: {error}"]
             points += found
             notes |= dict.fromkeys(lines)

@@ -51,7 +51,8 @@ def report(
         refuse((runs, f"--resume {resume} with runs: a page of finished runs has nothing to resume"), code="resume")
         check_resume({"out": out})
         known = ", ".join(STUDIES)
-        refuse((is_none, f"--resume {resume}: it holds none of {known}; pass the folder of a report"), code="missing")
+        found = f"--resume {resume}: it contains none of {known}"
+        refuse((is_none, f"{found}; pass the folder of a report"), code="missing")
     parts: list[Result] = [load_result(path) for path in runs]
     for part in parts:
         found, taken = f"{part.folder} is a run of `{part.run.verb}`", [f"scale {name}" for name in STUDIES]

@@ -27,8 +27,8 @@ PAGE = "report.md"
 
 @dataclass(frozen=True, kw_only=True)
 class StudySettings:
-    """The settings of a study, and its measurement. With `is_timed`, cells contain times, which must not be mixed with
-    times from another machine."""
+    """The settings of a study, with the method that runs its measurement. With `is_timed`, cells contain times, which
+    must not be mixed with times from another machine."""
 
     verb: ClassVar[Callable[..., Any]]
     is_timed: ClassVar[bool] = True
@@ -167,7 +167,7 @@ _DEFINITIONS = (
     ("weak scaling", "the samples per rank stay the same; efficiency is T(1) / T(n), 1 is ideal, and the ratio "
      "is sometimes called the speed-up"),
     ("strong scaling", "the samples over all ranks stay the same; speed-up is T(1) / T(n), efficiency is speed-up / n"),
-    ("speed-up", "samples/s of n ranks over those of one; T(1) is one rank alone, without a wrapper"),
+    ("speed-up", "samples/s of n ranks divided by those of one; T(1) is the step of one rank alone, without a wrapper"),
     ("compute", "the step with communication off"),
     ("exposed", "the step minus the same step with communication off; of step: exposed over compute plus exposed"),
     ("busy", "the time in a step with at least one message in flight; overlap is 1 - exposed / busy"),

@@ -114,7 +114,7 @@ def choose_small_job(model: str | None, job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Spread(NamedTuple):
-    """Mean and sample standard deviation over seeds; the deviation is None with a single seed."""
+    """The mean and sample standard deviation over seeds. With a single seed, the deviation is None."""
 
     mean: float
     deviation: float | None
@@ -180,7 +180,7 @@ def summarize_seeds(records: Sequence[LargeBatchRecord], baseline: str = "none")
     cells = group_by(records, lambda record: record.cell)
     found = {cell: SeedSummary(tuple(runs)) for cell, runs in cells.items()}
     plain = sorted((cell for cell in found if cell[2] == baseline), key=lambda cell: cell[1], reverse=True)
-    baselines = {cell[0]: found[cell] for cell in plain}  # the last one of a budget is the smallest
+    baselines = {cell[0]: found[cell] for cell in plain}  # the last baseline of each budget has the smallest batch
     pairs = [(summary, baselines.get(summary.first.budget)) for summary in found.values()]
     return [summary if summary is base else SeedSummary(summary.runs, base) for summary, base in pairs]
 

@@ -33,7 +33,7 @@ from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome
 
 # Gradient noise is probed at these fractions of the run. All probes together may use at most this small fraction of the
-# run's samples. With more small batches per probe, noise can be measured further into training.
+# run's samples. More small batches per probe allow measuring noise later in training.
 _PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
 _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
@@ -162,7 +162,7 @@ def _take_probe(
     job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, num_small: int, scale: float
 ) -> tuple[tuple[float, ...], float]:
     """The squared norms of all ranks' gradients, and of their mean. `scale` multiplies the losses but not these norms.
-    A small batch's number, counted over all ranks, determines its samples. Collective: call on every rank."""
+    The number of a small batch, counted over all ranks, determines its samples. Collective: call on every rank."""
     params, world = job.learner.parameters, job.world
     widest = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize)
     dtype = torch.float64 if widest == torch.float64 else torch.float32
@@ -179,7 +179,7 @@ def _take_probe(
     # The only wait for the device, after queueing all small batches.
     *small, big = (torch.stack([*squares, _square(pieces)]) / scale**2).tolist()
     everyone: list[tuple[list[float], float]] = world.share((small, big / (num_small * world.world_size) ** 2))
-    # Backends may round sums differently on each rank: use rank 0's, because all must return the same record.
+    # Backends may round sums differently on each rank. All ranks must return the same record, so use rank 0's sums.
     return tuple(square for squares, _ in everyone for square in squares), everyone[0][1]
 
 

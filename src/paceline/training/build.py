@@ -66,7 +66,7 @@ class Job:
             raise ConfigError(f"{what}; give the data a __len__, or train with --steps", code="no-length")
 
     def seed_step(self, step: int) -> None:
-        """Seed a step's random numbers (dropout) from nothing but the run's seed, the rank and the step number.
+        """Seed a step's random numbers (dropout) only from the run's seed, the rank and the step number.
 
         A replacement rank or a resumed run then draws the same numbers.
         """
@@ -75,7 +75,7 @@ class Job:
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
-        if is_own(self.settings.model):  # built-in models draw only from torch
+        if is_own(self.settings.model):  # built-in models use only torch's generator
             random.seed(seed)
             numpy.random.seed(seed % 2**32)
 
@@ -276,13 +276,13 @@ def build_learner(
     """Build the wrapped model and its optimizer. `plan` applies if the settings specify none.
 
     `like` is a bare model built from the same settings; copying it is faster than building a new one. `parts` is the
-    user's function's result, if it has already been called.
+    result of the user's function, if it has already been called.
     """
     set_seed(settings.seed)
     if like is None and is_own(settings.model):
         parts = parts or open_parts(settings, world, None if settings.is_whole else data.form)[0]
     if isinstance(data, OwnData) and (parts is None or parts.step is None):
-        data.head.split()  # rejects batches that our step cannot use
+        data.head.split()  # rejects batches that the built-in step cannot use
     if like is not None:
         module = copy.deepcopy(like).to(world.device)
     elif parts is not None:
@@ -371,7 +371,7 @@ def _get_caps(module: nn.Module, plan: Plan | None) -> dict[str, Any]:
     here = {name: param.nbytes for name, param in module.named_parameters() if param.requires_grad}
     if planned != here:
         odd = sorted(planned.items() ^ here.items())[0][0]
-        found = f"--plan is for {len(planned)} gradients and the model has {len(here)} (first difference: {odd})"
+        found = f"--plan is for {len(planned)} gradients, but the model has {len(here)} (first difference: {odd})"
         raise ConfigError(f"{found}: run `paceline tune` on this model")
     kwargs = plan.as_torch_kwargs()
     if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():

@@ -186,15 +186,15 @@ def _remove_folder(path: Path) -> None:
 
 
 def _seal(body: bytes) -> bytes:
-    """Complete the manifest with its last entry, the checksum of all preceding bytes."""
+    """Complete the manifest by appending its last entry, the checksum of all preceding bytes."""
     return body + _SUM + f'{zlib.crc32(body):08x}"}}\n'.encode()
 
 
 def _write(path: Path, data: bytes | memoryview) -> str:
     """Write and fsync a new file; return its checksum.
 
-    Large files bypass the page cache where supported: copying 90 MB into it takes 30 to 120 ms of CPU time, a direct
-    write 6 ms.
+    Large files bypass the page cache where supported: copying 90 MB into it takes 30 to 120 ms of CPU time, but a
+    direct write takes 6 ms.
     """
     checksum, view, is_direct = 0, memoryview(data), False
     with path.open("xb", buffering=0) as file:
@@ -211,7 +211,7 @@ def _write(path: Path, data: bytes | memoryview) -> str:
                 except OSError as error:
                     if not is_direct or error.errno != errno.EINVAL:
                         raise
-                    # Unaligned data: the end of the file, or the rest after a short write.
+                    # Unaligned data: the end of the file, or the remainder after a short write.
                     is_direct = False
                     fcntl.fcntl(file, fcntl.F_SETFL, 0)
         os.fsync(file.fileno())
@@ -374,7 +374,7 @@ class CheckpointStore:
     def _write(self, step: int, files: Mapping[str, bytes | memoryview], copied: torch.cuda.Event | None) -> None:
         if sys.platform == "linux":  # elsewhere priorities apply to whole processes
             with contextlib.suppress(OSError):
-                # Not 19: on busy cores the next save would have to wait for a very slow one.
+                # A niceness of 19 would make writes so slow on busy cores that the next save would have to wait.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         if copied is not None:
             copied.synchronize()

@@ -38,7 +38,7 @@ _LOCK_TIMEOUT_S = 5.0
 # With --save-every auto, the maximum factor by which the interval grows at a time toward the optimum.
 _GROWTH = 4.0
 # Number of recent saves over which to average stalls. The first save also allocates buffers, so it counts only until
-# there are others.
+# there are other saves.
 _NUM_STALLS = 20
 
 
@@ -46,7 +46,7 @@ class SaveTimes:
     """A file with one row per save: its training stall and its write time after the stall."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Continue the file of a run that is at this step."""
+        """Open the file of a run that has reached this step, to continue it."""
         self._log = MetricsLog(path, step)
         self.close = self._log.close
         self._begun: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class SaveTimes:
             self._begun = {}
 
     def choose_interval(self, mtbf_s: float, lost: float = 1.0) -> float:
-        """Choose the seconds between saves, if a fraction `lost` of the faults needs a checkpoint."""
+        """Choose the save interval in seconds, given that a fraction `lost` of the faults needs a checkpoint."""
         if stalls_s := (self._stalls_s[1:] or self._stalls_s)[-_NUM_STALLS:]:
             best_s = estimate_save_interval(stalls_s, self._write_s, mtbf_s, lost)
             self._interval_s = min(best_s, _GROWTH * self._interval_s)
@@ -117,7 +117,7 @@ class RunFiles:
             self._mtbf_s = hosts_s if settings.mtbf is None else parse_duration(settings.mtbf, "--mtbf")
             self._every_s = self._every_s if folder is not None else math.inf  # without a folder nothing is saved
         self._saves: SaveTimes | None = None
-        self._idle_s: float | None = None  # end of the last step before a save, and start of its stall
+        self._idle_s: float | None = None  # end of the last step before a save, when its stall begins
         self.last: int | None = None  # step of the last checkpoint
         self.written = 0  # last step in the metrics file when it was opened
         self._folder = folder or Path()
@@ -168,7 +168,7 @@ class RunFiles:
         other = ""
         if (meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size):
             other = f"was trained on {meta['num_samples']} samples in batches of {meta['global_batch_size']}, but this "
-            other += f"job has {len(job.train)} in batches of {size}: keep both"
+            other += f"job has {len(job.train)} in batches of {size}: use the original ones"
         elif meta["tail"] != job.settings.tail:
             other = (
                 f"was trained with --tail {meta['tail']}, but now it is {job.settings.tail} (because of the loader's "

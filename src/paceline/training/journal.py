@@ -79,7 +79,7 @@ class TakenStep:
 
 # Unwritten records of a world that ended early; see `Journal.list_unwritten`.
 Unwritten = tuple[list[dict[str, Any]], list[dict[str, Any]], int]
-# A step not yet exchanged, (loss sum, number of correct targets) on the host, lap, phases and exposed_s.
+# A step that was not yet exchanged, (loss sum, number of correct targets) on the host, lap, phases and exposed_s.
 _Entry = tuple[TakenStep, torch.Tensor, PhaseTimes, PhaseTimes, float | None]
 
 
@@ -168,7 +168,7 @@ class Journal:
             loss_sum, num_correct = values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
                 bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
-            parts_s = phases.read()  # may include data loading, in a user's step
+            parts_s = phases.read()  # a user's step may include data loading
             waited_s = taken.data_wait_s + parts_s.pop("data_wait", 0.0)
             times = {"step_s": lap.read()["step"], "data_wait_s": waited_s}
             times |= {f"{phase}_s": seconds for phase, seconds in parts_s.items()}

@@ -123,7 +123,7 @@ def _load_stream(
     number = -1
 
     def read() -> Generator[tuple[int, list[Any]], None, None]:
-        """Yield each window's number of samples over all ranks and the batches read by this rank."""
+        """Yield each window's number of samples over all ranks, and the batches that this rank read."""
         with contextlib.closing(data.read(order.epoch, count)) as found:
             while True:
                 group = next(found, [])

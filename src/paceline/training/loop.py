@@ -170,7 +170,7 @@ class TrainOutcome:
 
 
 def train(settings: TrainSettings, folder: Path | None, resume: bool = False, rows: bool = False) -> TrainOutcome:
-    """Train; rank 0 writes into the run's folder, if any. Collective: call on every rank.
+    """Train the job. Rank 0 writes into the run's folder, if there is one. Collective: call on every rank.
 
     With `rows`, every rank gets the rows of metrics; otherwise they are only in the folder.
     """
@@ -317,7 +317,7 @@ def _run(
             carried.taken = None
             if number:
                 break
-            clock.end()  # time between steps belongs to neither step
+            clock.end()  # the time between two steps belongs to neither
             clock.enter("step")
     if not number:
         with pulse.slow("save", _PAUSE_S):
@@ -338,7 +338,7 @@ def _finish_previous_world(job: Job, files: RunFiles, journal: Journal, start: P
 
 
 def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
-    """Exchange steps between ranks, then evaluate, write rows and save if due. Returns a signal, or 0.
+    """Exchange the ranks' records of their steps, then evaluate, write rows and save if due. Returns a signal, or 0.
     Collective: call on every rank."""
     step = taken.position.step
     job.learner.check_last_step()  # a failed rank would not join the exchange
@@ -356,7 +356,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
         raise _not_finite(files, bad_step, found)
     if taken.is_last:
         job.learner.sync_parameters()
-    ends = (taken.is_epoch_end or taken.is_last) and rows  # no rows: the previous world wrote them
+    ends = (taken.is_epoch_end or taken.is_last) and rows  # without rows: the previous world wrote them
     if ends and job.test is not None and job.learner.can_evaluate:
         with pulse.slow("evaluate", _PAUSE_S):
             test = evaluate(job.learner, job.test, job.world)
@@ -383,7 +383,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
 
 
 def _not_finite(files: RunFiles, step: int, found: str) -> TrainingError:
-    files.close()  # the error mentions a checkpoint: make sure it is on disk
+    files.close()  # the error mentions a checkpoint, so make sure that it is on disk
     kept = "there is no checkpoint yet" if files.last is None else f"the checkpoint of step {files.last} is kept"
     hint = f"{kept}; try a lower --lr or --clip, or check the data and the model"
     return TrainingError(f"step {step}: {found}; {hint}", code="not-finite")

@@ -135,7 +135,7 @@ class LARS(_LayerwiseOptimizer):
             norms = self.compute_norms(params, params)
             wanted = group["trust_coefficient"] * norms
             found = self.compute_norms(params, grads)
-            # A zero gradient gets a ratio of 1: only weight decay would determine the direction.
+            # A zero gradient gets a ratio of 1, because only weight decay would determine the direction.
             found = torch.where(found > 0, found + decay * norms + group["eps"], 0.0)
             ratios = _compute_ratios(wanted, found)
             # Not in place: without weight decay, `moves` are the gradients themselves.
@@ -169,7 +169,7 @@ class LAMB(_LayerwiseOptimizer):
     def _update(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         for param in params:
-            # Count on the host, per parameter: steps without a gradient do not count.
+            # Count on the host and per parameter, because steps without a gradient do not count.
             self.state[param]["step"] = self.state[param].get("step", 0) + 1
         steps = [self.state[param]["step"] for param in params]
         firsts = self._find_buffers(params, "exp_avg")

@@ -1,4 +1,4 @@
-"""Continues a run in a new world: processes keep their state, and the ranks of the new world agree on one state.
+"""Continues a run in a new world: processes keep their state, and the new world's ranks agree on one of these states.
 
 After a fault, ranks may be one step apart. The most advanced rank sends its state to the others. The state in memory
 has the form of a checkpoint, and `RunFiles.restore` accepts both.

@@ -58,8 +58,8 @@ class Schedule:
         if self.shape == "constant":
             return self.peak
         if self.shape == "piecewise":
-            # Divide rather than multiply: the quotient rounds exactly as the literal does, so 0.55 of 100 steps is
-            # step 55 instead of 56.
+            # Divide instead of multiplying: the quotient rounds exactly as the literal does, so 0.55 of 100 steps is
+            # step 55 and not 56.
             return self.peak * 0.1 ** sum(step / self.num_steps >= drop for drop in self.drops)
         length = max(1, self.num_steps - self.warmup_steps)
         share = min(1.0, (step - self.warmup_steps) / length)
@@ -75,7 +75,7 @@ class Schedule:
         return rate
 
 
-# A rank computes its part of a grown batch in more micro-batches or in larger ones.
+# A rank computes its part of a grown batch in more or larger micro-batches.
 GROWS = ("accumulate", "batch-size")
 
 Growths = tuple[tuple[float, int], ...]
@@ -88,7 +88,7 @@ def parse_growths(text: str) -> Growths:
         match = re.fullmatch(r"\s*(\d*\.?\d+)\s*:\s*(\d+)\s*", part, re.ASCII)
         if match is None:
             use = "use SHARE:FACTOR, as in 0.5:4,0.75:16"
-            raise ConfigError(f"--batch-growth {text!r} is not understood at {part!r}: {use}")
+            raise ConfigError(f"--batch-growth {text!r} cannot be parsed at {part!r}: {use}")
         growths.append((float(match[1]), int(match[2])))
     check_growths(tuple(growths))
     return tuple(growths)
@@ -114,7 +114,7 @@ def check_growths(growths: Growths) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
-    """The global batches of a run of `epochs` over `num_samples` each.
+    """The global batches of a run of `epochs`, each with `num_samples`.
 
     The batch grows at the first step that starts at or after the specified fraction of the run's samples, even in the
     middle of an epoch.

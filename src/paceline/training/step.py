@@ -185,7 +185,7 @@ class Learner:
         """Apply and clear the averaged gradients."""
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            if isinstance(self.model, DataParallel):  # handles sharded gradients, too
+            if isinstance(self.model, DataParallel):  # also handles sharded gradients
                 self.model.clip_grad_norm_(self.clip)
             else:
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
@@ -285,7 +285,7 @@ def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
     phases.enter("data_wait")
     backward, depth = torch.autograd.backward, 0
     handles = [
-        # Prepended: the time of profiling hooks then counts as forward.
+        # Prepended, so that the time of profiling hooks counts as forward.
         *(
             part.register_forward_pre_hook(lambda *_: None if depth else phases.enter("forward"), prepend=True)
             for part in list_models(model)

@@ -46,7 +46,7 @@ STEP_S = 1e-5  # lower bound on step time
 
 @dataclass(frozen=True)
 class Batches:
-    """The division of a global batch: `world_size` ranks x `accumulate` micro-batches x `batch_size` samples."""
+    """How a global batch is divided: `world_size` ranks x `accumulate` micro-batches x `batch_size` samples."""
 
     world_size: int
     batch_size: int
@@ -70,7 +70,7 @@ def parse_save_every(text: str) -> tuple[float | None, int | None]:
     every = 0.0
     with contextlib.suppress(ConfigError):
         every = int(steps[1]) if steps is not None else parse_duration(text, "--save-every")
-    refuse((not every, f"--save-every {text[:40]!r} is not understood: use epoch, 10s, 5min, 3h, 100steps or auto"))
+    refuse((not every, f"--save-every {text[:40]!r} cannot be parsed: use epoch, 10s, 5min, 3h, 100steps or auto"))
     return (None, int(every)) if steps is not None else (every, None)
 
 
@@ -110,7 +110,7 @@ class TrainSettings:
     samples: int | None = option(None, "Use the first N samples; for synthetic data, generate N.", DATA, least=1)
     context: int | None = option(None, "Tokens per sequence.", DATA, least=2)
     tokenizer: str = option("auto", "auto (the model's own, or bytes), bytes, or a folder", DATA)
-    tail: str = option("keep", "What to do with a smaller last batch: keep, drop or pad.", DATA, choices=TAILS)
+    tail: str = option("keep", "How to treat a smaller last batch: keep, drop or pad.", DATA, choices=TAILS)
     augment: bool | None = option(None, "Crop and flip images. Default: CIFAR-10 only.", DATA)
     cutout: int = option(0, "Side length in pixels of the square masked in augmented images.", DATA, least=0)
     test_samples: int | None = option(None, "Evaluate on the first N samples. Default: all.", DATA, least=1)
@@ -124,7 +124,7 @@ class TrainSettings:
     batch_growth: Growths = option(
         (), "SHARE:FACTOR,...: multiply the batch by FACTOR from this fraction of the run onward.", LEARNING
     )
-    grow: str = option("accumulate", "What to grow on each rank: accumulate or batch-size.", LEARNING, choices=GROWS)
+    grow: str = option("accumulate", "How each rank's batch grows: accumulate or batch-size.", LEARNING, choices=GROWS)
     clip: float | None = option(None, "Clip gradients to this norm.", LEARNING, above=0)
     lr: float = option(0.05, "Peak learning rate.", LEARNING, least=0)
     momentum: float = option(
@@ -134,7 +134,9 @@ class TrainSettings:
     weight_decay: float = option(0.0, "Weight decay; biases and norms are exempt.", LEARNING, least=0)
     schedule: str = option("constant", "constant, cosine or linear (to 0), piecewise", LEARNING, choices=SCHEDULES)
     lr_warmup: int = option(0, "Number of steps to warm up the learning rate.", LEARNING, least=0)
-    lr_drops: tuple[float, ...] = option((), "Fractions of the run where piecewise divides by 10: 0.5,0.75", LEARNING)
+    lr_drops: tuple[float, ...] = option(
+        (), "Fractions of the run at which piecewise divides the rate by 10: 0.5,0.75", LEARNING
+    )
     label_smoothing: float = option(
         0.0,
         "Fraction of each target spread over all classes.",
@@ -184,7 +186,7 @@ class TrainSettings:
         return Batches(ranks, batch_size, needed)
 
     def on_ranks(self, count: int) -> TrainSettings:
-        """The same run on another number of ranks: divides the same global batch differently."""
+        """The settings of the same run on another number of ranks, which divides the same global batch differently."""
         size, same = self.batches.global_batch_size, self.batches.batch_size
         if count == self.ranks:
             return self
@@ -264,7 +266,7 @@ class TrainSettings:
         schedules.check_drops(self.lr_drops, self.schedule)
         self._check_batches()
         self._check_ranks()
-        # Otherwise an option for another optimizer, norm or policy would silently have no effect.
+        # An option for another optimizer, norm or policy would otherwise silently have no effect.
         if self.mtbf is not None and parse_duration(self.mtbf, "--mtbf") == 0:
             raise ConfigError(f"--mtbf {self.mtbf}: must be above 0")
         if self.mtbf is not None and self.save_every != AUTO:
@@ -349,7 +351,7 @@ class TrainSettings:
             raise ConfigError(what, code="on-fault")
         has_own_size = self.batch_size is None and self.global_batch_size is None
         if self.on_fault == "shrink" and has_own_size and (self.is_whole or is_own_data(self.data)):
-            what = f"{asked} with your own data: pass a --global-batch-size for fewer ranks to divide"
+            what = f"{asked} with your own data: pass --global-batch-size, which the remaining ranks then share"
             raise ConfigError(what, code="on-fault")
 
     def to_json(self) -> dict[str, Any]:
@@ -411,7 +413,7 @@ def check_size(settings: TrainSettings) -> None:
             shown = " ".join(map(shorten, value)) if isinstance(value, tuple) else shorten(value or 0)
             flag = f"--{name.replace('_', '-')} {shown}"
             text = f"{flag} needs at least {format_memory(min(need, 10**30))} on each rank"
-            raise ConfigError(f"{text}, but only {format_memory(have)} is free: use less", code="memory")
+            raise ConfigError(f"{text}, but only {format_memory(have)} is free: reduce it", code="memory")
     if (settings.threads or 0) > most:
         raise ConfigError(f"--threads {shorten(settings.threads or 0)}: too many for this host; use at most {most}")
 

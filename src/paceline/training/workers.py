@@ -77,7 +77,7 @@ class Workers:
         return [self._rate] * len(self._names)
 
     def _average_gradients(self, rate: float) -> None:
-        if rate > 0 and rate != self._rate > 0:  # residuals are in units of gradients
+        if rate > 0 and rate != self._rate > 0:  # residuals have the scale of gradients
             for codec in self._senders:
                 codec.rescale(self._names, self._rate / rate)
         grads = [[_gradient(param) for param in learner.parameters] for learner in self.learners]
@@ -152,7 +152,7 @@ def average_statistics(modules: Sequence[nn.Module]) -> None:
     ]
     own = [[buffer for buffer in buffers if buffer is not None] for buffers in own]
     if own[0]:
-        # A single operation, because each call on a GPU is a kernel launch.
+        # A single operation, because every call on a GPU launches a kernel.
         mean = torch.stack([torch.cat([buffer.reshape(-1) for buffer in buffers]) for buffers in own]).mean(0)
         for buffers in own:
             torch._foreach_copy_(buffers, list(mean.split([buffer.numel() for buffer in buffers])))

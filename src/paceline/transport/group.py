@@ -35,12 +35,12 @@ from paceline.transport.works import (
 _SLOT_BYTES = 1 << 20  # two per rank; smaller slots bounce cache lines between cores, larger ones exceed the caches
 _STOPPED_S = 1.2  # a process that stays suspended for this long counts as lost
 
-# Keyed by hash: reading the reduction from torch's options takes a microsecond, and its name another two.
+# Keyed by hash, because reading the reduction from torch's options takes a microsecond, and its name another two.
 _Op: Any = dist.ReduceOp
 _OPS = {hash(_Op(getattr(_Op, name))): getattr(native, name) for name in ("SUM", "AVG", "MIN", "MAX")}
 _SMALL = 16 << 10  # elements; smaller messages use one lane, and their Work may be reused
 _AllreduceOptions, _Tensor = c10d.AllreduceOptions, torch.Tensor
-# An operation of the core, with tensors in place of addresses.
+# An operation of the core, with tensors instead of addresses.
 _Operation = tuple[int, int, int, int, torch.Tensor, torch.Tensor, int]
 _NOTHING = torch.empty(0, device="cpu")
 _BARRIER: native.Operation = (native.BARRIER, 0, 0, 0, 0, 0, 0)
@@ -167,7 +167,7 @@ class PacelineGroup(_TorchGroup):
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         if self._is_quick and type(opts) is _AllreduceOptions and type(tensors) is list and len(tensors) == 1:
-            # Fast path for common arguments: the code below handles everything, but its Python time would dominate
+            # Fast path for common arguments. The code below handles all arguments, but its Python time would dominate
             # small messages.
             tensor = tensors[0]
             dtype, op = DTYPES.get(tensor.dtype), _OPS.get(hash(opts.reduceOp))
@@ -274,7 +274,7 @@ class PacelineGroup(_TorchGroup):
     def reduce_scatter_tensor_coalesced(self, outputs: works.Tensors, inputs: works.Tensors, opts: Any = None) -> Any:
         return _last_of([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
-    # Newer names of torch.
+    # torch's newer names.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -371,7 +371,7 @@ def _as_list(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
 
 
 def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
-    """Options, also built from a bare reduction or root and a timeout, which torch's groups accept."""
+    """Return options. Builds them from a bare reduction or root and a timeout, which torch's groups also accept."""
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -385,7 +385,8 @@ def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
 
 
 def _last_of(started: Sequence[Any]) -> Any:
-    """The last of several works, for which it is enough to wait: ours finish in order. Waits for others here."""
+    """The last of several works. Waiting for it is enough for works of the core, which finish in order; waits for other
+    works here."""
     if not all(isinstance(work, works.NativeWork | works.FinishedWork) for work in started):
         for work in started[:-1]:
             work.wait()

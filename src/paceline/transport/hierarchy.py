@@ -1,8 +1,8 @@
 """All-reduce over several hosts: in shared memory inside each host, and over gloo between the leaders of the hosts.
 
-The operation is pipelined: while the leaders exchange one piece, the hosts reduce the next. Results return by broadcast
-inside each host. A rank that fails stores the reason and closes its host's group, so that no rank on any host waits for
-it.
+The operation is pipelined: while the leaders exchange one piece, the hosts reduce the next. Each leader broadcasts the
+results inside its host. A rank that fails stores the reason and closes its host's group, so that no rank on any host
+waits for it.
 """
 
 import contextlib
@@ -115,7 +115,8 @@ class TwoLevels:
             work.set()
 
     def _all_reduce(self, work: _AllReduce) -> None:
-        """Reduce inside, reduce between hosts, broadcast inside. Ranks of a host run the same operations in order."""
+        """Reduce inside each host, reduce between hosts, and broadcast inside each host. Ranks of a host run the same
+        operations in order."""
         op = native.SUM if work.op == native.AVG else work.op
         opts = c10d.AllreduceOptions()
         opts.reduceOp = _REDUCE[op]

@@ -31,7 +31,7 @@ ITEM_BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, BYTES: 1}
 OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range(10)
 
 _PAGE = mmap.PAGESIZE
-# madvise on Linux: allocate part of a mapping now and fail if memory is short instead of being killed later.
+# madvise on Linux: allocate part of a mapping now, and fail if memory is short, rather than be killed later.
 _POPULATE_WRITE, _HUGE_PAGES = 23, 14
 POLL_S = 0.3  # how often a rank that waits for memory checks whether the others are alive
 # Shorter pieces do not pay off: waking another thread costs tens of microseconds.
@@ -44,7 +44,7 @@ Ticket = list[tuple[int, int]]
 
 _VERSION = 6  # PLN_VERSION in the header
 _FORKED = "this process was forked from a rank and cannot use the rank's group: start it with `spawn`"
-# The code of each failure, and its text if the core has none.
+# The code of each failure, and its text if the core provides none.
 _ERRORS = {
     DEAD: ("peer-lost", ""), STOPPED: ("peer-lost", ""), LEFT: ("peer-lost", ""), TIMEOUT: ("timeout", ""),
     MISMATCH: ("mismatch", ""), CLOSED: ("closed", "the process group is closed"), FORKED: ("forked", _FORKED),
@@ -128,7 +128,7 @@ def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
 
 
 class Mapping:
-    """Zeroed memory with a page-aligned part for each rank of a host; `index` is that of this rank's part.
+    """Zeroed memory with a page-aligned part for each rank of a host; `index` is the index of this rank's part.
 
     Collective. `pass_name` gets the first rank's text (the others pass "") and returns it on all ranks. The memory
     lives as long as this object or a tensor in it.
@@ -292,8 +292,8 @@ class Lanes:
         return ticket
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
-        """Wait for a ticket. After an error other than a timeout of this call, no part of it is still running in any
-        lane."""
+        """Wait for a ticket. After an error other than a timeout of this call, no part of the operation is still
+        running in any lane."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for handle, number in ticket:
             code = self._wait(handle, number, -1.0 if deadline is None else max(1e-6, deadline - time.monotonic()))
@@ -306,7 +306,7 @@ class Lanes:
         return all([self._library.pln_is_done(handle, number) for handle, number in ticket])
 
     def try_finish(self, ticket: Ticket) -> bool:
-        """Whether an operation has ended. Finishes it here if that takes no waiting."""
+        """Whether an operation has ended. Finishes it here if that requires no waiting."""
         return all([self._wait(handle, number, 0.0) != RUNNING for handle, number in ticket])
 
     def add_arena(self, serial: int, address: int, part_bytes: int) -> bool:
@@ -338,7 +338,7 @@ class Lanes:
         return [(kind, dtype, op, root, source + at * item, target + at * item, length) for at, length in pieces]
 
     def _fail(self, handle: int, code: int, ticket: Ticket) -> TransportError:
-        """Also make the other lanes fail, so that none writes later to memory that the caller has freed."""
+        """Make the other lanes fail as well, so that no lane writes to memory that the caller may free."""
         short, text = _ERRORS[code]
         if not text:
             buffer = ctypes.create_string_buffer(512)

@@ -1,6 +1,6 @@
 """Authenticates the peers of gloo's connections as ranks of this job, before anything else is sent through them.
 
-gloo listens on a TCP port, and accepts any connection that first sends a small number as a peer. Any process on the
+gloo listens on a TCP port, and accepts any connection as a peer if it first sends a small number. Any process on the
 host can find the port in /proc, so each pair of ranks exchanges HMACs with a key from the private store.
 """
 
@@ -58,7 +58,7 @@ def check_pairs(backend: Any, name: str) -> None:
         except RuntimeError as error:
             if text := _read_refusal():
                 raise LaunchError(text, code="stranger") from None
-            if not work.is_completed() and _find_strangers():  # otherwise `work.wait` below reports the error
+            if not work.is_completed() and _find_foreign_peers():  # otherwise `work.wait` below reports the error
                 failure = str(error).partition("\n")[0]
     if not failure:
         try:
@@ -71,8 +71,8 @@ def check_pairs(backend: Any, name: str) -> None:
     if not bad and not failure:
         return
     text = ""
-    if strangers := ", ".join(map(str, _find_strangers())):
-        text = f"a process of another user (uid {strangers}) connected in place of a rank"
+    if users := ", ".join(map(str, _find_foreign_peers())):
+        text = f"a process of another user (uid {users}) connected in place of a rank"
     elif not failure:
         text = f"the process that connected as rank {bad[0]} of {size} is not a rank of this job"
     if text:
@@ -100,7 +100,7 @@ def _prove(name: str, source: int, target: int) -> bytes:
     return hmac.new(_key, f"pair\0{name}\0{source}\0{target}".encode(), hashlib.sha256).digest()
 
 
-def _find_strangers() -> list[int]:
+def _find_foreign_peers() -> list[int]:
     """Other users whose processes are peers of this process's TCP connections on this host."""
     own = set()
     for entry in Path("/proc/self/fd").glob("*"):

@@ -48,7 +48,8 @@ def is_reducible(tensor: torch.Tensor) -> bool:
 
 
 def as_run(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy: other ranks may have a contiguous one, and all must take the same path."""
+    """The tensor, or a contiguous copy, because the tensors of other ranks may be contiguous and all ranks must take
+    the same path."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.data)
@@ -157,7 +158,7 @@ class NativeWork(TensorWork):
         return all(map(self._lanes.is_done, self.tickets))
 
     def try_finish(self) -> bool:
-        """Whether the operations have finished or failed. Finishes them here if that takes no waiting."""
+        """Whether the operations have finished or failed. Finishes them here if that requires no waiting."""
         return all(map(self._lanes.try_finish, self.tickets))
 
     def is_completed(self) -> bool:
@@ -189,9 +190,9 @@ def record_operation(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_from_compiler(*items: Any, with_calls: bool = True) -> None:
-    """Exclude functions, and the methods of classes, from torch.compile, with or without what they call. Otherwise it
-    also compiles code called during a compiled step, even from torch's C++, and fails on objects such as process
-    groups."""
+    """Exclude functions, and the methods of classes, from torch.compile, with or without the functions that they call.
+    Otherwise it also compiles code called during a compiled step, even from torch's C++, and fails on objects such as
+    process groups."""
     for item in items:
         if isinstance(item, FunctionType):
             item._torchdynamo_disable = True  # type: ignore[attr-defined]  # for code that is traced through its caller
@@ -211,7 +212,7 @@ class Futures:
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[NativeWork | None] = queue.SimpleQueue()
-        self._turn = threading.Lock()  # held by the one thread that waits
+        self._turn = threading.Lock()  # held by the only thread that waits
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._num_free = 0  # threads that are waiting, or queueing for `_turn`

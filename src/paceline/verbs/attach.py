@@ -84,7 +84,7 @@ def attach(
         (not words, "no command: write it after --, as in `paceline profile -- python train.py`"),
         (words and shutil.which(words[0]) is None, f"{words[0] if words else ''}: no such command on this machine"),
         (0 < steps < _LEAST_STEPS, f"--steps {steps}: must be at least {_LEAST_STEPS}, including warm-up"),
-        (stop and not steps, "--stop with --steps 0: say after how many steps to stop the program"),
+        (stop and not steps, "--stop with --steps 0: pass the number of steps after which to stop the program"),
     )
     if read_place().world_size > 1:
         advice = "put the launcher itself after -- (in a Slurm batch script, unset SLURM_PROCID first)"
@@ -94,7 +94,7 @@ def attach(
     recorded = {"warmup": min(_BEFORE, steps // 2 or _BEFORE), "record": min(_RECORDED, steps // 4 or _RECORDED)}
     with (
         open_session(verb, {"command": words, **asked}, out=out, progress=progress) as session,
-        # Inside the run's folder, which other hosts may share.
+        # Use the run's folder, which other hosts may share.
         tempfile.TemporaryDirectory(dir=session.folder, prefix=".attach-", ignore_cleanup_errors=True) as folder,
     ):
         if session.progress and steps and not (asked["stop"] or every):
@@ -188,7 +188,7 @@ def _run(session: Session, folder: Path, asked: dict[str, Any], viewer: _Viewer 
     variables = {"KINETO_LOG_LEVEL": "6"} | dict(os.environ)  # silences torch 2.13, which logs each profile
     variables |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     variables |= {"PACELINE_ATTACH": json.dumps({"folder": str(folder.resolve()), **asked})}
-    process = subprocess.Popen(command, env=variables, stdout=2)  # redirected to stderr: stdout is for our answer
+    process = subprocess.Popen(command, env=variables, stdout=2)  # to stderr, because stdout is for our answer
     files = _Files(folder, asked.get("every", 0) if session.progress is not False else 0)
     is_interrupted = False
     try:
@@ -209,7 +209,7 @@ def _run(session: Session, folder: Path, asked: dict[str, Any], viewer: _Viewer 
         raise LaunchError(_describe_failure(shlex.join(command), code, folder, least), code="not-attached")
     if is_interrupted:
         session.warnings.append("interrupted: fewer steps were observed than requested")
-    elif code and not (stop and files.is_over()):  # the exit code of stopped ranks means nothing
+    elif code and not (stop and files.is_over()):  # the exit code of stopped ranks is meaningless
         session.config["failure"] = f"{shlex.join(command)} ended with exit code {code}"
     return ranks
 
@@ -307,7 +307,7 @@ class _Viewer(Follower):
 
 @contextlib.contextmanager
 def _watch(session: Session, folder: Path, slower: range, port: int | None, browser: bool | None) -> Iterator[_Viewer]:
-    """Serve the live page of a program, and keep serving until viewers have seen how it ended."""
+    """Serve the live page of a program until viewers have seen how it ended."""
     with serve(viewer := _Viewer(session, folder, slower), port) as server:
         if session.progress is not False:
             show_address(server, shlex.join(session.config["command"]), browser)
@@ -315,7 +315,7 @@ def _watch(session: Session, folder: Path, slower: range, port: int | None, brow
         is_seen, until_s = bool(server.num_viewers), time.monotonic() + _LAST_S
         while server.num_viewers and time.monotonic() < until_s:
             time.sleep(_POLL_S)
-        time.sleep(1.0 if is_seen else 0.0)  # pages reload once when they learn that the program has ended
+        time.sleep(1.0 if is_seen else 0.0)  # pages reload once after the program has ended
 
 
 def _describe_failure(name: str, code: int | None, folder: Path, steps: int) -> str:
@@ -339,7 +339,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @pause_collection()
 def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedStepRecord], list[str]]:
-    """The traces, the steps in them, and the reasons why traces are missing."""
+    """Read the traces. Returns the traces, the steps in them, and the reasons why traces are missing."""
     from paceline.predict.trace_steps import read_steps
     from paceline.predict.traces import read_chrome
 
@@ -424,7 +424,7 @@ def _read_pauses(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _extend_pauses(times: Sequence[float], usual_s: float) -> list[float]:
-    """The pauses of a step. The longest includes its aftereffects, such as flushing a file or refilling caches."""
+    """Extend the longest pause of a step by its aftereffects, such as flushing a file or refilling caches."""
     pauses = list(_read_pauses(times))
     if (paused_s := sum(pauses)) > 0:
         pauses[pauses.index(max(pauses))] += max(0.0, times[0] - usual_s - paused_s)
@@ -462,7 +462,7 @@ def _build_record(
 
 
 def _build_ranks(ranks: Sequence[_Rank]) -> list[RankRecord]:
-    """What each rank did besides its timed steps; empty if some rank did not report it."""
+    """The work of each rank outside its timed steps; empty if some rank did not report it."""
     by_rank, common, numbers = _pick_steps(ranks)
     calm, found = _drop_pauses(by_rank, numbers), []
     window = _choose_window(ranks)

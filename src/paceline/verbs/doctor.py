@@ -31,7 +31,7 @@ def doctor(
         check_timeout: Timeout in seconds for each check except bandwidth.
 
     Returns:
-        A `DoctorResult`. Its `failure` names what failed, and is empty if everything is ready to train.
+        A `DoctorResult`. Its `failure` names the failed checks, and is empty if everything is ready to train.
     """
     given = {"interface": interface, "port": port, "folder": folder, "python": python, "env": env}
     given["check_timeout"] = check_timeout != CHECK_S

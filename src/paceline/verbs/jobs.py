@@ -1,4 +1,5 @@
-"""Shared by all verbs: parsing arguments, opening a job (by name or from a user), choosing ranks, finishing a run."""
+"""Shared code of all verbs: parsing arguments, opening a job (by name or from a user), choosing ranks, finishing a
+run."""
 
 from __future__ import annotations
 
@@ -161,7 +162,7 @@ def open_job(
     if is_module and where["device"] == "auto":
         where["device"] = next((str(param.device) for param in model.parameters()), "auto")
     if here and where["threads"] is None and "torch" in sys.modules:
-        where["threads"] = sys.modules["torch"].get_num_threads()  # the user's own choice
+        where["threads"] = sys.modules["torch"].get_num_threads()  # as the user chose
     if not here and place is None:
         try:
             pickle.dumps(model)

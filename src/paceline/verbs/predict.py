@@ -119,7 +119,7 @@ def predict(
     }  # fmt: skip
     build = StrategyStepsResult if strategies else PredictResult
     config |= {"strategies": [one.text for one in strategies]} if strategies else {}
-    try:  # check the sweep here: the result builds it again, but does not know its source
+    try:  # check the sweep here, because the result builds it again without knowing its source
         if allreduce is not None:
             PredictResult.build_sweep(sweep, config)
     except (ConfigError, RecordError) as error:
@@ -132,7 +132,7 @@ def _check_place(network: str | None, ranks: Sequence[int], ranks_per_node: int 
     is_flat = ranks_per_node in (None, 1)
     refuse(
         (inside and network and is_flat, f"--inside {inside} connects the ranks of a node: pass --ranks-per-node"),
-        (inside and not network, f"--inside {inside} needs a --network, but none is given"),
+        (inside and not network, f"--inside {inside} needs a --network"),
         (ranks_per_node is not None and ranks_per_node < 1, f"{ranks_per_node} ranks per node: must be at least 1"),
         (min(ranks, default=0) < 1, f"ranks {list(ranks)}: must be one or more numbers of at least 1"),
     )
@@ -229,7 +229,7 @@ def predict_trace(
     is_here = network is None and ranks is None
     elsewhere = f"--ranks-per-node {ranks_per_node} is for other networks or ranks: pass --network, --ranks, or both"
     refuse(
-        (not places, "no trace is given: pass one or more files"),
+        (not places, "no trace: pass one or more files"),
         (ranks_per_node is not None and is_here, elsewhere),
     )
     _check_place(network, [1] if counts is None else counts, ranks_per_node, inside)
@@ -247,7 +247,7 @@ def predict_trace(
 _MOST_STEPS = 1000  # maximum number of step times kept from a run
 _MOST_SECONDS = 1e9
 _MOST_RANKS = 10**6
-# Required costs, and what measures each.
+# Required costs, and how to measure each.
 _SOURCES = {
     "step": "the folder of a training run", "save": "the folder of a training run that saved a checkpoint",
     "restart": "the folder of a run of `paceline faults --restart`",
@@ -317,12 +317,12 @@ def predict_goodput(
         (interval_s == 0, f"--save-every {save_every}: must be above 0"),
     )
     records = []
-    gave = f"{', '.join(map(_name_source, sources))} did not measure it" if sources else "no run is given"
+    gave = f"{', '.join(map(_name_source, sources))} did not measure it" if sources else "no run was passed"
     for name in COSTS:
         parts = [one for _, found in loaded for one in found if one.name == name]
         seconds = typed.get(name)
         if seconds is not None:
-            records.append(CostRecord(name=name, seconds=(seconds,), source="imported", note="as given"))
+            records.append(CostRecord(name=name, seconds=(seconds,), source="imported", note="as specified"))
         elif parts:
             note = ", ".join(dict.fromkeys(one.note for one in parts))
             records.append(CostRecord(name=name, seconds=sum((one.seconds for one in parts), ()), note=note))
@@ -444,7 +444,7 @@ def _load_measured(source: Result | str | Path) -> tuple[Result, list[CostRecord
         faults = [one for one in result.only(FaultRecord) if one.system == "train" and one.steps_lost is not None]
         named = [(one, one.detected_s) for one in faults if one.detected_s is not None]
         times["detect"] = [detected_s for _, detected_s in named]
-        times["restart"] = [  # includes stopping the old command and starting the new one
+        times["restart"] = [  # includes stopping the old command and starting a new one
             (one.ended_s or detected_s) - detected_s + one.restart_s
             for one, detected_s in named
             if one.restart_s is not None
@@ -478,7 +478,7 @@ def _is_trace(file: Path) -> bool:
 
 @pause_collection()
 def load_traced_steps(files: Sequence[Path]) -> tuple[TracedStepRecord, ...]:
-    """The steps in the traces of one job. RecordError names a bad file and what is wrong with it."""
+    """The steps in the traces of one job. RecordError names the bad file and the problem."""
     from paceline.predict.trace_steps import read_steps
     from paceline.predict.traces import find_span, read_ranks
 
@@ -532,7 +532,7 @@ def _finish(
 ) -> R:
     """The result, saved in a new folder in `out` unless that is None. Refuses requests that cannot be simulated, before
     saving."""
-    here = replace(capture_environment(), load_average=None)  # nothing is timed
+    here = replace(capture_environment(), load_average=None)  # this verb times nothing
     result = build(Run(verb, config, here, tuple(records), tuple(doubts)))
     if out is not None:
         with create_folder(out, "predict") as folder:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.report.result import Result
 
 _ROOM = "paceline.measure.job_profile:"
-_PART_S = 15.0  # about how long each part of a profile takes
+_PART_S = 15.0  # approximate duration of each part of a profile
 
 
 def profile(

@@ -32,7 +32,7 @@ def save_report(
 @naming_damage()
 def load_all(runs: Sequence[str | Path | Result]) -> list[Result]:
     """The results of these runs, after their comparison if there are several of one verb."""
-    refuse((not runs, "no run is given: name its folder, as in `paceline report runs/20260101-120000-train`"))
+    refuse((not runs, "no run: pass its folder, as in `paceline report runs/20260101-120000-train`"))
     results = [run if isinstance(run, Result) else load_result(run) for run in runs]
     if len({result.run.verb for result in results}) == 1 < len(results):
         results.insert(0, compare_results(results, results[0].run.environment))

@@ -99,7 +99,7 @@ def run(
     chosen = [key for key in _OWN if given[key]]
     refuse(
         (not command, "no command: write it after --, as in: paceline run --hosts a:8,b:8 -- python train.py"),
-        (len(chosen) != 1, "say where to run the command: pass one of --hosts, --slurm and --kubernetes"),
+        (len(chosen) != 1, "no place to run the command: pass exactly one of --hosts, --slurm and --kubernetes"),
     )
     for key in ("grace", "check_timeout", "nodes", "ranks_per_node"):
         Option(least=1).check(key, given[key])
@@ -181,7 +181,7 @@ def _run_hosts(
     ranks = {name: given or facts[name]["gpus"] or 1 for name, given in hosts.items()}
     interfaces = {name: found["interface"] for name, found in facts.items()}
     address, port = facts[agents[0].name]["address"], find_port(agents, facts, wanted)
-    # Ranks authenticate each other with it. It travels over ssh, never on a command line.
+    # Ranks authenticate each other with this key. It is sent over ssh, never on a command line.
     variables = {"PACELINE_SECRET": secrets.token_hex(32)} | variables
     requests = remote.build_requests(program, python, ranks, interfaces, address, port, variables, grace_s)
     return remote.run_agents(agents, requests, show, grace_s)

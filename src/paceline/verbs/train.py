@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.report.compared import TrainComparisonResult
     from paceline.report.training_result import TrainRunResult
 
-# Settings that a resumed run may change: how and how long it runs, but not what it computes. Data may also move.
+# Settings that a resumed run may change. They affect how and how long it runs, but not its results. Data may also move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
     "accumulate", "steps", "grow", "mtbf", "on_fault", "max_faults", "spares", "hang_timeout",
@@ -107,7 +107,7 @@ def train(
         parts: list[TrainRunResult] = []
         session.saved = lambda: ", ".join(f"{part.folder.name} (finished)" for part in parts if part.folder)
         for job in jobs:
-            if session.signal:  # arrived in the last step of the previous run, too late for its ranks to stop
+            if session.signal:  # arrived in the last step of the previous run, too late to stop its ranks
                 _interrupt(session.signal)
             name = format_number_of(job.ranks, "rank").replace(" ", "-")
             parts.append(_train(job, progress, session.folder, name, whole=session))
@@ -274,8 +274,8 @@ def update_config(
     run: Path, outcome: dict[str, Any] | None = None, environment: Environment | None = None, end: str = "",
     faults: Sequence[dict[str, Any]] = (), **lengths: int,
 ) -> None:  # fmt: skip
-    """Record in `config.json` how a run ended and how busy the machine was, or the run's new length. `end` says why the
-    run stopped early; `faults` lists all faults so far."""
+    """Record in `config.json` how a run ended and how busy the machine was, or record the run's new length. `end` says
+    why the run stopped early; `faults` lists all faults so far."""
     document, before = load_config(run), load_config(run)
     for name, length in lengths.items():
         document["settings"][name] = max(length, document["settings"][name])

@@ -76,7 +76,8 @@ class Follower:
         return "killed", "Killed, or its machine stopped: the run ended without a final status"
 
     def read(self, place: int) -> tuple[list[str], int, int]:
-        """The complete lines of the metrics from this byte onward, and the positions where they start and end.
+        """Read the complete lines of the metrics from this byte onward. Returns the lines and the positions where they
+        start and end.
 
         They start at 0 if rows were truncated after a fault or a resume: the file is shorter, or no row starts at this
         byte.
@@ -163,8 +164,8 @@ class Follower:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether the run's process holds the lock of its folder. A run that is just starting waits longer for the lock
-    than this test holds it."""
+    """Whether the run's process holds the lock of its folder. This test holds the lock only briefly, for less time than
+    a starting run waits for it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -112,7 +112,7 @@ def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
     if form.kind not in kinds:
         fit = [known for known, model in MODELS.items() if form.kind in model.kinds]
         fit += [_OTHERS[0]] * (form.kind in _HF_KINDS) + [_OTHERS[1]] * (form.kind == "own")
-        what = f"model {name} takes {' or '.join(kinds)}, and the data is {form.kind}"
+        what = f"model {name} takes {' or '.join(kinds)}, but the data is {form.kind}"
         raise ConfigError(f"{what}: models for {form.kind} are {', '.join(fit)}")
     if form.num_classes < 0:
         advice = "add num_classes or classes to the data set, or use your own model"

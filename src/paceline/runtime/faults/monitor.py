@@ -1,12 +1,12 @@
-"""The monitor of one host finds out which rank is dead, suspended or hung, and where, since when and why.
+"""The monitor of one host determines which rank is dead, suspended or hung, and where, since when and why.
 
 `Monitor` takes snapshots of the ranks of one host, from their status pages (`pulse`) and their processes in /proc, and
 `HangDetector` decides from the snapshots so far. The launcher monitors its own ranks; under other launchers, a separate
 process does (`monitored`), which outlives every rank. Does not import torch.
 
-There is one rule. A proven fault ends the job: a rank is dead or suspended, or all ranks are waiting for different
-things. Anything else may be a healthy but slow rank: a warning reports the rank within seconds, and it is terminated
-only after the hang timeout.
+A proven fault ends the job at once: a rank is dead or suspended, or all ranks wait for different collectives. Any other
+suspicious rank may be healthy but slow, so it is reported in a warning within seconds, and terminated only after the
+hang timeout.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ VARIABLE, TIMEOUT_VARIABLE = "PACELINE_MONITOR", "PACELINE_HANG_TIMEOUT"
 # collective (`init`), which would then fail on the other ranks anyway.
 HANG_S = 600.0
 LOOK_S = 0.1
-# The interval between two snapshots counts as at most this long, so that ranks get more time on an overloaded machine.
+# Intervals between snapshots count as at most this long, so that ranks get more time on an overloaded machine.
 _MOST_S = 2.5 * LOOK_S
 _STOPPED_S = 1.5  # shorter suspensions are harmless
-_OOM_S = 1.0  # a rank's end is attributed to an OOM kill within the last one or two of these periods
+_OOM_S = 1.0  # attribute a rank's end to an OOM kill within the last one or two of these periods
 # A process that keeps running for this long after its world failed has handled the error.
 _HANDLED_S = 1.0
 _EXIT_S = 30.0  # the exit of a process with an error may take this long, or the hang timeout if that is longer
 # A rank is reported once a phase of a step takes this many times as long as a slow step (p99), and at least this long.
 _TIMES, _AT_LEAST_S = 4.0, 3.0
-# The same limit before the first step, and during the first few, which are not enough to learn from.
+# The same limits before the first step, and during the first few steps, which are too few to learn from.
 _FIRST_S, _EARLY_S, _NUM_EARLY = 1800.0, 30.0, 8
 _NUM_FIRST = 3
 # Between steps a program loads, evaluates or saves, possibly on one rank only. The limit is this long, or several times
@@ -60,7 +60,8 @@ _NUM_FIRST = 3
 _BETWEEN_S, _HELD_BETWEEN_S = 1800.0, 600.0
 _PATIENCE = 5.0  # factor on the limits if no other rank waits for this one
 _CPU_S = 1.5  # minimum CPU time of a rank that is reported as computing
-# A blocked process sleeps for at least this fraction of the time. One that waits for a core is runnable, not hung.
+# A blocked process sleeps for at least this fraction of the time. A process that waits for a core is runnable, not
+# hung.
 _BLOCKED = 0.8
 _MOST_FRAMES = 20  # maximum number of printed frames
 _MARK = "mark long-running work with paceline.slow()"
@@ -73,7 +74,7 @@ _FOUND = {
     "disk": "has been waiting for a disk or a driver (state D)",
     "kernel": "has been waiting for its GPU",
     "collective": "has been waiting in a collective that the others have not joined",
-    "desynchronised": "has started a different number of collectives than the others",
+    "desynchronized": "has started a different number of collectives than the others",
     "left": "has left, and others have been waiting",
     "all-wait": "all ranks have been waiting for each other",
 }
@@ -86,7 +87,7 @@ _ADVICE = {
     "disk": "a disk, a network file system or a driver does not answer (dmesg; /proc/PID/stack shows where)",
     "kernel": "a kernel that it launched never finishes, or the GPU has failed (dmesg, nvidia-smi)",
     "collective": "the other ranks are not in this collective: all ranks must make the same calls in the same order",
-    "desynchronised": "all ranks must call the same collectives in the same order",
+    "desynchronized": "all ranks must call the same collectives in the same order",
     "left": "give every rank the same number of batches, or train inside `with model.join():`",
     "all-wait": "no rank is missing: they called different collectives, or the network between them is cut",
 }
@@ -149,7 +150,7 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """A sentence about the rank, without its subject."""
+        """The predicate of a sentence about the rank."""
         since = f" for {self.since_s:.1f} s" if self.since_s else ""
         at = f"it is at {self.place}" if self.place else ""
         text = "; ".join(filter(None, (f"{self.what}{since} {self.where}".strip(), self.waiting, at)))
@@ -250,8 +251,8 @@ class _History:
 
 class HangDetector:
     """Decides from snapshots of all ranks of a host whether one of them is suspended, slow or hung. `has_others` means
-    that ranks on other hosts may wait for the ranks here, and vice versa. Nothing is reported twice while a rank stays
-    in one phase (`note_named`), unless that rank must be terminated now."""
+    that ranks on other hosts may wait for the ranks here, and vice versa. Reports nothing twice while a rank stays in
+    one phase (`note_named`), unless the rank must now be terminated."""
 
     def __init__(self, has_others: bool = False, hang_timeout_s: float = HANG_S) -> None:
         self.has_others, self.hang_timeout_s = has_others, hang_timeout_s
@@ -284,7 +285,7 @@ class HangDetector:
 
     @property
     def limit_s(self) -> float:
-        """How long one phase of a step may take before its rank is reported."""
+        """Time that a phase of a step may take before its rank is reported."""
         steps = [(one.snapshot.num_steps, one.snapshot.p99_s) for one in self.seen.values()]
         num_steps, p99_s = min((n for n, _ in steps), default=0), max((p for _, p in steps), default=0.0)
         at_least_s = _FIRST_S if num_steps == 0 else _EARLY_S if num_steps < _NUM_EARLY else _AT_LEAST_S
@@ -350,16 +351,16 @@ class HangDetector:
             is_outside = one.snapshot.phase in (BETWEEN, START) and not one.waits
             if is_outside and one.phase.lasted_s > limit_s and (spins or one.phase.is_asleep):
                 return Suspicion("collective", rank, one.phase.lasted_s, is_certain=False)
-        if len(waiting) < len(there):  # the others may wait for a rank that is only slow
+        if len(waiting) < len(there):  # the others may be waiting for a rank that is only slow
             return None
         since_s = max(one.phase.lasted_s for one in waiting.values())
         if left := [rank for rank, one in self.seen.items() if not one.is_there]:
             return Suspicion("left", left[0], since_s)
         own = [rank for rank, one in waiting.items() if one.snapshot.phase != WAIT]
-        if len(own) == 1 < len(there):  # one waits outside the wrapper, and all others wait in it
+        if len(own) == 1 < len(there):  # one rank waits outside the wrapper, and all others wait inside it
             return Suspicion("collective", own[0], waiting[own[0]].phase.lasted_s)
         if (odd := self._find_odd(waiting)) is not None:
-            return Suspicion("desynchronised", odd, waiting[odd].phase.lasted_s)
+            return Suspicion("desynchronized", odd, waiting[odd].phase.lasted_s)
         if len(there) > 1 and min(one.phase.lasted_s for one in waiting.values()) > 2 * limit_s:
             # If all ranks wait for the same message, it may just be large.
             awaited = {-2 if rank in own else one.snapshot.bucket for rank, one in waiting.items()}
@@ -368,8 +369,8 @@ class HangDetector:
 
     @staticmethod
     def _find_odd(waiting: Mapping[int, _History]) -> int | None:
-        """The rank that has started a different number of collectives than most; with two ranks, the one with more.
-        NCCL matches calls only by their order: after one extra call, all ranks wait for different things."""
+        """The rank that has started a different number of collectives than most ranks; of two ranks, the one with more.
+        NCCL matches calls only by their order: after one extra call, all ranks wait for different collectives."""
         counts = {rank: one.snapshot.num_started for rank, one in waiting.items()}
         if not all(counts.values()):
             return None
@@ -573,9 +574,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         return not failed or time.monotonic() - self._left_s > _HANDLED_S
 
     def find_ended(self) -> dict[int, tuple[str, bool]]:
-        """The ranks that were ended by a signal or an error: how, and whether the error only reports a lost rank.
-        Includes ranks whose exit hangs after an error: closing an NCCL group may wait for a collective that never
-        ends."""
+        """The ranks that a signal or an error has ended, how they ended, and whether the error only reports a lost
+        rank. Includes ranks that hang at exit after an error: closing an NCCL group may wait for a collective that
+        never ends."""
         found = {}
         for rank, one in self._processes.items():
             if one.handle is None or not (one.is_gone or self._hangs_at_exit(rank)):

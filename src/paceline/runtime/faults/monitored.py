@@ -2,7 +2,7 @@
 
 Programs call `monitor`; PACELINE_MONITOR=1 calls it in any program that opens a process group. The first rank of a host
 starts the process, and the others find it through their group's store. The monitor reports ranks that are dead,
-suspended, slow or hung, and terminates all ranks if the job cannot continue (`monitor`). Monitors of several hosts are
+suspended, slow or hung, and terminates all ranks if the job cannot continue. Monitors of several hosts are
 connected over TCP (`Links`).
 """
 
@@ -171,8 +171,8 @@ def attach() -> None:
         self.register_forward_hook(lambda *_: pulse.enter(pulse.BETWEEN))
 
     def mark_wait_at_end(_: Any) -> None:
-        """Queue a callback, from the first hook of a backward pass. It runs after all gradients are ready, but before
-        the one in which torch's wrapper waits for its buckets, because that one is queued later."""
+        """Queue a callback, from the first hook of a backward pass. It runs once all gradients are ready, but before
+        the callback in which torch's wrapper waits for its buckets, which is queued later."""
         engine.queue_callback(lambda: pulse.enter(pulse.WAIT))
 
     @functools.wraps(backward)
@@ -240,7 +240,7 @@ class _Host:
             self.monitor.wait(LOOK_S)
 
     def _find_ended(self) -> Verdict | None:
-        """The rank that failed first. An error that only reports a lost rank is held back briefly."""
+        """The rank that failed first. An error that only reports a lost rank is reported with a short delay."""
         now_s, ended = time.monotonic(), self.monitor.find_ended()
         for rank in ended:
             self._failed_s.setdefault(rank, now_s)
@@ -251,7 +251,7 @@ class _Host:
         return None
 
     def _add_place(self, text: str) -> str:
-        """Add the positions of this host's ranks, which are waiting or have failed by now."""
+        """Add where the ranks of this host, which are waiting or have failed by now, are in the code."""
         first = min(self.monitor.pids(), default=None)
         where = self.monitor.describe_waiting(None)
         if not where and first is not None:
@@ -430,7 +430,7 @@ class Links(contextlib.AbstractContextManager["Links"]):
                         self._add_peer(number, link)
                     self._receive(number, message)
         finally:
-            if number >= 0:  # lost, unless it has left
+            if number >= 0:  # the host is lost, unless it has left
                 self._peers.pop(number, None)
                 self._closed_s[number] = time.monotonic()
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from paceline.errors import LaunchError, PacelineError
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-# Files with functions that wait for other ranks; and files that call such functions in torch's C++, which count only as
-# the innermost frame.
+# Files with functions that wait for other ranks, and files that call such functions in torch's C++. The latter count
+# only as the innermost frame.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/c10d_logger.py",
@@ -160,7 +160,7 @@ _PEER_LOST = (
 class Failure:
     """Why a rank returned no value. Outlives the rank."""
 
-    rank: int | None  # None if no single rank is to blame
+    rank: int | None  # None if no single rank is the cause
     when_s: float
     summary: str
     trace: str = ""
@@ -182,7 +182,7 @@ def find_code(error: BaseException | None) -> str:
 
 
 def describe_failure(rank: int, error: BaseException) -> Failure:
-    when_s = time.monotonic()  # first: the rest takes time, and the earliest failure is reported
+    when_s = time.monotonic()  # first, because the earliest failure is reported and the rest is slow
     trace, lines = "".join(traceback.format_exception(error)), str(error).splitlines()
     summary = f"failed: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
     ours = error if isinstance(error, PacelineError) else None

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from paceline.errors import ConfigError
 
 PAGE_BYTES = 4096
-# Phase numbers. BETWEEN is everything unmarked: loading, logging, work between two steps.
+# Phase numbers. BETWEEN is unmarked time: loading, logging, any work between two steps.
 START, BETWEEN, FORWARD, BACKWARD, WAIT, OPTIMIZER, SLOW, LEFT = range(8)
 NAMES = ("start", "between two steps", "forward", "backward", "wait", "optimizer", "slow", "end")
 # Indices of words (int64) on the page.
@@ -282,7 +282,7 @@ def close_page() -> None:
         enter(LEFT)
         _rank.stop()
         _before, _rank = _rank.page, None
-        _is_done = _count_started = None  # these functions hold a group, which must end with its world
+        _is_done = _count_started = None  # these functions refer to a group, which must end with its world
 
 
 def note_exit() -> None:

@@ -1,8 +1,8 @@
-"""The launcher's side of a world of local ranks: it sends them their job, receives their messages, diagnoses failures,
-and decides after a fault which ranks join the next world.
+"""The launcher's side of a world of local ranks. It sends the ranks their job, receives their messages, diagnoses
+failures, and decides after a fault which ranks join the next world.
 
-Surviving ranks have left the old world and wait for their new places (`worker.stand_by`); a spare waits for one from
-the start. The ranks themselves decide which state they keep, and how they agree on it. Does not import torch.
+Surviving ranks leave the old world and wait for a place in the next one (`worker.stand_by`). A spare waits for a place
+from its start. The ranks themselves decide which state they keep, and how they agree on it. Does not import torch.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Recovery:
     is_over: Callable[[], object] = lambda: False
     faults: list[Fault] = field(default_factory=list)
     num_failed: int = 0
-    # Faults after which no step has been taken yet and the number of complete steps at each.
+    # Faults since the last step, with the number of complete steps at each.
     _open: list[tuple[Fault, int | None]] = field(default_factory=list)
 
     @property
@@ -356,7 +356,7 @@ class Spares:
 
 
 class LocalWorld:
-    """A world of local ranks, from its start until it returns values, fails, or makes way for a larger world."""
+    """A world of local ranks, from its start until it returns values, fails, or is replaced by a larger world."""
 
     def __init__(self, ranks: Sequence[RankProcess], job: LocalJob, monitor: Monitor | None, spares: Spares) -> None:
         self.ranks = ranks
@@ -505,7 +505,7 @@ class LocalWorld:
         for number in {failure.rank for failure in self.failures if failure.rank is not None}:
             self.ranks[number].process.kill()
             late.pop(self.ranks[number])
-        if self.failures and monitor is not None:  # once the rank is dead, so that the others learn of it in time
+        if self.failures and monitor is not None:  # after the rank's death, so that the others learn of it in time
             monitor.tell_lost()
         stay = {rank for rank in late if rank.step is not None}
 
@@ -529,7 +529,8 @@ class LocalWorld:
 
 
 def _add_place(failure: Failure, where: str) -> Failure:
-    """Add the step to the failure of a collective or of user code; other failures already name a step or have none."""
+    """Add the step to a failure in a collective or in user code; other failures already name their step or have
+    none."""
     found = re.match(r"in step \d+", where)
     if found is None:
         return failure

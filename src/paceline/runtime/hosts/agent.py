@@ -31,8 +31,8 @@ import time
 from typing import Any, NoReturn
 
 MARK = "paceline-agent "
-# Placeholders in a command (no argument can contain a null byte): a temporary folder, and a prefix that runs the rest
-# of the command so that it is killed when its parent dies.
+# Placeholders in a command (with a null byte, which no argument can contain): a temporary folder, and a prefix that
+# makes the kernel kill the command when its parent dies.
 LOGS, GUARD = "\0logs", "\0guard"
 _GUARD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {}, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 _SILENCE_S = 30.0  # a launcher silent for this long is considered lost
@@ -138,7 +138,7 @@ def _answer_messages(listener: socket.socket) -> None:
 
 
 def reach(places: list[tuple[str, int]], source: str, timeout_s: float) -> dict[str, Any]:
-    """Connect from `source` to each of these (address, port), and return the errors; "" on success."""
+    """Connect from `source` to each (address, port), and return the errors; "" means success."""
 
     def find_error(place: tuple[str, int]) -> str:
         try:

@@ -13,9 +13,9 @@ from paceline.errors import refuse
 
 _INDENTS = {"job": 8, "jobset": 14, "trainjob": 4}  # spaces before each variable, by kind
 KINDS = tuple(_INDENTS)
-_MOST_LETTERS = {"jobset": 44}  # a JobSet appends more to the names of its pods
-GRACE_S = 60.0  # for the ranks to save
-_LEAVE_S = 5  # for torchrun to exit after its ranks
+_MOST_LETTERS = {"jobset": 44}  # a JobSet appends more characters to the names of its pods
+GRACE_S = 60.0  # time for the ranks to save
+_LEAVE_S = 5  # time for torchrun to exit after its ranks
 
 
 def _dump(value: Any) -> str:

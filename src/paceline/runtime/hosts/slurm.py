@@ -31,7 +31,8 @@ def render_script(
     command: Sequence[str], name: str, nodes: int, ranks_per_node: int, gpus_per_node: int, time: str, partition: str,
     sbatch: str, variables: Mapping[str, str], folder: str, grace_s: float,
 ) -> str:  # fmt: skip
-    """The script for `sbatch`. `sbatch` is further options as typed; empty and 0 leave the choice to the cluster.
+    """The script for `sbatch`. `sbatch` contains further options as typed. Empty strings and 0 leave the choice to the
+    cluster.
 
     The job is asked to save `grace_s` before its time limit.
     """
@@ -68,7 +69,7 @@ def render_script(
 
 def _call(*command: str, given: str = "") -> str:
     """The output of a Slurm command, with `given` as its input."""
-    # In a separate session: Ctrl-C is for the caller.
+    # In a separate session, so that Ctrl-C reaches only the caller.
     options: dict[str, Any] = {"input": given, "capture_output": True, "text": True, "start_new_session": True}
     try:
         done = subprocess.run(command, timeout=_COMMAND_S, check=False, **options)

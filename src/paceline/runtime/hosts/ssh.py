@@ -24,13 +24,13 @@ from paceline.runtime.hosts import agent
 from paceline.runtime.ranks.launch import handle_requests
 
 T = TypeVar("T")
-# Takes "out" or "err" and one or more lines of text.
+# A function of "out" or "err" and one or more lines of text.
 Show = Callable[[str, str], None]
 
 # The last two detect a lost connection within 15 s.
 _OPTIONS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=5", "-oServerAliveCountMax=3")
 CHECK_S = 5.0  # time limit for all checks of a host, from the start of ssh
-_FOR_PYTHON = ("PYTHON", "PATH", "LD_")  # prefixes of variables that affect what the agent finds
+_FOR_PYTHON = ("PYTHON", "PATH", "LD_")  # prefixes of variables that affect the agent's findings
 _BEAT_S = 5.0
 _LOOK_S = 0.05
 _KILL_S = 3.0  # time for torchrun to kill ranks after their grace period
@@ -96,17 +96,18 @@ class Agent:
         self._limit_s = limit_s
         self._number = 0  # of the last request
         self._until_s = time.monotonic() + limit_s
-        self.show: Show | None = None  # receives the output once the ranks are started
+        self.show: Show | None = None  # receives the output once the ranks have been started
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._said: list[str] = []
         self._showing: set[str] = set()
         source = Path(agent.__file__).read_bytes()
         begin = f"import sys; exec(sys.stdin.buffer.read({len(source)}))"
-        # The other variables may be secret and come with the request to run: all users of a host see command lines.
+        # The other variables may be secret. They come with the request to run, because all users of a host see command
+        # lines.
         own = [f"{key}={value}" for key, value in variables.items() if key.startswith(_FOR_PYTHON)]
         there = shlex.join(["env", *own, python, "-c", begin])
         words = [*ssh, *_OPTIONS, f"-oConnectTimeout={max(1, round(0.6 * limit_s))}", name, there]
-        try:  # in a separate session: Ctrl-C is for the launcher
+        try:  # in a separate session, so that Ctrl-C reaches only the launcher
             self._process = subprocess.Popen(words, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
         except OSError as error:
             raise ConfigError(f"cannot run {ssh[0]}: {error.strerror}; install ssh, or name it with --ssh") from None
@@ -183,7 +184,8 @@ class Agent:
         return self._process.poll()
 
     def _join(self, all_of_it: bool = True) -> None:
-        """Wait until the output is read: with `all_of_it`, however slowly it is shown. ssh may leave the pipes open."""
+        """Wait until the output has been read; with `all_of_it`, no matter how slowly it is shown. ssh may leave the
+        pipes open."""
         until_s = time.monotonic() + _LEAVE_S
         while any(reader.is_alive() for reader in self._readers) and time.monotonic() < until_s:
             if all_of_it and self._showing:
@@ -236,7 +238,7 @@ def close_agents(agents: Iterable[Agent]) -> None:
 
 
 def ask_all(agents: Sequence[Agent], ask: Callable[[Agent], T]) -> list[T | PacelineError]:
-    """Call a function on every agent in parallel; its results, or the errors it raised."""
+    """Call a function on every agent in parallel. Returns its results, or the errors that it raised."""
 
     def call(one: Agent) -> T | PacelineError:
         try:

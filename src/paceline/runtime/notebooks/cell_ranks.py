@@ -1,4 +1,4 @@
-"""The notebook's side of the ranks that run its cells: start, run, interrupt, recover, end."""
+"""The notebook's side of the ranks that run its cells: starts, runs, interrupts, recovers and ends them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CellError(LaunchError):
     others: tuple[str, ...] = ()
 
     def _render_traceback_(self) -> list[str]:
-        """The traceback shown in the notebook, instead of this process's frames, which are not the user's."""
+        """The traceback shown in the notebook. It replaces this process's frames, which are not the user's code."""
         return [*self.rank_traceback.rstrip().splitlines(), f"(on {self.who})", *self.others]
 
 
@@ -142,8 +142,8 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
         """Run source on these ranks, by default on all, and return when it has finished on all of them.
 
         Raises CellError if it fails on a rank, once the ranks that waited for it have also ended the cell, and
-        CellInterrupted after Ctrl-C. The ranks can be used afterward: if collectives were left incomplete, they have
-        opened a new world.
+        CellInterrupted after Ctrl-C. Afterward the ranks can be used again: if collectives were left incomplete, the
+        ranks have opened a new world.
         """
         chosen = tuple(range(self.settings.num_ranks)) if ranks is None else tuple(dict.fromkeys(ranks))
         self.check_ranks(chosen)
@@ -182,7 +182,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
     def check_ranks(self, ranks: Sequence[int]) -> None:
         wrong = [rank for rank in ranks if not 0 <= rank < self.settings.num_ranks]
         if wrong or not ranks:
-            text = f"rank {wrong[0]} does not exist" if wrong else "no rank was given"
+            text = f"rank {wrong[0]} does not exist" if wrong else "no rank was passed"
             raise ConfigError(f"{text}: use 0 to {self.settings.num_ranks - 1}", code="rank")
 
     # -- messages
@@ -270,7 +270,7 @@ class CellRanks(contextlib.AbstractContextManager["CellRanks"]):
     def _find_broken(self, ended: dict[int, Ended]) -> bool:
         """Whether a failed cell left collectives incomplete: some rank has started more collectives than others.
 
-        Counts are compared with those before the cell, because messages between two ranks do not concern a third.
+        Compares counts with those before the cell, because messages between two ranks are not counted on a third.
         """
         before = self._counts
         after = [ended[rank].counts if rank in ended else before[rank] for rank in range(len(before))]
@@ -380,8 +380,8 @@ class _CellRun:
 
 
 def describe_end(failures: dict[int, Ended], num_ranks: int, is_interrupted: bool) -> BaseException | None:
-    """The error of a cell: that of the rank that failed first. It lists the ranks with the same traceback, then all
-    other failed ranks."""
+    """The error of a cell: the error of the rank that failed first. It lists the ranks with the same traceback, then
+    all other failed ranks."""
     if is_interrupted:
         places = {rank: f"at {end.place}" if end.place else "not in a cell" for rank, end in sorted(failures.items())}
         lines = [f"rank {rank} was {place}" for rank, place in places.items()]

@@ -39,7 +39,7 @@ from paceline.runtime.ranks import worker
 from paceline.runtime.ranks.launch import defer_signals
 from paceline.runtime.ranks.worker import listen
 
-_GATHER_S = 0.01  # text written within this time is sent as one message
+_GATHER_S = 0.01  # text written within this time forms one message
 _FIGURES = "module://matplotlib_inline.backend_inline"
 
 
@@ -67,8 +67,8 @@ class Cell(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """Raise KeyboardInterrupt in the cell with this number, if it is still running. With the `pids` of all ranks, abort
-    the collectives that the cell is waiting in instead."""
+    """Raise KeyboardInterrupt in the cell with this number, if it is still running. If `pids` (those of all ranks) is
+    set, abort the collectives in which the cell waits instead."""
 
     number: int
     pids: tuple[int, ...] = ()
@@ -112,8 +112,8 @@ class Locate(NamedTuple):
 
 
 class Located(NamedTuple):
-    """`position` is None unless the main thread is inside torch or Paceline, where it may wait for other ranks; if it
-    is unchanged, the thread has not moved. `place` is its line in a cell."""
+    """`position` is None unless the main thread is inside torch or Paceline, where it may wait for other ranks. An
+    unchanged position means that the thread has made no progress. `place` is its line in a cell."""
 
     number: int
     place: str = ""
@@ -185,7 +185,7 @@ class _Capture:
 
 
 class _Compiler(CachingCompiler):
-    """Names code after the cell numbers in the notebook."""
+    """Names code objects after the notebook's cell numbers."""
 
     name = ""
 
@@ -223,7 +223,7 @@ class RankShell(InteractiveShell):
     show: Callable[[Any], None]
 
     def init_virtualenv(self) -> None:
-        """The notebook has already warned about a wrong environment."""
+        """Do nothing: IPython's version would repeat the notebook's warning about a wrong virtual environment."""
 
     def init_display_formatter(self) -> None:
         """Show figures even if pyplot, which would register this, is not imported."""
@@ -257,7 +257,7 @@ class CellRank:
         config.HistoryManager.enabled = False
         self._shell: Any = RankShell.instance(config=config, user_module=module)
         self._shell.show = self._show
-        self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = sys.exit  # IPython's own would ask a terminal
+        self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = sys.exit  # IPython's would prompt on a terminal
         warnings.filterwarnings("ignore", "To exit: use 'exit'")
 
     def serve(self) -> None:
@@ -344,7 +344,7 @@ class CellRank:
             sys.modules["matplotlib"].use(_FIGURES)  # type: ignore[attr-defined]
 
     def _count_collectives(self) -> dict[str, int]:
-        """How many collectives this rank has started in each group."""
+        """The number of collectives that this rank has started in each group."""
         import torch.distributed as dist
 
         from paceline.torch_internals import list_groups
@@ -371,7 +371,7 @@ class CellRank:
                 error = result.error_before_exec or result.error_in_exec
             finally:
                 self._can_interrupt = False
-        except BaseException as caught:  # an interrupt in the shell's own code, after the cell's
+        except BaseException as caught:  # an interrupt in the shell's code, after the cell has ended
             error = caught
         self._running = 0
         failure, place = None, ""

@@ -54,10 +54,10 @@ RANK_BYTES = 200 * 2**20
 _LEAVE_S = 1.0  # how long an idle rank may take to exit after its link is closed, before SIGTERM
 _GRACE_S = 3.0  # how long a rank may take to obey SIGTERM before SIGKILL
 _LONG_S = 1e6  # no limit, for calls that do not accept infinity
-# A signal this soon after the first is the same request: `timeout` and service managers signal a whole process group,
-# and the launcher, which may be slow on a busy machine, forwards it to ranks that already have it.
+# A signal this soon after the first is the same request: `timeout` and service managers signal the whole process group,
+# and the launcher, perhaps delayed on a busy machine, forwards the signal to ranks that already received it.
 SAME_REQUEST_S = 1.0
-# Variables that no library reads on import: changing them does not make the server's imports stale.
+# Variables that no library reads on import, so changing them does not make the server's imports stale.
 _HARMLESS = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM", "PWD", "OLDPWD", "_"}
 _Hear = Callable[[int, Any], None] | None
 
@@ -146,7 +146,7 @@ class _Forked:
 
     @property
     def pid(self) -> int | None:
-        """The process id; waits until the server has forked."""
+        """The process id. Waits until the server has forked the process."""
         if self._handle is None and self._code is None:
             self._read()
         return None if self._handle is None else self._handle.pid
@@ -166,8 +166,8 @@ class _Forked:
             self._handle.signal(number)
 
     def join(self, timeout_s: float = math.inf) -> None:
-        """Wait until the process ends. Does not wait for one that is not forked yet: without its link, it ends
-        immediately."""
+        """Wait until the process ends. Does not wait for a process that has not been forked yet: without its link, it
+        ends immediately."""
         deadline = time.monotonic() + timeout_s
         while self.exitcode is None and self._handle is not None and (left_s := deadline - time.monotonic()) > 0:
             self._status.poll(min(left_s, _LONG_S))
@@ -231,11 +231,12 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
         `fn` may be a name, "package.module:name", which only the ranks import, so the launcher does not need torch. The
-        function opens its own world (`paceline.init()`). `on_message(rank, message)` receives what ranks `post`. Raises
-        LaunchError with the rank that failed first and its traceback; a PacelineError raised by a rank is raised here
-        unchanged. With `hang_timeout_s` or PACELINE_MONITOR, the ranks are monitored (`faults/monitor.py`): a rank that
-        is suspended, or hangs for that long, counts as failed. With `recovery`, ranks may continue or restart after a
-        fault (`runtime/faults/recovery.py`), and the values are those of the last world.
+        function opens its own world (`paceline.init()`). `on_message(rank, message)` receives messages that ranks
+        `post`. Raises LaunchError with the rank that failed first and its traceback; a PacelineError raised by a rank
+        is raised here unchanged. With `hang_timeout_s` or PACELINE_MONITOR, the ranks are monitored
+        (`faults/monitor.py`): a rank that is suspended, or hangs for that long, counts as failed. With `recovery`,
+        ranks may continue or restart after a fault (`runtime/faults/recovery.py`), and the values are those of the last
+        world.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
@@ -266,7 +267,7 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                 raise
 
     def _run_world(self, job: LocalJob) -> dict[int, Any] | None:
-        """The values of one world; None if the ranks of the next world are in place."""
+        """Run one world and return its values, or None once the ranks of the next world are in place."""
         spares = Spares(self._spares, job.recovery, lambda: self._start_spare(job))
         monitor = None
         if job.hang_timeout_s is not None and not why_no_monitor():

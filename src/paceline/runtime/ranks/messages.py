@@ -29,8 +29,8 @@ from paceline.errors import CollectiveError, ConfigError, LaunchError, PacelineE
 # starting with "$" is written as pairs, so it cannot be mistaken for a tag. Checkpoints on disk contain these four.
 _TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
 _PLAIN = (bool, int, str, type(None))
-_MOST_LEVELS = 100  # far deeper than any real value
-_HEAD = struct.Struct("<QQ")  # sizes in bytes of the list of tensors and of the structure
+_MOST_LEVELS = 100  # far deeper than real values
+_HEAD = struct.Struct("<QQ")  # bytes of the tensor list and of the structure
 _INVALID = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, struct.error)
 # Returns the tag and content for a value of a type unknown to `pack`; None if the type is not supported.
 Extend = Callable[[Any], tuple[str, Any] | None]
@@ -47,8 +47,8 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: tuple[Any, ...] = (
     """Turn a value into a structure that `json` can write. Tensors go into `tensors` under flat names, without a copy.
 
     Accepts dicts (keys: strings and integers), lists, tuples, tensors, int, float, bool, str and None, but not
-    subclasses, and values for which `extend` returns a tag; an OrderedDict comes back as a dict. Anything else raises a
-    NotPlainError that names it.
+    subclasses, and values for which `extend` returns a tag; an OrderedDict comes back as a dict. Any other value raises
+    NotPlainError, which names it.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -164,8 +164,8 @@ def decode(data: bytes) -> Any:
 
 
 def _describe(value: Any) -> tuple[str, Any] | None:
-    """The tag and content of a value that only messages support. With an empty tag, the content is sent in its
-    place."""
+    """The tag and content of a value that only messages support. If the tag is empty, the content replaces the
+    value."""
     kind = type(value)
     if kind is torch.Size:
         return "", tuple(value)
@@ -264,7 +264,8 @@ def _name(cls: Any) -> str:
 
 
 def _find(name: str) -> Any:
-    """A Paceline class by name. Imports nothing: all ranks have already imported what they exchange."""
+    """A Paceline class by name. Imports nothing, because all ranks have already imported the classes that they
+    exchange."""
     module, _, path = name.partition(":")
     found: Any = sys.modules[module] if module.partition(".")[0] == "paceline" else None
     for part in path.split("."):

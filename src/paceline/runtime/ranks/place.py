@@ -21,8 +21,8 @@ class Place:
     master_port: int | None = None
 
 
-# Name, and the variables of rank, world size, local rank and local world size. If several are listed for one value, the
-# first that is set is used.
+# For each launcher, the variables for rank, world size, local rank and local world size. If several are listed for one
+# value, the first one that is set counts.
 _Launcher = tuple[str, str, tuple[str, ...], str, tuple[str, ...]]
 # In order of precedence: torchrun may itself run inside a Slurm job.
 _LAUNCHERS: tuple[_Launcher, ...] = (

@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: a store that is open only to them, and their exchanges through it before any group exists."""
+"""Rendezvous: a store that only the ranks of a job can open, and exchanges through it before any group exists."""
 
 import atexit
 import contextlib
@@ -44,8 +44,7 @@ STORE, SECRET = "PACELINE_STORE", "PACELINE_SECRET"
 _BIND_S = 3.0  # how long the store of an earlier world may take to release its name
 _ANSWER_S = 3.0  # time allowed for an answer in transit, on top of the timeout for waiting for a key
 _LONGEST_S = 1e6  # the kernel does not accept infinity
-# A host that vanishes sends nothing; keepalive probes detect it: idle seconds, probe interval, number of probes, and
-# the timeout in ms.
+# Keepalive probes detect a host that has vanished: idle seconds, probe interval, number of probes, timeout in ms.
 _KEEPALIVE = (5, 2, 3, 11_000)
 _closers = contextlib.ExitStack()
 ABSENT = "did not arrive within {:g} s: check that they started (on Slurm: `srun`, not a bare call in the batch script)"
@@ -72,7 +71,7 @@ def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "")
 def gather(
     place: Place, make: Callable[[], Any], timeout_s: float | None, late: str = "did not return within {:g} s"
 ) -> list[Any]:
-    """The values that `make` returned on every rank, in rank order; if it fails on one, all ranks raise.
+    """Call `make` on every rank and return the values in rank order; if it fails on one rank, all ranks raise.
 
     Collective: every rank must call this. Its store outlives the worlds of a program.
     """
@@ -84,7 +83,7 @@ def gather(
         # Another rank's failure may have caused this one.
         cause = _find_failure(store) if failure.is_secondary else None
         with contextlib.suppress(RuntimeError):
-            store.compare_set("failed", "", _encode_failure(failure))  # only the first is reported
+            store.compare_set("failed", "", _encode_failure(failure))  # only the first failure is reported
             _leave(store, place)
         if cause is not None:
             raise make_error(cause, place.world_size) from error
@@ -294,7 +293,7 @@ def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Stor
     if url.scheme == "env":
         if place.world_size == 1:
             return dist.HashStore()
-        if name := os.environ.get(STORE):  # our own launcher's
+        if name := os.environ.get(STORE):  # the store of our own launcher
             # The store exists before any rank: if it is gone, its world has ended.
             return PrivateStore(lambda: _call(name, place, 0.0, "the store of the launcher", code="peer-lost"))
         host, port = place.master_addr, place.master_port
@@ -402,7 +401,7 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
 
 
 def _end_server(process: "subprocess.Popen[bytes]") -> None:
-    """Let the server exit with the last rank and wait for it if this rank is the last."""
+    """Let the server exit with the last rank, and wait for it if this rank is the last."""
     assert process.stdin is not None
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -484,10 +483,10 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
                 text = f"rank {place.rank} of {place.world_size} waited {timeout_s:g} s for rank 0 to open {path}"
                 raise LaunchError(f"{text}: is rank 0 running, and does it see the same file system?")
             time.sleep(0.02)
-    # Each claim has its own name, so that a late rank of an old store cannot touch a new one.
+    # Each claim has its own name, so that a late rank of an old store cannot modify a new store.
     own = path.with_name(f"{path.name}.paceline-{token}")
     with contextlib.suppress(FileExistsError):
-        os.close(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))  # torch would leave the mode to the umask
+        os.close(os.open(own, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))  # torch would apply the umask
     _check_owner(own)
     store = dist.FileStore(str(own), place.world_size)
     # If two FileStores are freed at the same moment, each may leave the file to the other or recreate it. So this one
@@ -593,7 +592,8 @@ def _exchange(
     store: Any, place: Place, topic: str, mine: bytes, timeout_s: float, late: str,
     is_over: Callable[[], Any] = lambda: False,
 ) -> list[bytes]:  # fmt: skip
-    """Every rank's bytes in rank order, over the store only; empty once it `is_over`. `late` completes the error."""
+    """Exchange bytes through the store only, and return them in rank order; empty once it `is_over`. `late` completes
+    the error."""
     store.set(f"{topic}/{place.rank}", mine)
     keys = [f"{topic}/{rank}" for rank in range(place.world_size)]
     deadline, pause_s = time.monotonic() + timeout_s, 0.005

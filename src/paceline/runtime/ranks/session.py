@@ -63,10 +63,11 @@ Describe = Callable[[Sequence[Record]], str]
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress posted by a rank: `done` of `total` cells or steps (one in progress counts in part).
+    """Progress posted by a rank: `done` of `total` cells or steps, where one in progress counts as a fraction.
 
-    `records` belong to a cell that has just finished; an interrupted run saves them, with `config` added to its own.
-    `line` is printed on its own line, with or without a bar. `files` are written to the run's folder immediately.
+    `records` belong to a cell that has just finished; an interrupted run saves them, and adds `config` to its
+    configuration. `line` is printed on its own line, with or without a bar. `files` are written to the run's folder
+    immediately.
     """
 
     done: float
@@ -83,10 +84,11 @@ class Task:
     """One cell of a run: a function that ranks call and that returns records; `weight` is its share of the work, and
     `expected_s` its approximate duration, None if unknown in advance.
 
-    `follow` builds its arguments from the records of earlier tasks. `on_death` provides its records if its ranks were
-    killed; if it is None or returns None, the error ends the run. A function that `saves` receives the first Ctrl-C,
-    SIGTERM or SIGUSR1 as SIGTERM and returns (recorded in `Session.signal`); a second one ends the ranks immediately.
-    With `hang_timeout_s`, a rank that is suspended or hangs for that long also stops them, unless `recovery` continues.
+    `follow` builds its arguments from the records of earlier tasks. `on_death` returns the task's records if its ranks
+    were killed; if it is None or returns None, the error ends the run. A function that `saves` receives the first
+    Ctrl-C, SIGTERM or SIGUSR1 as SIGTERM and returns (recorded in `Session.signal`); a second signal ends the ranks
+    immediately. With `hang_timeout_s`, they also stop if one of them is suspended or hangs for that long, unless
+    `recovery` continues the run.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Session:
 
     `place` is None if ranks are started here, or if only this process is measured (`here`). `folder` is None if nothing
     is written; ranks other than 0 have one only to read from, when a run is resumed. `is_finished` means that a resumed
-    run has all of its records. `warnings` are added by the verb. `is_timed` is False if no result is a time, so the
+    run has all of its records. The verb adds `warnings`. `is_timed` is False if no result is a time, so that the
     machine's load does not matter. A verb that saves on its own sets `saved`, which describes what is on disk ("step
     40") for the message on an interrupt.
     """
@@ -300,16 +302,17 @@ class Session:
         """The environment, with the fraction of CPU time that other virtual machines have stolen so far."""
         if not self.is_timed:
             return dataclasses.replace(self.environment, load_average=None)
-        if self.place is not None:  # its ranks would measure different fractions
+        if self.place is not None:  # the ranks would measure different fractions
             return self.environment
         stolen = max(self.environment.stolen or 0.0, self._stolen.read_share())
         return dataclasses.replace(self.environment, stolen=stolen)
 
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
-        """The finished run, saved by rank 0 as `run.json` if there is a folder, with warnings about its results.
+        """Return the finished run with warnings about its results. If there is a folder, rank 0 saves the run as
+        `run.json`.
 
-        `details` are facts about the environment that only a rank knows. If a resumed run was already finished, returns
-        the saved one.
+        `details` are facts about the environment that only a rank can query. If a resumed run was already finished,
+        returns the saved one.
         """
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
@@ -330,7 +333,8 @@ class Session:
             result.save(self.folder)
 
     def _find_machine_warnings(self) -> list[str]:
-        """Report the other machines of a run, since its environment is that of the last one."""
+        """Warn about other machines on which parts of the run were measured, since its environment describes only the
+        last one."""
         if self.study is None:
             return []
         here = self.environment.machine_and_torch

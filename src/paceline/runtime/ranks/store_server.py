@@ -29,7 +29,7 @@ MOST_UNKNOWN = 256  # maximum number of unauthenticated connections
 _LENGTH = struct.Struct("<I")
 _MOST_REPORTED = 5
 _PAUSE_S = 0.05
-_PROBES = (1, 1, 4, 5000)  # while the server waits for the last connection to end
+_PROBES = (1, 1, 4, 5000)  # used while the server waits for the last connection to end
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -91,8 +91,9 @@ def check_client(link: socket.socket, secret: bytes) -> str:
 
 
 def check_server(link: socket.socket, secret: bytes) -> bool:
-    """The client's half of the handshake: whether the server knows the secret. OSError if it does not begin the
-    handshake, which is worth retrying: it may have too many connections. Waits for at most HELLO_S."""
+    """The client's half of the handshake: whether the server knows the secret. Raises OSError if the server does not
+    begin the handshake; the client should then retry, because the server may have too many connections. Waits for at
+    most HELLO_S."""
     until_s = time.monotonic() + HELLO_S
     mine = secrets.token_bytes(NONCE_BYTES)
     nonce = bytes(receive(link, NONCE_BYTES, until_s))
@@ -105,14 +106,14 @@ def check_server(link: socket.socket, secret: bytes) -> bool:
 
 
 def _prove(secret: bytes, who: bytes, *nonces: bytes) -> bytes:
-    """The answer to these nonces, which only a process that knows the secret can compute."""
+    """Compute the answer to these nonces, which requires the secret."""
     return hmac.new(secret, b"\0".join([b"paceline", who, *nonces]), hashlib.sha256).digest()
 
 
 def find_other_user(link: socket.socket) -> tuple[int, int] | None:
     """The user and process at the other end of a Unix socket, according to the kernel; None if it is this user's."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return None  # the socket's folder is closed to other users
+        return None  # other users cannot enter the socket's folder
     pid, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return None if user == os.geteuid() else (user, pid)
 
@@ -212,7 +213,7 @@ class Gate:
             self._accept(link, "" if link.family == socket.AF_UNIX else where[0])
 
     def _accept(self, link: socket.socket, host: str) -> None:
-        """Serve a connection in a thread. Too many unauthenticated ones must not keep a rank out."""
+        """Serve a connection in a thread. Unauthenticated connections, however many, must not keep a rank out."""
         thread = threading.Thread(target=self._run, args=(link, host), name="paceline-link", daemon=True)
         dropped = ""
         with self._lock:

@@ -59,8 +59,8 @@ SPARE = "PACELINE_SPARE"
 
 def stand_by(step: int, is_lost: bool = False) -> None:
     """Wait for a place in a new world, and take it, after this rank has left the previous one. `step` is the last
-    completed step, -1 if the rank has no state. `is_lost` means that the rank left because it lost another rank, not
-    because it was asked to."""
+    completed step, -1 if the rank has no state. `is_lost` means that the rank left because it lost another rank, and
+    not on request."""
     import torch.distributed as dist
 
     from paceline.runtime.ranks import rendezvous
@@ -190,13 +190,14 @@ def _close_groups() -> None:
 #
 # One process imports torch and forks every rank, so that a rank costs milliseconds instead of an import. Forking is
 # safe because the server has one thread, has not initialized CUDA, and has run no OpenMP region. It ends with the
-# launcher, which it watches through a pidfd, and ranks end with it. The link to a rank carries what `multiprocessing`
-# would send to a spawned process.
+# launcher, which it watches through a pidfd, and ranks end with it. The link to a rank carries the same data that
+# `multiprocessing` would send to a spawned process.
 
 
 def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ()) -> None:
     """Fork a process for each request of the launcher, and report each exit code, until the launcher ends."""
-    # Signals to all processes of a job are for the launcher and the ranks, which would die without this process.
+    # Signals to all processes of a job are meant for the launcher and the ranks, and the ranks would die with this
+    # process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_JOB_SIGNALS})
     control = socket.socket(fileno=control_fd)
     try:
@@ -224,7 +225,7 @@ def serve_forks(control_fd: int, launcher_pid: int, modules: Sequence[str] = ())
                 with status:
                     with contextlib.suppress(OSError):  # the launcher may have closed its end
                         status.send(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-                    # last, because afterward the id may be reused, and signals would reach another process
+                    # last, because afterward the id may be reused and signals could reach another process
                     os.waitpid(pid, 0)
                 os.close(fd)
                 continue
@@ -292,5 +293,6 @@ def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launch
     try:
         return int(process._bootstrap(parent_sentinel=launcher_fd))
     finally:
-        # Python 3.13 leaves this to the caller; in older versions it has already run and does nothing.
+        # Since Python 3.13 the caller must run the exit functions. Older versions have already run them, so this is a
+        # no-op.
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]

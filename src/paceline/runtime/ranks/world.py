@@ -1,4 +1,4 @@
-"""A process group on the right device, from a launcher's variables (`init`), and this process's ranks in it (`get`)."""
+"""The world: `init` opens a process group from a launcher's variables, and `get` returns this process's ranks in it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHARE_S = 120.0  # how long `share_first` waits for the other ranks
 _DESTROY_S, _ABORT_S = 2.0, 10.0  # timeouts for a failed rank's groups to be destroyed, and for NCCL's to be aborted
 # Backends whose collectives fail when a rank is lost. With other backends they wait forever and must be aborted.
 _NOTICE_LOSS = frozenset(("gloo", "shm", "paceline"))
-_LOOK_S = (0.02, 1.0)  # poll intervals for references to a group: initially, and later
+_LOOK_S = (0.02, 1.0)  # how often to check the references to a group: initially, and later
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def init(
             # Before any collective: NCCL and object collectives use the current device and hang on the wrong one.
             torch.cuda.set_device(torch_device)
             shorten_nccl_dump()
-            if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # may hold for this group or a later one
+            if machine.must_share_gpus(torch.cuda.device_count(), local_size):  # now or in a later group
                 separate_hosts()
         torch.set_num_threads(num_threads)
         default = dist.PrefixStore("default", store)
@@ -445,7 +445,7 @@ def separate_hosts() -> None:
 
 def shorten_nccl_dump() -> None:
     """After an NCCL error, such as collectives of different sizes, torch's watchdog waits four times this long for its
-    flight recorder before it ends the process. By default that is a minute, in which the other ranks wait."""
+    flight recorder before it ends the process. By default that is a minute, during which the other ranks wait."""
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
 
 
@@ -500,7 +500,8 @@ def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's ranks. With a mesh, `rank` (-1 outside it) and `world_size` are those of its group."""
+    """The numbers that identify this process. With a mesh, `rank` (-1 outside the mesh) and `world_size` refer to its
+    group."""
 
     rank: int
     world_size: int
@@ -524,7 +525,7 @@ def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def ranks(mesh: DeviceMesh | None = None) -> Ranks:
-    """This process's ranks, in the world or inside a mesh of any dimensions."""
+    """Find this process's ranks, in the world or in a mesh with any number of dimensions."""
     _need_world()
     mesh = get.mesh if mesh is None else mesh
     text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
@@ -535,7 +536,7 @@ def ranks(mesh: DeviceMesh | None = None) -> Ranks:
     members = mesh.mesh.flatten().tolist()
     rank = members.index(global_rank) if global_rank in members else -1
     if rank >= 0 and (group := _find_group(mesh)) is not None:
-        rank = dist.get_rank(group)  # the rank that collectives use, regardless of the mesh's order
+        rank = dist.get_rank(group)  # the rank used by collectives, regardless of the mesh's order
     return Ranks(rank, len(members), global_rank, local_rank)
 
 

@@ -30,7 +30,7 @@ TAILS = ("keep", "drop", "pad")  # what to do with an incomplete last global bat
 
 
 def shorten_error(error: Exception) -> str:
-    """Format another library's error message on one line of at most 160 characters."""
+    """Shorten another library's error message to one line of at most 160 characters."""
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
@@ -238,7 +238,7 @@ def _advise(name: str) -> str:
     files = source.files
     if source.repo:
         files += f", or the parquet files of {source.repo} ({source.folders[0]}) on the hub"
-    return f"get {files}, and pass {name}:PATH"
+    return f"download {files}, and pass {name}:PATH"
 
 
 def find_files(name: str, path: Path, split: str) -> tuple[str, tuple[Path, ...]]:
@@ -276,7 +276,7 @@ def fetch_from_hub(is_complete: Callable[[Path], bool], **wanted: Any) -> Path:
     from multiprocessing.pool import ThreadPool
 
     snapshot_download = import_hf("huggingface_hub").snapshot_download
-    with contextlib.suppress(OSError, ValueError):  # raised without a complete local copy
+    with contextlib.suppress(OSError, ValueError):  # raised if there is no complete local copy
         local = Path(snapshot_download(**wanted, local_files_only=True))
         if is_complete(local):
             return local
@@ -345,7 +345,7 @@ def is_own_data(text: str) -> bool:
 
 
 def parse_data(text: str) -> tuple[str, str | None]:
-    """Split `NAME` or `NAME:PATH` into name and path; all of `synthetic:KIND` and `FILE.py:FUNCTION` is the name."""
+    """Split `NAME` or `NAME:PATH` into name and path; `synthetic:KIND` and `FILE.py:FUNCTION` are names as a whole."""
     if is_own_data(text):
         return text, None
     name, _, rest = text.partition(":")

@@ -1,7 +1,7 @@
 """A user's own data: a map-style data set, an iterable data set, or a loader.
 
-`training.loader` assigns samples to ranks. Random numbers drawn by the data depend only on the seed: they are the same
-on all ranks and independent of the model's.
+`training.loader` assigns samples to ranks. Random numbers that the data draws depend only on the seed: they are the
+same on all ranks and independent of the model's.
 """
 
 import contextlib
@@ -117,7 +117,7 @@ class OwnData:
         yield from (OwnBatch(content, count=count).to(device) for content, count in zip(found, counts, strict=False))
 
     def describe(self) -> str:
-        """A one-line description for the user."""
+        """Describe the data to the user in one line."""
         count = f"{len(self):,} samples" if len(self) else "samples"
         stream = "a stream per rank" if self.is_sharded else "a stream"
         how = f"in {stream}" if self.is_stream else "by index"
@@ -308,7 +308,7 @@ _CLASSES = ("num_classes", "classes", "targets")
 
 
 def _ask(dataset: Any, *names: str) -> int:
-    """Read the data set's first available attribute of these, else the maximum over its component data sets."""
+    """Read the first of these attributes that the data set has, else the maximum over its component data sets."""
     for name in names:
         with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):  # absent, or of another type
             return _SAID[name](getattr(dataset, name))
