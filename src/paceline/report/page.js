@@ -276,7 +276,7 @@
       if (sent.reload) return source.close(), location.reload();
       sent.rows.forEach((line) => append(JSON.parse(line)));
       status.textContent = sent.status;
-      if (sent.verdict) ["verdict", "rest"].forEach((id, n) => (document.getElementById(id).textContent = sent.verdict[n]));
+      if (sent.verdict) ["verdict", "rest"].forEach((id, n) => (document.getElementById(id).textContent = sent.verdict[n].replaceAll("`", "")));
       if (sent.now) document.getElementById("now").innerHTML = sent.now;
       if (sent.rows.length && !due) due = setTimeout(() => ((due = 0), document.hidden || drawAll()), 30);
     };
