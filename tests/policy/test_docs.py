@@ -16,7 +16,8 @@ from paceline.report.result import load_result
 from paceline.workloads.registry import _OTHERS, NAMES
 
 from .reading import REPOSITORY as ROOT
-from .reading import expect_none
+from .reading import expect_none, load_script
+from .test_house_rules import MACHINE_PATHS
 from .test_public_api import check_call, find_calls
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -167,6 +168,25 @@ def test_the_table_of_models_is_complete():
     (table,) = re.findall(r"\| `--model` \|.*?\n\n", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
     named = [name for row in table.strip().splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
     assert sorted(named) == sorted((*NAMES, *_OTHERS))
+
+
+RECORDER = load_script(ROOT / "docs" / "record.py")
+CASTS = sorted((ROOT / "docs" / "recordings").glob("*.cast"))
+
+
+def test_recordings_are_drawn_from_their_casts_and_their_commands_parse():
+    assert CASTS
+    for path in CASTS:
+        cast = RECORDER.load_cast(path)
+        assert RECORDER.render_svg(cast) == path.with_suffix(".svg").read_text()
+        parse_command(cast[0]["command"])
+        assert not any(place in path.read_text() for place in MACHINE_PATHS)
+
+
+def test_a_recorded_screen_keeps_the_last_state_of_a_line_that_moves():
+    screen = RECORDER.Screen()
+    screen.write("one\r\n 10 %\r 20 %\x1b[K\r\nthree\r\n\x1b[1A\x1b[2Knew\x1b[?25l\x1b[31m!\x1b[0m")
+    assert screen.shown == ["one", " 20 %", "new!"]
 
 
 def find_stale_output(text: str) -> list[str]:

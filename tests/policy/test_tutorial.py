@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 
 import pytest
 
+from .reading import load_script
 from .test_docs import ROOT, find_commands, find_dead_links, parse_command
 from .test_house_rules import MACHINE_PATHS
 
 CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.ipynb"))
 MOST_BYTES = 1_000_000
-SPEC: Any = importlib.util.spec_from_file_location("execute", ROOT / "docs" / "tutorial" / "execute.py")
-SCRIPT: Any = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(SCRIPT)
+SCRIPT = load_script(ROOT / "docs" / "tutorial" / "execute.py")
 
 
 def find_stale_outputs(notebook: dict[str, Any]) -> list[str]:
