@@ -352,8 +352,8 @@ def test_a_pass_over_memory_is_not_a_row_of_a_table(tmp_path, build_collective, 
 
 
 RUNS = [
-    "allreduce", "wrappers-2-ranks", "layers-mlp", "trace-1Gb-link-default", "faults-saves", "scale-large-batch-cpu",
-    "tune-1Gb-link-torch", "train-cifar10-2-ranks",
+    "allreduce", "wrappers-2-ranks", "layers-mlp", "phases-gpt2-mini", "faults-saves", "scale-large-batch-cpu",
+    "tune-1Gb-link-torch",
 ]  # fmt: skip
 
 
@@ -388,3 +388,9 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=re.escape("paceline[parquet]")):
         save_records([RESULTS / "allreduce"])
+
+
+@pytest.mark.parametrize("name", ["trace-1Gb-link-default", "train-cifar10-2-ranks"])
+def test_a_run_without_records_has_nothing_to_export(name):
+    with pytest.raises(ConfigError, match="no records to export"):
+        save_records([RESULTS / name])

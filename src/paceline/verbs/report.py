@@ -54,7 +54,8 @@ def save_records(runs: Sequence[str | Path], *, page: Place = None) -> Path:
     refuse((not runs, "no run is given: name its folder, as in `paceline report runs/20260101-120000-train`"))
     loaded = {str(run): load_result(run) for run in runs}
     found = {name: result.run for name, result in loaded.items()}
-    refuse((not any(run.records for run in found.values()), f"{', '.join(found)}: no records to export"))
+    what = f"{', '.join(found)}: no records to export (a training run has its steps in metrics.jsonl)"
+    refuse((not any(run.records for run in found.values()), what))
     content = export_parquet(found)
     one = next(iter(loaded.values())).folder if len(loaded) == 1 else None
     file = Path(page) if page is not None else (one or Path()) / RECORDS_FILE
