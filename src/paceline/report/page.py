@@ -85,10 +85,8 @@ def _join(text: str) -> str:
 def _read_axis(axis: Any) -> dict[str, Any]:
     from matplotlib.ticker import FixedLocator
 
-    lim = [float(end) for end in axis.get_view_interval()]
+    lim = [float(end) for end in axis.get_view_interval()]  # reversed if the axis is inverted
     found: dict[str, Any] = {"label": _join(axis.get_label().get_text()), "lim": lim}
-    if axis.get_inverted():
-        found["lim"].reverse()
     if axis.get_scale() != "linear":
         found["log"] = 1
     if isinstance(axis.get_major_locator(), FixedLocator):
@@ -185,8 +183,8 @@ def _escape(text: Any) -> str:
 
 
 def _mark_code(text: Any) -> str:
-    """The escaped text, with code between backticks marked as code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", _escape(text))
+    """The escaped text, with code between backticks marked as code, and percent signs kept with their numbers."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", _escape(text)).replace(" %", "\u00a0%")
 
 
 def split_verdict(text: str) -> tuple[str, str]:
@@ -281,6 +279,9 @@ def render_page(
         verdict, rest = map(_mark_code, split_verdict(result.headline))
         trace = _find_trace(result.folder, page)
         drawn = [read_figure(name, draw(), numbers) for name, draw in _list_drawings(result).items()]
+        for figure in drawn:  # some charts have the answer as their title, which is already the headline
+            if figure["title"] and figure["title"] in result.headline:
+                figure["title"] = ""
         shown = [_render_figure(len(figures) + number, figure, trace) for number, figure in enumerate(drawn)]
         figures += drawn
         if place:
