@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gloo test-torch docs bench bench-exposed bench-faults check sanitize wheels
+.PHONY: help demo test test-all test-gloo test-torch docs pictures bench bench-exposed bench-faults check sanitize wheels
 .PHONY: install clean
 
 help: ## Show this list
@@ -52,6 +52,12 @@ check: $(STAMP) ## Lint, format and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Pictures and outputs that the documents quote; needs Chromium and an idle machine.
+pictures: $(STAMP) ## Make the screenshots, recordings and notebook outputs of the documents again (5 minutes)
+	PACELINE_UPDATE_SCREENSHOTS=1 $(BIN)/python -m pytest -q tests/cli/test_page_in_browser.py -k screenshot
+	PATH=$(abspath $(BIN)):$$PATH docs/record.py demo -- paceline demo
+	$(BIN)/python docs/tutorial/execute.py
 
 # A warning is an error. The site needs no server and no network: open its first page in a browser.
 docs: $(VENV)/.docs ## Make a site of the documents, with the reference of the API, in build/site

@@ -1,15 +1,18 @@
 """Pages in a headless Chromium: no errors or requests, on a phone and a desktop, and escaped names.
 
-Skipped without Chromium. Set PACELINE_AXE to the path of axe-core's `axe.min.js` to add an accessibility check.
+Skipped without Chromium. Set PACELINE_AXE to the path of axe-core's `axe.min.js` to add an accessibility check, and
+PACELINE_UPDATE_SCREENSHOTS to write the screenshots in docs/images.
 """
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image, PngImagePlugin
 
 from paceline.report.page import save_page
 from paceline.report.result import load_result
@@ -17,7 +20,7 @@ from paceline.runtime.ranks.session import lock_folder
 from paceline.verbs import watch as watching
 from tests.browser import CHROMIUM, Browser
 from tests.unit.made_runs import Job, make_folder, make_rows
-from tests.unit.test_page import HOSTILE, RESULTS
+from tests.unit.test_page import HOSTILE, RESULTS, ROOT, SHOTS, describe_page
 from tests.unit.test_watch import append
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
@@ -119,6 +122,50 @@ def test_a_live_page_draws_new_steps_and_says_how_the_run_ended(tmp_path: Path, 
             os.close(handle)
         server.follower.update()
         browser.wait_for(says.format("Killed"))
+
+
+def save_picture(browser: Browser, name: str, height: int, said: str, place: Path) -> None:
+    """Write a screenshot into the documents, with a palette and with the words that `test_page.py` compares."""
+    browser.save_screenshot(place / "large.png", height)
+    about = PngImagePlugin.PngInfo()
+    about.add_text("Description", said)
+    with Image.open(place / "large.png") as picture:
+        small = picture.convert("RGB").quantize(256)
+    small.save(ROOT / "docs" / "images" / f"{name}.png", optimize=True, pnginfo=about)
+
+
+@pytest.mark.parametrize("name", SHOTS)
+def test_screenshots_for_the_documents(browser: Browser, tmp_path: Path, monkeypatch, name: str):
+    run, width, is_dark, height = SHOTS[name]
+    monkeypatch.chdir(ROOT)  # the page names the run by a relative path
+    page = save_page([load_result(Path("results") / run)], tmp_path / "page.html")
+    browser.open(f"file://{page}", width, dark=is_dark)
+    top = browser.evaluate("document.querySelector('.next, figure').getBoundingClientRect().top")
+    assert top < 900 and browser.find_complaints() == []  # the first screen has the picture or the next step
+    if os.environ.get("PACELINE_UPDATE_SCREENSHOTS"):
+        save_picture(browser, name, height, describe_page(page.read_text()), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_screenshot_of_a_live_page(browser: Browser, tmp_path: Path, monkeypatch):
+    source = RESULTS / "neoverse-n1-2-cores" / "train-cifar10-2-ranks"
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/20261118-090000-train")
+    folder.mkdir(parents=True)
+    rows = gzip.decompress((source / "metrics.jsonl.gz").read_bytes()).splitlines(keepends=True)
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    (folder / "metrics.jsonl").write_bytes(b"".join(rows[: len(rows) // 2]))
+    handle = lock_folder(folder)
+    monkeypatch.setattr(watching, "_SILENT_S", 1e9)
+    try:
+        with watching.serve(watching.Follower(folder)) as server:
+            browser.open(server.address, 1120)
+            said = browser.evaluate("document.getElementById('status').textContent")
+            assert said.startswith("Running: step") and browser.find_complaints() == []
+            if os.environ.get("PACELINE_UPDATE_SCREENSHOTS"):
+                save_picture(browser, "report-live", 1350, said, tmp_path)
+    finally:
+        os.close(handle)
 
 
 @pytest.mark.parametrize("name", ["large", "scale-ranks", "tune", "hostile"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "src" / "paceline"
@@ -34,6 +36,14 @@ class NoTorch:
 
 sys.meta_path.insert(0, NoTorch())
 """
+
+
+def load_script(path: Path) -> Any:
+    """A script that is not part of a package, as a module."""
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_package(folder: Path, files: dict[str, str]) -> Path:

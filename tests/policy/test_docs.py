@@ -12,11 +12,13 @@ import pytest
 import typer.main
 
 from paceline.cli.main import _join_lists, app
+from paceline.records.store import load_run
 from paceline.report.result import load_result
 from paceline.workloads.registry import _OTHERS, NAMES
 
 from .reading import REPOSITORY as ROOT
-from .reading import expect_none
+from .reading import expect_none, load_script
+from .test_house_rules import MACHINE_PATHS
 from .test_public_api import check_call, find_calls
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -169,21 +171,42 @@ def test_the_table_of_models_is_complete():
     assert sorted(named) == sorted((*NAMES, *_OTHERS))
 
 
+RECORDER = load_script(ROOT / "docs" / "record.py")
+CASTS = sorted((ROOT / "docs" / "recordings").glob("*.cast"))
+
+
+def test_recordings_are_drawn_from_their_casts_and_their_commands_parse():
+    assert CASTS
+    for path in CASTS:
+        cast = RECORDER.load_cast(path)
+        assert RECORDER.render_svg(cast) == path.with_suffix(".svg").read_text()
+        parse_command(cast[0]["command"])
+        assert not any(place in path.read_text() for place in MACHINE_PATHS)
+
+
+def test_a_recorded_screen_keeps_the_last_state_of_a_line_that_moves():
+    screen = RECORDER.Screen()
+    screen.write("one\r\n 10 %\r 20 %\x1b[K\r\nthree\r\n\x1b[1A\x1b[2Knew\x1b[?25l\x1b[31m!\x1b[0m")
+    assert screen.shown == ["one", " 20 %", "new!"]
+
+
 def find_stale_output(text: str) -> list[str]:
-    """The `paceline report RUN` commands in this document with output that differs from the following text."""
-    blocks = re.findall(r"^\$ paceline report (\S+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    printed = {run: load_result(ROOT / run).text(80) for run, _ in blocks}
-    return [run for run, shown in blocks if not printed[run].startswith(shown.rstrip())]
+    """The commands in this document with output that differs from the following text: `paceline report RUN`, and
+    `paceline profile -- COMMAND` where the results have a run of it."""
+    blocks = re.findall(r"^\$ paceline (report|profile --) (.*?)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    profiles = {shlex.join(load_run(run).config["command"]): run for run in (ROOT / "results").glob("*/profile-*")}
+    printed = {of: load_result(ROOT / of if verb == "report" else profiles[of]).text(80) for verb, of, _ in blocks}
+    return [of for _, of, shown in blocks if not printed[of].startswith(shown.rstrip())]
 
 
 def test_the_readme_is_short_and_shows_what_is_printed():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) < 120 and "$ paceline report " in text
+    assert len(text.splitlines()) < 120 and "$ paceline report " in text and "$ paceline profile -- " in text
     expect_none(find_stale_output(text))
 
 
 def test_stale_output_is_found():
     text = (ROOT / "README.md").read_text()
-    assert find_stale_output(text.replace("alternating", "interleaved")) == [
-        "results/neoverse-n1-2-cores/tune-1Gb-link-torch"
-    ]
+    changed = text.replace("alternating", "interleaved").replace("Verdict:", "Result:")
+    named = ["torchrun --nproc-per-node 2 train.py", "results/neoverse-n1-2-cores/tune-1Gb-link-torch"]
+    assert find_stale_output(changed) == named

@@ -1,10 +1,13 @@
 """Imported tables become records and tables again; errors in damaged files name the line."""
 
 import dataclasses
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
-from paceline.errors import RecordError
+from paceline.errors import ConfigError, RecordError
 from paceline.records import LayerSizeRecord, LayerTimeRecord, Samples, Summary
 from paceline.records.exchange import (
     export_allreduce_times,
@@ -14,11 +17,14 @@ from paceline.records.exchange import (
     load_layer_times,
     load_table,
 )
-from paceline.records.kinds import MemoryBounds
+from paceline.records.kinds import MemoryBounds, record_to_json
 from paceline.records.store import Run, save_run
+from paceline.report.result import load_result
 from paceline.report.sweeps import build_columns
 from paceline.report.table import Table
+from paceline.verbs.report import save_records
 
+RESULTS = Path(__file__).parents[2] / "results" / "neoverse-n1-2-cores"
 ALLREDUCE = "backend,world_size,total_elements,total_bytes,average_time,stdev_time\n"
 PUBLISHED = "source,backend,world_size,nodes,hardware,interconnect,bytes,time_s,std_s,stat,note\n"
 SIZES = ",Name,No. Params\n"
@@ -343,3 +349,48 @@ def test_a_pass_over_memory_is_not_a_row_of_a_table(tmp_path, build_collective, 
     save_run(Run("bench", {}, build_environment(), (build_collective(), build_pass())), tmp_path / "run.json")
     assert [r.kind for r in load_table(tmp_path)] == ["collective"]
     assert export_allreduce_times([build_pass()]).count("\n") == 1
+
+
+RUNS = [
+    "allreduce", "wrappers-2-ranks", "layers-mlp", "phases-gpt2-mini", "faults-saves", "scale-large-batch-cpu",
+    "tune-1Gb-link-torch",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_parquet_file_has_every_record_with_its_samples(name, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    folder = RESULTS / name
+    file = save_records([folder], page=tmp_path / "records.parquet")
+    rows, run = parquet.read_table(file).to_pylist(), load_result(folder).run
+    assert len(rows) == len(run.records) > 0
+    assert {(row["run"], row["verb"]) for row in rows} == {(str(folder), run.verb)}
+    for row, record in zip(rows, map(record_to_json, run.records), strict=True):
+        for key in ("kind", "source", "world_size", "num_bytes", "label"):
+            assert row.get(key) == record.get(key)
+        seconds = (record.get("samples") or {}).get("seconds")
+        assert (row.get("samples") or {}).get("seconds") == (seconds and [list(times) for times in seconds])
+    with pytest.raises(RecordError, match="is never overwritten"):
+        save_records([folder], page=file)
+
+
+def test_several_runs_become_one_parquet_file(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    monkeypatch.chdir(tmp_path)
+    folders = [str(RESULTS / name) for name in ("allreduce", "layers-mlp")]
+    for _ in range(2):  # the default file follows from the records and is replaced
+        file = save_records(folders)
+    assert file == Path("records.parquet")
+    assert set(parquet.read_table(file)["run"].to_pylist()) == set(folders)
+
+
+def test_without_pyarrow_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=re.escape("paceline[parquet]")):
+        save_records([RESULTS / "allreduce"])
+
+
+@pytest.mark.parametrize("name", ["trace-1Gb-link-default", "train-cifar10-2-ranks"])
+def test_a_run_without_records_has_nothing_to_export(name):
+    with pytest.raises(ConfigError, match="no records to export"):
+        save_records([RESULTS / name])

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from paceline.errors import ConfigError
 from paceline.records.samples import compare_medians
@@ -20,7 +21,8 @@ from paceline.report.result import build_result, load_result
 from paceline.verbs.report import save_report
 from tests.unit.made_runs import PLANTED, Job, make_folder, make_result, make_rows
 
-RESULTS = Path(__file__).parents[2] / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
 HOSTILE = '</script><img src=x onerror="window.hacked=1">&amp;\'"<b>'
 
 
@@ -213,6 +215,30 @@ def test_a_page_of_many_steps_and_ranks_is_small():
     page = render_page([make_result(rows, ranks=8)])
     assert len(page) < 2_000_000
     assert [len(line) for line in list_points(read_data(page), "ranks", gid="ms:ranks.step_s.7")] == [10_000]
+
+
+# -- screenshots in the documents --------------------------------------------------------------------------------------
+
+# For each picture: the run, the width, whether the page is dark, and the height that is shown.
+SHOTS = {
+    "report-profile": ("neoverse-n1-2-cores/profile-text-classifier", 1120, False, 1350),
+    "report-profile-phone": ("neoverse-n1-2-cores/profile-text-classifier", 390, True, 1350),
+    "report-allreduce": ("neoverse-n1-2-cores/allreduce", 1120, False, 1350),
+}
+
+
+def describe_page(page: str) -> str:
+    """The headline and the titles of the figures, which a screenshot stores."""
+    return "\n".join(
+        re.sub("<[^>]*>", "", found) for found in re.findall("<(?:h1|figcaption).*?</(?:h1|figcaption)>", page)
+    )
+
+
+@pytest.mark.parametrize("name", SHOTS)
+def test_a_screenshot_in_the_documents_shows_the_current_page(name):
+    with Image.open(ROOT / "docs" / "images" / f"{name}.png") as picture:
+        shown = picture.text["Description"]
+    assert shown == describe_page(render_page([load_result(RESULTS / SHOTS[name][0])]))
 
 
 # -- comparisons -------------------------------------------------------------------------------------------------------

@@ -305,10 +305,10 @@ class Command:
             refuse((flags, f"{flags} before {command} has no effect: put options after {command}"))
             return
         json, details, strict = (given.pop(name, False) for name in ("json", "details", "strict"))
-        if given.get("format") == "md":
+        if (format := given.get("format")) in ("md", "parquet"):
             shown = [flag for flag, is_given in (("--json", json), ("--details", details)) if is_given]
-            why = "Markdown has everything, and folds the details: leave it out"
-            refuse((shown, f"{' and '.join(shown)} with --format md: {why}"))
+            why = "it has everything: leave it out"
+            refuse((shown, f"{' and '.join(shown)} with --format {format}: {why}"))
         if "resume" in given and self.verb.startswith("studies."):
             ignored = [name for name in given if name not in ("resume", "at_once", "trials", "runs")]
             refuse_given(ignored, RESUMED, code="resume")

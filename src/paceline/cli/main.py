@@ -375,14 +375,19 @@ def _report(*, format: str = "html", **given: Any) -> Any:
     """Reports runs.
 
     Args:
-        format: html (writes one page) or md (prints Markdown, for a pull request or the summary of a CI job)
+        format: html (writes one page), md (prints Markdown, for a pull request or the summary of a CI job), or parquet
+            (writes the raw records, for pandas or DuckDB)
     """
     from paceline.report.page import render_markdown
-    from paceline.verbs.report import load_all, save_report
+    from paceline.verbs.report import load_all, save_records, save_report
 
-    refuse((format not in ("html", "md"), f"--format {format} is unknown: use html or md"))
+    refuse((format not in ("html", "md", "parquet"), f"--format {format} is unknown: use html, md or parquet"))
     if format == "html":
         return save_report(**given)
+    if format == "parquet":
+        given.pop("progress", None)
+        print(f"records: {save_records(given.pop('runs', None) or (), **given)}")
+        raise typer.Exit
     refuse(("page" in given, "--page with --format md, which writes no page: leave it out"))
     print(render_markdown(load_all(given.get("runs") or ())), end="")
     raise typer.Exit

@@ -1,4 +1,4 @@
-"""Import and export of tables in other formats: CSV, Markdown and nccl-tests, detected by their content.
+"""Import and export of tables in other formats: CSV, Markdown and nccl-tests, detected by their content, and Parquet.
 
 The tables are all-reduce times (`allreduce-times.csv`), layer sizes (`layer-sizes*.csv`), layer times
 (`layer-times*.csv`), published all-reduce times, and Markdown tables of backend, processes, size and time. `store`
@@ -10,14 +10,14 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, RecordError
-from paceline.records.kinds import CollectiveRecord, Record
+from paceline.records.kinds import CollectiveRecord, Record, record_to_json
 from paceline.records.layers import CapTimeRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.records.nccl_tests import import_all_reduce, is_nccl_text, read_nccl_json, read_nccl_text
 from paceline.records.samples import Summary
@@ -244,3 +244,23 @@ def export_layer_times(records: Iterable[LayerTimeRecord]) -> str:
     """The records as a `layer-times` CSV."""
     fields = ("layer", *(f"timing.{name}_s" for name in ("min", "max", "mean", "stdev", "median")))
     return _to_csv(LAYER_TIMES_HEADER, map(attrgetter(*fields), records))
+
+
+def export_parquet(runs: Mapping[str, Run]) -> bytes:
+    """The records of these runs as a Parquet file: one row per record, with the name and the verb of its run. Columns
+    are the fields of `run.json`, and raw samples are nested lists."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError("pyarrow is not installed: install paceline[parquet]", code="no-parquet") from None
+    rows = [
+        {"run": name, "verb": run.verb, "created": run.created, **record_to_json(record)}
+        for name, run in runs.items()
+        for record in run.records
+    ]
+    columns = dict.fromkeys(column for row in rows for column in row)
+    table = pyarrow.table({column: [row.get(column) for row in rows] for column in columns})
+    file = io.BytesIO()
+    parquet.write_table(table, file, compression="zstd")
+    return file.getvalue()

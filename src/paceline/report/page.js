@@ -103,7 +103,7 @@
 
   function drawPanel(svg, panel, title, isNamed) {
     const width = Math.max(260, svg.clientWidth || 600), rows = panel.y.ticks ? panel.y.ticks.length : 0;
-    const height = rows > 6 ? Math.min(900, 70 + 30 * rows) : width < 420 ? 230 : 270;
+    const height = rows > 6 ? Math.min(900, 70 + 30 * rows) : rows ? 80 + 40 * rows : width < 420 ? 230 : 270;
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.setAttribute("height", height);
@@ -276,7 +276,7 @@
       if (sent.reload) return source.close(), location.reload();
       sent.rows.forEach((line) => append(JSON.parse(line)));
       status.textContent = sent.status;
-      if (sent.verdict) ["verdict", "rest"].forEach((id, n) => (document.getElementById(id).textContent = sent.verdict[n]));
+      if (sent.verdict) ["verdict", "rest"].forEach((id, n) => (document.getElementById(id).textContent = sent.verdict[n].replaceAll("`", "")));
       if (sent.now) document.getElementById("now").innerHTML = sent.now;
       if (sent.rows.length && !due) due = setTimeout(() => ((due = 0), document.hidden || drawAll()), 30);
     };

@@ -21,10 +21,12 @@ from urllib.parse import quote
 
 from paceline import __version__
 from paceline.errors import ConfigError
+from paceline.records import TracedStepRecord
 from paceline.records.store import write_new
-from paceline.report.plots import COLORS
+from paceline.report.plots import COLORS, Drawings
 from paceline.report.result import Result
 from paceline.report.table import Table
+from paceline.units import format_number_of
 
 PAGE_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="paceline'
@@ -83,10 +85,8 @@ def _join(text: str) -> str:
 def _read_axis(axis: Any) -> dict[str, Any]:
     from matplotlib.ticker import FixedLocator
 
-    lim = [float(end) for end in axis.get_view_interval()]
+    lim = [float(end) for end in axis.get_view_interval()]  # reversed if the axis is inverted
     found: dict[str, Any] = {"label": _join(axis.get_label().get_text()), "lim": lim}
-    if axis.get_inverted():
-        found["lim"].reverse()
     if axis.get_scale() != "linear":
         found["log"] = 1
     if isinstance(axis.get_major_locator(), FixedLocator):
@@ -128,8 +128,10 @@ def _read_marks(axes: Any, numbers: Numbers) -> Marks:
             for segment in group.get_segments():
                 add(group, "line", group.get_colors()[0], segment, w=1.2, quiet=1)
         elif isinstance(group, PolyCollection):
+            hatch = {"hatch": 1} if group.get_hatch() else {}
+            color = group.get_edgecolor() if hatch else group.get_facecolor()
             for path in group.get_paths():
-                add(group, "area", group.get_facecolor()[0], path.vertices)
+                add(group, "area", color[0], path.vertices, **hatch)
     for patch in axes.patches:
         hatch = {"hatch": 1} if patch.get_hatch() else {}
         path = patch.get_patch_transform().transform_path(patch.get_path())
@@ -180,6 +182,11 @@ def _escape(text: Any) -> str:
     return html.escape(str(text))
 
 
+def _mark_code(text: Any) -> str:
+    """The escaped text, with code between backticks marked as code, and percent signs kept with their numbers."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", _escape(text)).replace(" %", "\u00a0%")
+
+
 def split_verdict(text: str) -> tuple[str, str]:
     """Split a text into its first sentence and the rest."""
     first, _, rest = re.sub(r"([.!?]) (?=[A-Za-z])", r"\1\n", text, count=1).partition("\n")
@@ -187,8 +194,8 @@ def split_verdict(text: str) -> tuple[str, str]:
 
 
 def _render_list(lines: Sequence[str], kind: str) -> str:
-    items = f'<ul class="{kind}">{"".join(f"<li>{_escape(line)}</li>" for line in lines)}</ul>' if lines else ""
-    if kind == "findings" or len(lines) < 3:
+    items = f'<ul class="{kind}">{"".join(f"<li>{_mark_code(line)}</li>" for line in lines)}</ul>' if lines else ""
+    if len(lines) < 3:
         return items
     return f"<details><summary>{len(lines)} {kind}</summary>{items}</details>"
 
@@ -238,6 +245,26 @@ def _render_origin(result: Result) -> str:
     return f"<details><summary>Run details</summary><dl>{rows}</dl></details>"
 
 
+def _list_drawings(result: Result) -> Drawings:
+    """The figures of a result, with the timeline of one recorded step."""
+    from paceline.report.profiles import MAX_RANKS, build_step_lanes, plot_timeline
+
+    found = result.page_figures()
+    observed = getattr(result, "observed", None) or result
+    lanes = build_step_lanes(observed.only(TracedStepRecord))[:MAX_RANKS]
+    if "timeline" in found or not lanes:
+        return found
+    title = "One recorded step: compute above, messages below"
+    curves = {name: found.pop(name) for name in ("caps",) if name in found}
+    return found | {"timeline": lambda: plot_timeline(lanes, title, result.machine)} | curves
+
+
+def _fold(tables: Sequence[str]) -> str:
+    if not tables:
+        return ""
+    return f"<details><summary>{format_number_of(len(tables), 'more table')}</summary>{''.join(tables)}</details>"
+
+
 def _render_step(step: str) -> str:
     return f'<p class="next">next: <code>{_escape(step)}</code> <button type="button" class="copy">Copy</button></p>'
 
@@ -249,25 +276,30 @@ def render_page(
     `page`. With `live`, the page follows a run and starts with the table `now`."""
     numbers, figures, sections = Numbers(), list[dict[str, Any]](), []
     for place, result in enumerate(results):
-        verdict, rest = split_verdict(result.headline)
+        verdict, rest = map(_mark_code, split_verdict(result.headline))
         trace = _find_trace(result.folder, page)
-        drawn = [read_figure(name, draw(), numbers) for name, draw in result.page_figures().items()]
+        drawn = [read_figure(name, draw(), numbers) for name, draw in _list_drawings(result).items()]
+        for figure in drawn:  # some charts have the answer as their title, which is already the headline
+            if figure["title"] and figure["title"] in result.headline:
+                figure["title"] = ""
         shown = [_render_figure(len(figures) + number, figure, trace) for number, figure in enumerate(drawn)]
         figures += drawn
         if place:
-            head = f"<h2>{_escape(result.caption)}</h2><p>{_escape(verdict)} {_escape(rest)}</p>"
+            head = f"<h2>{_escape(result.caption)}</h2><p>{verdict} {rest}</p>"
         else:
-            head = f'<p class="kicker">{_escape(result.caption)}</p><h1 id="verdict">{_escape(verdict)}</h1>'
-            head += f'<p id="rest">{_escape(rest)}</p>'
+            head = f'<p class="kicker">{_escape(result.caption)}</p><h1 id="verdict">{verdict}</h1>'
+            head += f'<p id="rest">{rest}</p>'
         link = f'<p><a href="{_escape(trace)}" download>The trace</a>, for ui.perfetto.dev</p>' if trace else ""
+        tables = [text for table in result.page_tables() if (text := render_table(table))]
         sections.append(
             f"<section>{head}"
             + (f'<p id="status" role="status" class="{live["how"]}">{_escape(live["status"])}</p>' if live else "")
             + (f'<div id="now">{now}</div>' if live else "")
             + _render_list([line for line in result.warnings if line not in result.headline], "warnings")
-            + f"{''.join(shown)}{link}{''.join(map(render_table, result.page_tables()))}"
+            # The first screen has the verdict, its picture and what to do next.
+            + "".join([*shown[:1], *map(_render_step, result.next_steps), *shown[1:], link, *tables[:1]])
             + _render_list(result.findings, "findings")
-            + "".join(map(_render_step, result.next_steps))
+            + _fold(tables[1:])
             + f"{_render_origin(result)}</section>"
         )
     data = {"lists": numbers.lists, "figures": figures, "live": live}

@@ -21,9 +21,10 @@ from paceline.predict.advice import StepFacts
 from paceline.predict.memory_use import HeldMemory, MemoryUse
 from paceline.predict.networks import MeasuredFabric, build_sweeps, find_networks
 from paceline.predict.predictor import describe_rank, find_evidence, fit_rank
+from paceline.predict.simulate import BucketSpan
 from paceline.predict.traces import CATEGORIES, KernelRow, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
-from paceline.records import CollectiveRecord, LayerProfileRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord, TracedStepRecord
 from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.findings import Finding, add_busy, is_busy
 from paceline.records.layers import OUTSIDE
@@ -38,7 +39,8 @@ from paceline.units import MIB, format_bytes, format_duration, format_ms, format
 OVERVIEW = "overview.json"
 MAX_RANKS = 8  # maximum in one timeline
 _MAX_ROWS = 12  # maximum number of operators or kernels shown on a terminal
-_PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
+_PHASES = ("forward", "backward", "optimizer")
+_PHASE_COLORS = {"data": "#E69F00", "forward": "#0072B2", "backward": "#56B4E9", "optimizer": "#009E73"}
 
 
 class ProfileResult(PhasesResult):
@@ -62,7 +64,7 @@ class ProfileResult(PhasesResult):
         if self.steps or profile is None:
             return super().answer
         step_s = profile.timing.median_s
-        phases = ((name, getattr(profile, name).median_s) for name in _PHASE_COLORS)
+        phases = ((name, getattr(profile, name).median_s) for name in _PHASES)
         parts = ", ".join(f"{name} {format_duration(time_s)} ({time_s / step_s:.0%})" for name, time_s in phases)
         return f"A step of {profile.model} takes {format_duration(step_s)} (batch {profile.batch_size}): {parts}."
 
@@ -331,7 +333,7 @@ OVERVIEWS = (
         Column(_SHOWN.get(c, c), partial(Overview.share, category=c), _format_share, f"{c}_share", priority=2)
         for c in CATEGORIES
     ),
-    *(Column(phase, f"phases_s.{phase}", "ms", f"{phase}_s") for phase in _PHASE_COLORS),
+    *(Column(phase, f"phases_s.{phase}", "ms", f"{phase}_s") for phase in _PHASES),
     _gpu_column("GPU busy", "busy"),
     _gpu_column("SM efficiency (est.)", "sm_efficiency"),
     _gpu_column("occupancy (est.)", "occupancy"),
@@ -377,6 +379,32 @@ def build_kernel_columns(kernels: Sequence[KernelRow]) -> Sequence[Column]:
 _ROW, _MAX_LABELS = 0.22, 16
 
 
+def build_step_lanes(records: Sequence[TracedStepRecord]) -> list[StepLane]:
+    """The last recorded step of each rank. Ranks of several hosts share no clock, so their steps are aligned at the end
+    of the last message, which all ranks receive together."""
+    last = {step.rank: step for step in sorted(records, key=lambda step: step.number) if step.messages}
+    shared_s = max((step.before_s + step.over_s for step in last.values()), default=0.0)
+    lanes = []
+    for rank, step in sorted(last.items()):
+        zero_s = shared_s - step.over_s  # when backward begins
+        begin_s, end_s = zero_s - step.before_s, zero_s + step.over_s + step.after_s
+        phases = {
+            "data": (begin_s, begin_s + step.data_s),
+            "forward": (zero_s - step.forward_s, zero_s),
+            "backward": (zero_s, zero_s + step.backward_s),
+            "optimizer": (end_s - step.optimizer_s, end_s),
+        }
+        buckets = [
+            BucketSpan(
+                one.num_bytes, zero_s + one.launch_s, zero_s + one.launch_s, zero_s + one.start_s, zero_s + one.done_s
+            )
+            for one in step.messages
+        ]
+        spans = tuple((name, *span) for name, span in phases.items() if span[1] > span[0])
+        lanes.append(StepLane(rank, spans, tuple(buckets), zero_s + step.backward_s, end_s))
+    return lanes
+
+
 def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figure:
     """A lane of phases and a lane of buckets per rank, in ms; communication after the end of backward is hatched."""
     figure, axes = new_figure(title, f"measured. {subtitle}")
@@ -394,7 +422,7 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
         ticks[top + 0.2] = f"rank {lane.rank}"
         for name, first_s, last_s in lane.phases:
             draw(first_s, last_s, top, 0.4, name, facecolors=_PHASE_COLORS[name])
-            words, color = f"{name} {format_ms(last_s - first_s)}", "white" if name == "backward" else "black"
+            words, color = f"{name} {format_ms(last_s - first_s)}", "white" if name == "forward" else "black"
             if (last_s - first_s) * 1e3 > 0.011 * len(words) * end_ms:
                 place = (first_s + last_s) / 2 * 1e3, top + 0.2
                 axes.text(*place, words, ha="center", va="center", fontsize=7.5, color=color)
@@ -407,7 +435,7 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
             at, height = top + 0.47 + _ROW * row, 0.85 * _ROW
             hidden_s = min(max(bucket.launch_s, free_s), bucket.done_s)
             draw(bucket.ready_s, bucket.launch_s, at, height, "bucket ready, being gathered", facecolors="#F5D9A8")
-            draw(bucket.launch_s, hidden_s, at, height, "bucket in flight", facecolors="#E69F00")
+            draw(bucket.launch_s, hidden_s, at, height, "bucket in flight", facecolors="#CC79A7")
             draw(hidden_s, bucket.done_s, at, height, f"exposed ({' to '.join(exposed)})", **hatched)
             if label_s:  # to the right of the bar, clear of the hatching
                 place = bucket.done_s * 1e3 + 0.004 * end_ms, at + 0.42 * _ROW

@@ -1,4 +1,4 @@
-"""`paceline.save_report`: shows runs of any kind on a single self-contained HTML page."""
+"""`paceline.save_report`: shows runs of any kind on a single self-contained HTML page; also exports their records."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import refuse
-from paceline.records.store import naming_damage
+from paceline.records.exchange import export_parquet
+from paceline.records.store import naming_damage, write_new
 from paceline.report.compared import compare_results
 from paceline.report.page import PAGE_FILE, save_page
 from paceline.report.result import Result, load_result
 from paceline.verbs.jobs import Place
+
+RECORDS_FILE = "records.parquet"
 
 
 @naming_damage()
@@ -37,3 +40,24 @@ def load_all(runs: Sequence[str | Path | Result]) -> list[Result]:
     if len({result.run.verb for result in results}) == 1 < len(results):
         results.insert(0, compare_results(results, results[0].run.environment))
     return results
+
+
+@naming_damage()
+def save_records(runs: Sequence[str | Path], *, page: Place = None) -> Path:
+    """Write the records of these runs to one Parquet file, and return its path.
+
+    Args:
+        runs: Folders.
+        page: The file to write, which must not exist. Default: `records.parquet` in the run's folder or, for several
+            runs, in the current folder.
+    """
+    refuse((not runs, "no run is given: name its folder, as in `paceline report runs/20260101-120000-train`"))
+    loaded = {str(run): load_result(run) for run in runs}
+    found = {name: result.run for name, result in loaded.items()}
+    what = f"{', '.join(found)}: no records to export (a training run has its steps in metrics.jsonl)"
+    refuse((not any(run.records for run in found.values()), what))
+    content = export_parquet(found)
+    one = next(iter(loaded.values())).folder if len(loaded) == 1 else None
+    file = Path(page) if page is not None else (one or Path()) / RECORDS_FILE
+    write_new(file, content, replace=page is None)
+    return file
