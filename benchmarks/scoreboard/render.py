@@ -29,24 +29,24 @@ from score import (  # noqa: E402
 PAGE = ROOT / "docs" / "scoreboard.md"
 INTRODUCTION = """# The scoreboard
 
-Small programs with one planted ailment each, and healthy ones, all under the same tools.
-Each program is a file in `benchmarks/scoreboard/programs/`: it declares the cause and the rank that a tool should
-name, and runs without its ailment with `--cured`.
+Small programs, each with one planted problem, and healthy ones, all run under the same tools.
+Each program is a file in `benchmarks/scoreboard/programs/`: it declares the cause and the rank that a tool should name,
+and `--cured` runs it without its problem.
 Two ranks train in each, on the CPU with gloo or on a GPU with NCCL.
 
 - **Cause**: the first finding names the planted cause.
 - **Inconclusive**: the answer says that the machine was too busy, names what stands out and claims no gain.
-  It counts as the right cause if it names it, and is no false finding in a healthy program.
-- **Rank**: the rank is right too, where one is the culprit.
-- **Gain**: the predicted gain is within 5 points of what the cure saves, measured by applying it.
+  It counts as correct if it names the cause, and does not count as a false finding in a healthy program.
+- **Rank**: the rank is also correct, if one rank causes the problem.
+- **Gain**: the predicted gain is within 5 points of the time that the cure saves, measured by applying it.
 - **Overhead**: the mean step with the tool relative to the one without it, over 200 steps, recording included.
 - **Disturbed**: other guests of the host took more than 5 % of the CPU time of a run that counts, in each of three
   trials.
 
 Paceline runs as `paceline profile -- torchrun ...`, TraceML as `traceml run` with its two lines in the program.
-torch.profiler and HTA leave tables, which `benchmarks/scoreboard/peers.py` reads by rules without knowledge of what is
-planted.
-A verdict of a peer counts as right if its documentation lists the cause among those that it stands for.
+torch.profiler and HTA produce tables, which `benchmarks/scoreboard/peers.py` reads by rules without knowledge of the
+planted problem.
+A verdict of another tool counts as correct if its documentation lists the cause for that verdict.
 
 ```sh
 python benchmarks/scoreboard/run.py --out runs/scoreboard         # resumes; estimated 35 minutes on a quiet machine

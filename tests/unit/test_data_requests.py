@@ -56,7 +56,7 @@ def test_unknown_names_suggest_the_nearest(text, near):
         ({"name": "mnist", "cutout": 8}, "unused", "--cutout 8"),
         ({"name": "cifar10", "augment": False, "cutout": 8}, "unused", "--cutout 8"),
         ({"name": "synthetic", "path": "x"}, "unused", "generated"),
-        ({"name": "mnist", "path": "not/there"}, "no-files", "mnist: not/there does not exist: get train-images"),
+        ({"name": "mnist", "path": "not/there"}, "no-files", "mnist: not/there does not exist: download train-images"),
         ({"name": "text"}, "no-files", "text:PATH"),
         ({"name": "text", "path": "not/there"}, "no-files", "not/there does not exist"),
         ({"name": "mrpc", "tokenizer": "not/there"}, "tokenizer", "--tokenizer not/there"),

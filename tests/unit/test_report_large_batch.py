@@ -45,7 +45,7 @@ def test_a_sentence_states_the_cost_of_a_large_batch():
     assert text == (
         f"cnn: gradient noise scale 45 (90 %: {least:,.0f} to {most:,.0f}) at epoch 1; "
         f"840 (90 %: {low:,.0f} to {high:,.0f}) at epoch 5. Batches far "
-        "above this save few steps: 8192 needs 10.8 times the minimum samples and 1.1 times the minimum steps."
+        "above this size save few steps: 8192 needs 10.8 times the minimum samples and 1.1 times the minimum steps."
     )
     (text,) = describe_noise([last], 84)
     least = "84 needs 1.1 times the minimum samples and 11.0 times the minimum steps."

@@ -99,7 +99,7 @@ def run(
     chosen = [key for key in _OWN if given[key]]
     refuse(
         (not command, "no command: write it after --, as in: paceline run --hosts a:8,b:8 -- python train.py"),
-        (len(chosen) != 1, "no place to run the command: pass exactly one of --hosts, --slurm and --kubernetes"),
+        (len(chosen) != 1, "no place to run the command: pass one of --hosts, --slurm and --kubernetes"),
     )
     for key in ("grace", "check_timeout", "nodes", "ranks_per_node"):
         Option(least=1).check(key, given[key])
