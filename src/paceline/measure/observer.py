@@ -53,7 +53,7 @@ _OLDEST = 2  # garbage collector generation to time; collections of younger ones
 # start some steps later, in case a GPU has finished more steps on one rank than on another.
 _CHANGE, _BLOCK, _MOST_WINDOWS, _LATER = 1.2, 8, 4, 4
 _LEAST_AGAIN = 4  # fewest steps of a later recording
-# Reported DataLoader options, and their names in its iterators.
+# DataLoader options to report, and their names in the loader's iterators.
 _LOADER = {"num_workers": "num_workers", "are_workers_persistent": "persistent_workers"}
 # Attributes for bucket sizes: in our wrapper, and in several versions of torch's.
 _BUCKET_ATTRIBUTES = ("_options", "_bucket_config", "bucket_bytes_cap", "bucket_bytes_cap_default")
@@ -614,7 +614,7 @@ def _list_tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def _find_padding(batch: torch.Tensor) -> float:
-    """The padded fraction of a batch of sequences: equal elements at one end of the rows, or zeros in a mask."""
+    """The padded fraction of a batch of sequences, from equal elements at one end of the rows, or zeros in a mask."""
     if batch.ndim != 2 or batch.is_floating_point() or batch.device.type != "cpu" or batch.shape[1] < _LEAST_TOKENS:
         return 0.0
     is_mask = bool(batch.dtype == torch.bool or ((batch == 0) | (batch == 1)).all())

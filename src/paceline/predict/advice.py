@@ -26,12 +26,12 @@ WORTH, _IDLE_WORTH, _TURNS_WORTH = 0.05, 0.2, 0.1
 _SHM_TIMES = (0.35, 0.6, 0.15)
 # Kinds whose gain depends on assumptions about messages: the lower end of its interval must exceed the noise.
 _ASSUMED = ("backend", "network", "batch")
-# Cures of communication that leave the training as it is, and those that change it.
+# Cures of communication that do not change the training, and cures that do.
 _EXACT = ("backend", "buckets", "collectives", "buffers", "unused parameters", "accumulate")
 _CHANGING = ("network", "batch")
 _MORE = 4  # recommended factor on the samples per message
 _TINY_KERNEL_S = 10e-6
-# A batch that keeps the GPU busy, relative to one that just fills the step.
+# Size of a batch that keeps the GPU busy, relative to one that just fills the step.
 _FILL = 1.1
 # Dense bf16 tensor-core peaks (fp16 on V100 and T4) relative to fp32 without tensor cores, from vendor data sheets.
 _PEAK_RATIOS = (
@@ -56,7 +56,7 @@ class StepFacts:
 class MessageShare(NamedTuple):
     """The fraction of kernel time (or of the step, if no kernel sends messages) that messages take, and the optimizer's
     fraction, 0 if unknown. `rank` is the rank that waits least for messages: on the other ranks, messages include the
-    time that those wait for this rank."""
+    time for which they wait for this rank."""
 
     share: float
     of: str
@@ -85,7 +85,7 @@ def _pick_first(overviews: Sequence[Overview]) -> Overview:
 def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness | None = None) -> list[Finding]:
     """Recommendations, largest gain first, or the bottleneck if nothing is worth doing."""
     if not overviews:
-        raise RecordError("no rank was recorded, so there is no advice to give: record at least one")
+        raise RecordError("no rank was recorded, so there is no advice: record at least one")
     first = _pick_first(overviews)
     found = [*_on_messages(first, facts), *_on_waiting(first)]
     if lateness is not None:
@@ -145,7 +145,7 @@ def blame_rank(
     if slow is not None and slow.is_named:
         operator = slow.name if slow.name != OUTSIDE else ""
         evidence += f"; {slow.name} takes {format_duration(slow.more_s)} longer there"
-        cure = f"make {slow.name} on rank {lateness.rank} as fast as on the others, or check its cores and clock"
+        cure = f"check the cores and clock of rank {lateness.rank}, or why {slow.name} is slower there"
     elif slow is not None and slow.slower > 1:
         evidence += f"; its operators take {slow.slower:.2f} times as long"
     return Finding(
@@ -162,10 +162,10 @@ def blame_changing_rank(
     gain_s, is_named = statistics.fmean(waits or [0.0]), slow is not None and slow.is_named
     if gain_s < (WORTH if is_named else _TURNS_WORTH) * step_s:
         return
-    text = f"even the rank that waits least loses {format_duration(gain_s)} per step, and the last rank changes"
+    text = f"the last rank changes, and even the rank that waits least loses {format_duration(gain_s)} per step"
     if slow is not None and is_named:
         text += f"; {slow.name} takes {format_duration(slow.more_s)} longer on it"
-    cure = "look for work in different steps on each rank: garbage collection, logging, long inputs, other programs"
+    cure = "look for work that ranks do in different steps: garbage collection, logging, long inputs, other programs"
     interval_s = estimate_mean(waits, gain_s)
     yield Finding(
         "changing late rank",
@@ -203,12 +203,12 @@ def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator
     if lateness.share >= 0.75:
         yield blame_rank(lateness, gain_s)
     else:
-        late = f"ranks reach messages {format_duration(lateness.mean_s)} apart, and the last rank changes"
+        late = f"ranks reach messages {format_duration(lateness.mean_s)} apart, and the last rank changes from step to step"
         yield Finding("late rank", late, "look for other load on the hosts", gain_s, "at most")
 
 
 def _on_waiting(overview: Overview) -> Iterator[Finding]:
-    """Waiting for data, exposed copies, and optimizers that make several passes over the parameters."""
+    """Find waits for data, exposed copies, and optimizers that make several passes over the parameters."""
     if overview.share("data") >= WORTH:
         yield blame_data(overview.seconds("data"), overview.step_s)
     copied_s, share = overview.seconds("copy"), overview.share("copy")
@@ -222,7 +222,7 @@ def _on_waiting(overview: Overview) -> Iterator[Finding]:
             "optimizer",
             f"the optimizer takes {format_duration(seconds)} ({seconds / overview.step_s:.0%} of the step) and makes "
             f"{passes} passes over the parameters",
-            "fused=True makes one",
+            "use fused=True, which makes a single pass",
             seconds * (1 - 1 / passes),
             "at most",
         )
@@ -248,7 +248,7 @@ def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Findi
             "launches",
             f"launching {gpu.num_kernels:.0f} kernels per step, {format_duration(mean_s)} each, takes "
             f"{format_duration(launching_s)}",
-            "--compile or a CUDA graph launches fewer",
+            "use --compile or a CUDA graph, which launch fewer kernels",
             min(launching_s, idle_s),
             "at most",
         )

@@ -142,7 +142,7 @@ def _find_pauses(name: str, what: str) -> Callable[[Evidence], Loss | None]:
 
 
 def _find_unused(evidence: Evidence) -> Loss | None:
-    """The cost of searching the graph for unused parameters and of exchanging which ones any rank used."""
+    """The cost of searching the graph for unused parameters and of exchanging which of them any rank used."""
     recorded, first = evidence.list_recorded(), evidence.ranks[0]
     if not first.find_unused or first.is_static or not recorded:
         return None
@@ -185,7 +185,7 @@ def _find_resent(evidence: Evidence) -> Loss | None:
     last = max(recorded, key=lambda step: len(step.stalls))
     number = 1 + round(sum(stall.name == RESENT for stall in last.stalls) / max(1, len(last.messages)))
     gain_s = statistics.fmean(times)
-    text = f"all of {number} micro-batches send their gradients, and only the last must: the others wait"
+    text = f"all {number} micro-batches send their gradients, although only the last needs to: the others cost"
     return Loss(gain_s, f"{text} {format_duration(gain_s)} per step", estimate_mean(times, gain_s))
 
 
@@ -237,7 +237,7 @@ def _find_replicated(evidence: Evidence) -> Loss | None:
 
 
 def _find_crowding(evidence: Evidence) -> Loss | None:
-    """Too many threads: the host whose ranks have the most, if it has fewer cores than that and they are busy."""
+    """Too many threads: the host whose ranks have the most, if they outnumber its cores and the cores are busy."""
     worst = max(group_by(evidence.ranks, lambda rank: rank.host).values(), key=lambda rs: sum(r.threads for r in rs))
     threads, cores = sum(rank.threads for rank in worst), evidence.cores or max(rank.cores for rank in worst)
     used = sum(rank.cpu_share for rank in worst)
@@ -359,7 +359,7 @@ CAUSES = (
         "collectives",
         "at most",
         _find_collectives,
-        "make them less often, combine them into one, or do not wait for them (async_op=True)",
+        "call them less often, combine them into one, or do not wait for them (async_op=True)",
         "if step % 100 == 0: torch.distributed.all_reduce(torch.stack(metrics))",
     ),
     Cause("optimizer", "estimated", _find_unfused, "update all parameters in one kernel", ""),

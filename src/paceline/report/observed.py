@@ -177,7 +177,7 @@ class TracedResult(Result):
         kept = f"keep its {format_number_of(now.num_buckets, 'bucket')}{', the default' if self.is_default else ''}"
         other = self.candidate
         saves = "{} would save {:.1%} (90 %: {:.1%} to {:.1%})".format(name_buckets(other), *get_saved(other))
-        saves = "they are the best predicted" if other.cuts == now.cuts else saves
+        saves = "no other bucket size is predicted to be faster" if other.cuts == now.cuts else saves
         reason = {
             "keep": f"no bucket size saves more than 1 %: {saves}",
             "flat": str(self.limit) if self.limit.is_nothing else f"all bucket sizes are within 1 %: {saves}",
@@ -203,7 +203,7 @@ class TracedResult(Result):
     def findings(self) -> Sequence[str]:
         traced, plan = self.traced, self.plan
         count, left_out = len(traced.steps), traced.num_left_out
-        without = f"; {left_out} excluded because they have different buckets or lack ranks" if left_out else ""
+        without = f"; {left_out} excluded because they have different buckets or are missing on some ranks" if left_out else ""
         off = f"{abs(traced.fit.error):.1%} {'longer' if traced.fit.error > 0 else 'shorter'}"
         free = self.model.predict(self.model.cut_like(plan.bucket_bytes))
         spread = f"median ±{self.model.noise:.1%}{', assumed' if traced.is_short else ''}"
@@ -432,7 +432,7 @@ class AttachedResult(Result):
             saved_s, low_s, high_s = (self.step_s * share for share in self.saves)
             interval_s = (low_s, high_s) if math.isfinite(low_s) else None  # infinite after too few rounds
             certainty = "estimated" if self.race is None else "measured"
-            saves = f"the step sends {format_number_of(self.buckets.now.num_buckets, 'bucket')}, and others would save "
+            saves = f"the step sends {format_number_of(self.buckets.now.num_buckets, 'bucket')}; other bucket sizes would save "
             yield Finding(
                 "buckets", f"{saves}{format_duration(saved_s)}", "change the bucket size", saved_s, certainty,
                 gain_interval_s=interval_s, line=self._torch_line,
@@ -456,7 +456,7 @@ class AttachedResult(Result):
         if slow is not None and slow.is_core and self.steps.device != "cuda":
             if is_one and late.mean_s - own_s > WORTH * self.step_s:
                 who = f"rank {late.rank} is {format_duration(late.mean_s)} late"
-                self.note = f"{who}, in all of its operators: its core is {slow.slower:.2f} times as slow as the others"
+                self.note = f"{who}, in all of its operators, because its core is {slow.slower:.2f} times as slow"
         elif is_one:
             share = 1 - slow.diffuse if slow is not None and slow.is_named else 1.0
             late_s = [statistics.fmean(s for r, s in one.items() if r != late.rank) - one[late.rank] for one in steps]
