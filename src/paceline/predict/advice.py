@@ -203,7 +203,8 @@ def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator
     if lateness.share >= 0.75:
         yield blame_rank(lateness, gain_s)
     else:
-        late = f"ranks reach messages {format_duration(lateness.mean_s)} apart, and the last rank changes from step to step"
+        late = f"ranks reach messages {format_duration(lateness.mean_s)} apart"
+        late += ", and the last rank changes from step to step"
         yield Finding("late rank", late, "look for other load on the hosts", gain_s, "at most")
 
 

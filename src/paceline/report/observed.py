@@ -203,7 +203,8 @@ class TracedResult(Result):
     def findings(self) -> Sequence[str]:
         traced, plan = self.traced, self.plan
         count, left_out = len(traced.steps), traced.num_left_out
-        without = f"; {left_out} excluded because they have different buckets or are missing on some ranks" if left_out else ""
+        why = "excluded because they have different buckets or are missing on some ranks"
+        without = f"; {left_out} {why}" if left_out else ""
         off = f"{abs(traced.fit.error):.1%} {'longer' if traced.fit.error > 0 else 'shorter'}"
         free = self.model.predict(self.model.cut_like(plan.bucket_bytes))
         spread = f"median ±{self.model.noise:.1%}{', assumed' if traced.is_short else ''}"
@@ -432,9 +433,10 @@ class AttachedResult(Result):
             saved_s, low_s, high_s = (self.step_s * share for share in self.saves)
             interval_s = (low_s, high_s) if math.isfinite(low_s) else None  # infinite after too few rounds
             certainty = "estimated" if self.race is None else "measured"
-            saves = f"the step sends {format_number_of(self.buckets.now.num_buckets, 'bucket')}; other bucket sizes would save "
+            sent = f"the step sends {format_number_of(self.buckets.now.num_buckets, 'bucket')}"
+            saves = f"{sent}; other bucket sizes would save {format_duration(saved_s)}"
             yield Finding(
-                "buckets", f"{saves}{format_duration(saved_s)}", "change the bucket size", saved_s, certainty,
+                "buckets", saves, "change the bucket size", saved_s, certainty,
                 gain_interval_s=interval_s, line=self._torch_line,
             )  # fmt: skip
         # Changing buckets takes only one argument, so it comes first if it hides much of the communication.
