@@ -21,6 +21,7 @@ from score import (  # noqa: E402
     Score,
     count,
     find_gain,
+    find_mean,
     find_reason,
     is_healthy,
     score_answer,
@@ -49,8 +50,9 @@ planted problem.
 A verdict of another tool counts as correct if its documentation lists the cause for that verdict.
 
 ```sh
-python benchmarks/scoreboard/run.py --out runs/scoreboard         # resumes; estimated 35 minutes on a quiet machine
-python benchmarks/scoreboard/run.py --busy --out runs/scoreboard  # with one busy core beside it; estimated 8 minutes
+python benchmarks/scoreboard/run.py --out runs/scoreboard         # resumes; 50 minutes on a quiet machine
+python benchmarks/scoreboard/run.py --tools plain,Paceline,cured --rounds 2 --out runs/scoreboard  # more rounds
+python benchmarks/scoreboard/run.py --busy --out runs/scoreboard  # with one busy core beside it
 python benchmarks/scoreboard/render.py runs/scoreboard            # writes this page
 ```
 """
@@ -69,6 +71,19 @@ def is_disturbed(document: Mapping[str, Any]) -> bool:
     """Whether too much CPU time was stolen in a run that Paceline's row rests on."""
     runs = [run for name in ("plain", "cured", PACELINE) for run in document["runs"].get(name, ())]
     return any(run.get("stolen", 0.0) > MOST_STOLEN for run in runs)
+
+
+def has_answer(document: Mapping[str, Any], tool: str) -> bool:
+    return bool(document["answers"][tool]["causes"])
+
+
+def describe_noise(documents: Sequence[Mapping[str, Any]]) -> str:
+    """How far two runs of the same plain program are apart, which limits what gains and overheads can show."""
+    pairs = [map(find_mean, one["runs"]["plain"][:2]) for one in documents if len(one["runs"].get("plain", ())) > 1]
+    apart = [abs(second / first - 1) for first, second in pairs]
+    if not apart:
+        return ""
+    return f"Two runs of the same program without a tool are {statistics.median(apart):.1%} apart (median).\n"
 
 
 def format_count(values: Sequence[bool | None]) -> str:
@@ -98,7 +113,7 @@ def summarise(documents: Sequence[Mapping[str, Any]], gains: Mapping[str, float 
             tool,
             format_count([score.is_cause for score in ailing]),
             format_count([score.is_rank for score in ailing]),
-            format_count([not score.is_cause for one, score in scored if is_healthy(one)]),
+            format_count([not score.is_cause for one, score in scored if is_healthy(one) and has_answer(one, tool)]),
             str(sum(not score.is_conclusive for _, score in scored)),
             format_count([score.is_gain for score in ailing]),
             format_share(statistics.median(overheads)) if overheads else "",
@@ -154,7 +169,7 @@ def render(folder: Path) -> str:
     where = quiet[0]["environment"]
     machine = f"{where['cores']} cores ({where['machine']}){', ' + where['gpu'] if where['gpu'] else ''}"
     parts = [INTRODUCTION, f"## On a quiet machine\n\n{machine}, torch {where['torch']}.\n", summarise(kept, gains)]
-    parts += ["Errors of Paceline are bold.\n", list_programs(kept, gains)]
+    parts += [*filter(None, [describe_noise(kept)]), "Errors of Paceline are bold.\n", list_programs(kept, gains)]
     if left_out:
         titles = {one["name"]: one["title"] for one in quiet}
         lines = [f"- {titles[name]}: {reason}." for name, reason in left_out.items()]

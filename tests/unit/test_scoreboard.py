@@ -326,8 +326,16 @@ def test_the_page_shows_misses(board, tmp_path):
     failed = build_document() | {"name": "failed", "title": "failed", "answers": {}}
     write_runs(tmp_path, [build_document(), healthy, failed])
     page = board["render"].render(tmp_path)
-    assert "| Paceline | 1 of 1 | 1 of 1 | 1 of 1 | 0 | 1 of 1 |" in page
+    assert "| Paceline | 1 of 1 | 1 of 1 | 1 of 1 | 0 | 1 of 1 |" in page and "apart (median)" not in page
     assert "| fine | healthy | **network** |" in page and "| failed | **failed** |" in page
+
+
+def test_no_answer_about_a_healthy_program_is_no_false_finding_and_the_noise_is_shown(board, tmp_path):
+    document = build_document("healthy", None, None, None, ()) | {"name": "fine", "title": "fine"}
+    document["runs"]["plain"] = [{"samples": 1, "steps_s": [step_s] * 4} for step_s in (0.1, 0.11)]
+    write_runs(tmp_path, [document])
+    page = board["render"].render(tmp_path)
+    assert "| Paceline |  |  |  | 0 |  |" in page and "are 10.0% apart" in page
 
 
 def test_the_published_page_is_that_of_the_published_runs(board):
