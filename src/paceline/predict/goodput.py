@@ -114,23 +114,17 @@ class Policy:
         return interval_s / (period_s - math.expm1(done) * (self.recovery_s + again_s))
 
     def find_best_interval(self) -> float:
-        """The best interval, by golden-section search on a log axis, where the goodput has a single maximum. The result
-        is at least the time to write a checkpoint and at least one step."""
+        """The best interval, by ternary search on a log axis, where the goodput has a single maximum. The result is at
+        least the time to write a checkpoint and at least one step."""
         low = math.log(max(self.write_s, self.step_s))
         high = max(low + 0.1, math.log(max(self.mtbf_s, self.step_s) / self.lost))
-        ratio = (math.sqrt(5) - 1) / 2
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        at_left, at_right = (self.estimate_share(math.exp(x)) for x in (left, right))
         while high - low > 1e-4:
-            # If neither interval makes progress, prefer the shorter one.
-            if at_left >= at_right:
-                high, right, at_right = right, left, at_left
-                left = high - ratio * (high - low)
-                at_left = self.estimate_share(math.exp(left))
+            third = (high - low) / 3
+            left, right = (self.estimate_share(math.exp(x)) for x in (low + third, high - third))
+            if left >= right:  # if neither interval makes progress, prefer the shorter one
+                high -= third
             else:
-                low, left, at_left = left, right, at_right
-                right = low + ratio * (high - low)
-                at_right = self.estimate_share(math.exp(right))
+                low += third
         return math.exp((low + high) / 2)
 
     def find_good_intervals(self, best_s: float) -> tuple[float, float]:

@@ -134,7 +134,11 @@ class _Device:
 
     def __init__(self, timed: Sequence[Event]) -> None:
         called = {_get(e, "correlation"): e for e in timed if e.get("cat") in _CALLS}
-        calls = [(called[_get(e, "correlation")], e) for e in timed if _is_work(e) and _get(e, "correlation") in called]
+        calls = [
+            (called[_get(e, "correlation")], e)
+            for e in timed
+            if e.get("cat") in _WORKS and _get(e, "correlation") in called
+        ]
         calls.sort(key=lambda pair: _begin(pair[0]))
         linked = [(_begin(call), event) for call, event in calls]
         self.launched = {id(event): moment for moment, event in linked}
@@ -161,7 +165,8 @@ class _Device:
     def place(self, backward: _Backward) -> tuple[float, float]:
         """Start and end of a backward's own compute."""
         part = backward.begin, backward.end
-        return self._computing.find_begin(*part, part[0]), self._computing.find_end(*part, part[1])
+        begin = min(map(_begin, self._computing.list_within(*part)), default=part[0])
+        return begin, self._computing.find_end(*part, part[1])
 
     def find_ready(self, begin: float, moment: float) -> float:
         """When the compute that a backward, which began at `begin`, had launched by this moment is done."""
@@ -169,7 +174,7 @@ class _Device:
 
     def measure(self, begin: float, end: float) -> float:
         """Duration of the work that the host did or launched from `begin` to `end`."""
-        return self._computing.sum_up(begin, end) if self.is_gpu else end - begin
+        return sum(event["dur"] for event in self._computing.list_within(begin, end)) if self.is_gpu else end - begin
 
     def measure_idle(self, begin: float, end: float, *parts: tuple[float, float]) -> float:
         """How long the GPU was idle within `parts`, given the work that the host launched from `begin` to `end`."""
@@ -205,7 +210,6 @@ class _Kernels:
 
     def __init__(self, linked: Sequence[tuple[float, Event]]) -> None:
         self.moments, self._events = [moment for moment, _ in linked], [event for _, event in linked]
-        self._starts, self._ends = [_begin(e) for e in self._events], [_end(e) for e in self._events]
 
     def find_within(self, begin: float, end: float) -> slice:
         return slice(bisect.bisect_left(self.moments, begin), bisect.bisect_left(self.moments, end))
@@ -213,15 +217,8 @@ class _Kernels:
     def list_within(self, begin: float, end: float) -> list[Event]:
         return self._events[self.find_within(begin, end)]
 
-    def find_begin(self, begin: float, end: float, default: float) -> float:
-        return min(self._starts[self.find_within(begin, end)], default=default)
-
     def find_end(self, begin: float, end: float, default: float) -> float:
-        return max(self._ends[self.find_within(begin, end)], default=default)
-
-    def sum_up(self, begin: float, end: float) -> float:
-        part = self.find_within(begin, end)
-        return sum(self._ends[part]) - sum(self._starts[part])
+        return max(map(_end, self.list_within(begin, end)), default=default)
 
 
 def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
@@ -384,10 +381,6 @@ def _name_type(*events: Event | None) -> str:
 def _name_backend(pairs: Sequence[_Pair]) -> str:
     kinds = {("nccl" if pair.message["cat"] == "kernel" else pair.message["name"].partition(":")[0]) for pair in pairs}
     return "" if not pairs else "shm" if pairs[0].message["cat"] == BUCKET else sorted(kinds)[0]
-
-
-def _is_work(event: Event) -> bool:
-    return event.get("cat") in _WORKS
 
 
 def _get(event: Event | None, name: str) -> Any:
