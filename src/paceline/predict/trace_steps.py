@@ -134,11 +134,8 @@ class _Device:
 
     def __init__(self, timed: Sequence[Event]) -> None:
         called = {_get(e, "correlation"): e for e in timed if e.get("cat") in _CALLS}
-        calls = [
-            (called[_get(e, "correlation")], e)
-            for e in timed
-            if e.get("cat") in _WORKS and _get(e, "correlation") in called
-        ]
+        works = (e for e in timed if e.get("cat") in _WORKS)
+        calls = [(called[_get(e, "correlation")], e) for e in works if _get(e, "correlation") in called]
         calls.sort(key=lambda pair: _begin(pair[0]))
         linked = [(_begin(call), event) for call, event in calls]
         self.launched = {id(event): moment for moment, event in linked}
@@ -210,6 +207,7 @@ class _Kernels:
 
     def __init__(self, linked: Sequence[tuple[float, Event]]) -> None:
         self.moments, self._events = [moment for moment, _ in linked], [event for _, event in linked]
+        self._ends = list(map(_end, self._events))
 
     def find_within(self, begin: float, end: float) -> slice:
         return slice(bisect.bisect_left(self.moments, begin), bisect.bisect_left(self.moments, end))
@@ -218,7 +216,7 @@ class _Kernels:
         return self._events[self.find_within(begin, end)]
 
     def find_end(self, begin: float, end: float, default: float) -> float:
-        return max(map(_end, self.list_within(begin, end)), default=default)
+        return max(self._ends[self.find_within(begin, end)], default=default)
 
 
 def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
