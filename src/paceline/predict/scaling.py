@@ -274,7 +274,6 @@ class _ScalingCurve:
         return compute_s
 
     def build(self, world_size: int, place: int = 0) -> Draw:
-        """The inputs of a step on this many ranks."""
         job, layout = self._build_job(world_size)
         if world_size == 1:
             silent = MachineCosts(DerivedCurve(lambda num_bytes: 0.0))
@@ -323,8 +322,7 @@ class _ScalingCurve:
         return scale
 
     def _calibrate(self, world_size: int, exposed_s: float) -> tuple[float, float]:
-        """The factor on message times, relative to the sweep, that explains the measured exposed communication, and the
-        remaining seconds."""
+        """The factor on message times that explains the measured exposed communication, and the seconds that remain."""
         job, layout = self._build_job(world_size)
         steps = [(layout, job.local_s + exposed_s)]
         _, [factor], [rest_s] = calibrate(job, self._build_costs(world_size), steps, _FACTORS)
@@ -358,7 +356,6 @@ class _ScalingCurve:
 
 
 def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] = ()) -> list[str]:
-    """The assumptions behind every point of the curve, one per line."""
     curve = _ScalingCurve(evidence, networks, Resample())
     ranks = ", ".join(map(str, evidence.ranks))
     lines = [f"{evidence.variant}: calibrated on steps of {ranks} ranks; larger numbers are simulated"]

@@ -129,8 +129,7 @@ def _find_windows(
 
 
 class _Device:
-    """The compute device. On a GPU, a moment on the host maps to the time at which all kernels launched by then are
-    done."""
+    """The compute device. On a GPU, a moment on the host maps to when all kernels launched by then are done."""
 
     def __init__(self, timed: Sequence[Event]) -> None:
         called = {_get(e, "correlation"): e for e in timed if e.get("cat") in _CALLS}
@@ -146,9 +145,8 @@ class _Device:
         self._shaped, self._calls = group_by(shaped, lambda event: event.get("tid")), calls
 
     def find_start(self, begin: float, end: float) -> float:
-        """When a GPU could start the first step of a trace, which the host launched from `begin` to `end`. It may have
-        been busy with work from before the trace; its first kernel then waited longer than the host needed to launch
-        it."""
+        """When a GPU could start the first step of a trace, launched from `begin` to `end`. If it was busy with earlier
+        work, its first kernel waited longer than the host needed to launch it."""
         own = (e for e in self._computing.list_within(begin, end) if e["cat"] == "kernel")
         if (kernel := next(own, None)) is None:
             return begin
@@ -160,7 +158,6 @@ class _Device:
         return self._all.find_end(begin, end, end) if self.is_gpu else end
 
     def place(self, backward: _Backward) -> tuple[float, float]:
-        """Start and end of a backward's own compute."""
         part = backward.begin, backward.end
         begin = min(map(_begin, self._computing.list_within(*part)), default=part[0])
         return begin, self._computing.find_end(*part, part[1])
@@ -183,9 +180,8 @@ class _Device:
         return float(np.diff(windows).sum()) - union_time(starts, ends, windows)
 
     def compare(self, begin: float, end: float, messages: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """The time of kernels that ran during messages, and the time of the same kernels without messages, for
-        launches from `begin` to `end`. Counts only kernels that ran both ways: equal names and grids, launched by the
-        same operators with inputs of the same shapes."""
+        """The time of kernels that ran during messages, and of the same kernels without, for launches from `begin` to
+        `end`. Counts only equal names and grids, launched by the same operators with inputs of the same shapes."""
         groups: defaultdict[Any, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for call, event in self._calls[self._all.find_within(begin, end)]:
             operators, first, last = self._shaped.get(call.get("tid"), []), _begin(event), _end(event)
@@ -254,8 +250,7 @@ def _pair(
 
 
 def _is_of_hook(backward: _Backward, call: Event | None) -> bool:
-    """Whether a gradient hook made the call, or no node on its thread did. Another node may contain hooks: it may run a
-    nested backward."""
+    """Whether a gradient hook made the call, or no node on its thread did. Another node may run a nested backward."""
     if call is None or call["cat"] == BUCKET:
         return True
     same = [node for node in backward.nodes if node.get("tid") == call.get("tid")]
@@ -267,7 +262,7 @@ def _build_step(
     trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], named: _ByName, device: _Device,
     window: tuple[float, float], span: tuple[float, float],
 ) -> TracedStepRecord:  # fmt: skip
-    """Build the record of one step. `window` is the step in host time, `span` in device time."""
+    """`window` is the step in host time, `span` in device time."""
     begin, end = device.place(backward)
     handed = [pair.handed for pair in pairs]
     hooks = [node for node in backward.nodes if node["name"].endswith(_ACCUMULATE)]
@@ -304,9 +299,8 @@ def _build_step(
 def _find_sizes(
     named: _ByName, pairs: Sequence[_Pair], ready: Sequence[tuple[float, Event]], device: _Device
 ) -> tuple[list[int], list[int], bool]:
-    """Bytes of the gradients and of the messages, from the events inside hooks and calls, and whether the trace has the
-    gradients' sizes. Otherwise the bytes of each message are divided by the time of its gradients' hooks, which mostly
-    copy into the bucket."""
+    """Bytes of the gradients and of the messages, and whether the trace has the gradients' sizes. Otherwise each
+    message is divided by the time of its gradients' hooks, which mostly copy into the bucket."""
     inner, comms = named.get(_ACCUMULATE, []), named.get("record_param_comms", [])
     handed = [pair.handed for pair in pairs]
     bucket_of = [min(bisect.bisect_left(handed, moment), len(handed) - 1) for moment, _ in ready]
@@ -327,7 +321,6 @@ def _find_sizes(
 
 
 def _distribute(sent: Sequence[int], bucket_of: Sequence[int], weights: Floats) -> list[int]:
-    """Distribute the bytes of each message over its gradients by these weights."""
     shares = np.zeros(len(weights), dtype=np.int64)
     for number, size in enumerate(sent):
         # If buckets are launched together, all gradients map to the first, whose last gradient gets the others' bytes.

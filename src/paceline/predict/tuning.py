@@ -48,8 +48,7 @@ _MOST_CANDIDATES = 6
 
 @dataclass(frozen=True)
 class Effort:
-    """Measurement effort: caps to run the job with, rounds within a time budget, seconds for the comparison, and sizes
-    of the messages used to measure contention."""
+    """Caps to run the job with, rounds within a budget, seconds for the comparison, and messages for contention."""
 
     num_caps: int
     min_rounds: int
@@ -95,7 +94,6 @@ class TuneSettings:
         return AssumedFabric(network, network).build_curve(self.network_ranks)
 
     def check(self, ranks: int) -> None:
-        """Raise ConfigError if this number of ranks cannot be tuned."""
         check_options(self)
         emulated = self.network is not None
         what = f"--network {self.network} with --ranks {ranks} and --network-ranks {self.network_ranks}"
@@ -130,8 +128,7 @@ class TuneSettings:
 
 
 def score_predictions(points: Sequence[Prediction]) -> dict[str, float]:
-    """Prediction accuracy, as fractions: `coverage` is the fraction of measured steps inside their 90 % intervals, and
-    `width` the median half-width of those intervals."""
+    """Accuracy, as fractions: `coverage` of measured steps by 90 % intervals, and their median half-width `width`."""
     errors = [abs(point.error or 0.0) for point in points]
     return {
         "mape": statistics.fmean(errors),
@@ -193,7 +190,6 @@ class Tuning:
 
     @property
     def answer(self) -> Prediction:
-        """The plan to use."""
         label = RECOMMENDED if self.verdict == "use" else DEFAULT
         label = label if self.race is None else self.race.winner
         return next(candidate for candidate in self.candidates if candidate.label == label)
@@ -203,7 +199,6 @@ class Tuning:
         return enumerate_caps(self.model.job.sizes).get(candidate.cuts, (0, 0))[1]
 
     def estimate_more_s(self) -> float:
-        """Estimated time of the additional rounds needed for a decision."""
         if self.race is None:
             return 0.0
         running = [c.measured for c in self.candidates if c.label in (*self.race.left, DEFAULT)]
@@ -235,9 +230,8 @@ class Tuning:
 
     @cached_property
     def scores(self) -> dict[str, float | None]:
-        """Prediction accuracy, as fractions; None if nothing was measured. `exposed_error` is the mean error relative
-        to the mean exposed communication, and `exposed_step_error` relative to the step. `coverage` is the fraction of
-        points inside their intervals, and `width` the median half-width of the intervals."""
+        """Prediction accuracy, as fractions; None if nothing was measured. `exposed_error` is relative to the mean
+        exposed communication, and `exposed_step_error` to the step; the others are as in `score_predictions`."""
         points = self.measured
         if not points:
             names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "width", "kendall_tau")
@@ -285,7 +279,6 @@ def hash_predictions(predictions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render_predictions(predictions: Sequence[Mapping[str, Any]]) -> str:
-    """The contents of the file that is saved before the comparison begins."""
     document = {"unix_s": time.time(), "sha256": hash_predictions(predictions), "predictions": predictions}
     return json.dumps(document, indent=1) + "\n"
 
@@ -384,7 +377,6 @@ def _sweep_caps(settings: TuneSettings, model: Predictor, jobs: Sequence[StepRec
 
 
 def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) -> Predictor:
-    """The predictor for the same job with another strategy."""
     plain = next(record for record in records if isinstance(record, StepRecord) and record.role == "plain")
     codecs = [record for record in records if isinstance(record, CodecRecord)]
     is_shared, name = canonical_backend(plain.backend) == "shm", find_codec(codecs, strategy)
@@ -407,7 +399,6 @@ def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) ->
 
 
 def load_tuning(config: dict[str, Any], records: Sequence[Record]) -> Tuning:
-    """The tuning of a saved run."""
     lists = {name: tuple(config["tune"][name]) for name in ("caps_bytes", "strategies")}
     settings = TuneSettings(**config["tune"] | lists)
     gradients = tuple(Gradient(**g | {"shape": tuple(g["shape"])}) for g in config["gradients"])

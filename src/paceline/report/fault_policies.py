@@ -55,8 +55,7 @@ _COSTS = (
 
 
 class GoodputResult(Result):
-    """Result of `predict goodput`: one row per policy with known costs, best first. `share`, `interval` and
-    `save_interval_s` are those of the best policy."""
+    """Result of `predict goodput`: one row per policy with known costs, best first, and the values of the best one."""
 
     json_columns = (
         *raw_columns("faults.mtbf_s", "faults.ranks", "faults.all_lost", "faults.repair_s", "config.horizon_s"),

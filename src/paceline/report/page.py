@@ -97,8 +97,7 @@ def _read_axis(axis: Any) -> dict[str, Any]:
 
 
 def _read_marks(axes: Any, numbers: Numbers) -> Marks:
-    """The artists of one pair of axes as lines, areas and labels in data coordinates; `fx` and `fy` mark coordinates
-    that are fractions of the panel instead."""
+    """The artists as lines, areas and labels in data coordinates; `fx` and `fy` mark fractions of the panel instead."""
     from matplotlib.collections import LineCollection, PolyCollection
     from matplotlib.colors import to_hex
 
@@ -218,7 +217,6 @@ def _render_figure(number: int, figure: dict[str, Any], trace: str) -> str:
 
 
 def _find_trace(folder: Path | None, page: Path | None) -> str:
-    """Relative link from the page to a run's trace."""
     found = next((folder / name for name in _TRACES if (folder / name).exists()), None) if folder else None
     if found is None:
         return ""
@@ -289,8 +287,7 @@ def render_page(
 
 
 def render_markdown(results: Sequence[Result]) -> str:
-    """Markdown for a pull-request comment or a CI job summary: the answer, the main table, and the other tables
-    folded."""
+    """Markdown for a pull-request comment or a CI job summary: the answer, the main table, and the rest folded."""
     parts = []
     for result in results:
         verdict, rest = split_verdict(result.headline)

@@ -41,7 +41,6 @@ def format_interval(ratio: Interval, percent: str = "{:+.1%}") -> str:
 
 
 def describe_rows(rows: Sequence[Prediction], assumed: Iterable[str], prefix: str) -> list[str]:
-    """The assumptions behind the rows and the doubts about them."""
     lines = [line if line.startswith(_NAMED) else f"{prefix}: {line}" for line in dict.fromkeys(assumed)]
     for doubt, same in group_by((row for row in rows if row.doubt), lambda row: row.doubt).items():
         places = ", ".join(f"{row.network} on {row.world_size:,} ranks" for row in same)

@@ -100,7 +100,6 @@ class Result:
         return []
 
     def page_tables(self) -> list[Table]:
-        """The tables on a page."""
         return self.tables()
 
     def page_figures(self) -> Drawings:
@@ -151,7 +150,6 @@ class Result:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result."""
         return self.run.warnings
 
     @property
@@ -165,11 +163,9 @@ class Result:
         return [doubt.text for doubt in self.doubts if doubt.kind in NOISY]
 
     def table(self, name: str | None = None) -> Table:
-        """A table by name, or the main one."""
         return _pick({table.name: table for table in self.tables()}, name, "table")
 
     def figure(self, name: str | None = None) -> Figure:
-        """A matplotlib figure by name, or the main one."""
         return _pick(self.figures(), name, "figure")()
 
     def to_json(self) -> dict[str, Any]:
@@ -355,15 +351,13 @@ def _pick(named: dict[str, T], name: str | None, what: str) -> T:
 
 
 def _find_class(verb: str) -> type[Result]:
-    """The class of a verb's results. Its module is imported on demand, because it is often a study that imports this
-    package."""
+    """The class of a verb's results, imported on demand, because often a study that imports this package has it."""
     module, _, name = _CLASSES.get(verb, "report.result.Result").rpartition(".")
     kind: type[Result] = getattr(importlib.import_module(f"paceline.{module}"), name)
     return kind
 
 
 def build_result(run: Run, folder: Path | None = None) -> Result:
-    """The result of a run, as an instance of its verb's class."""
     is_empty = run.verb not in _WITHOUT_RECORDS and not run.records  # interrupted before its first cell
     return (Result if is_empty else _find_class(run.verb))(run, folder)
 

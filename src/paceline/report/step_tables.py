@@ -90,8 +90,7 @@ def describe_phases(record: StepRecord) -> list[str]:
 
 
 class WrappersResult(Result):
-    """Result of `bench wrappers`: one row per wrapper, backend, number of ranks and model, compared with torch's
-    wrapper."""
+    """Result of `bench wrappers`: one row per wrapper, backend, number of ranks and model."""
 
     def _derive(self) -> None:
         self.steps = self.only(StepRecord)
@@ -178,8 +177,7 @@ def _find_host_us(standing: Standing) -> float | None:
 
 
 def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
-    """Plot the step time of each wrapper and backend: a panel per model and number of ranks, and lines from p10 to
-    p90."""
+    """Plot step times from p10 to p90 by wrapper and backend, with a panel per model and number of ranks."""
     several = len({record.backend for record in records}) > 1
 
     def name(record: StepRecord) -> str:

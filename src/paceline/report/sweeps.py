@@ -182,8 +182,7 @@ _MEASURED = (
 
 
 def build_columns(records: Sequence[CollectiveRecord], bounds: MemoryBounds) -> list[Column]:
-    """The columns for these records, named as in nccl-tests where possible. There is a memory column unless all memory
-    is ordinary."""
+    """The columns, named as in nccl-tests where possible; with memory unless all of it is ordinary."""
     is_plain = all(record.memory == "ordinary" for record in records)
     return [
         *raw_columns("collective"),
@@ -302,7 +301,6 @@ def _plot(
 
 
 def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequence[MemoryRecord] = ()) -> Figure:
-    """Plot time against size, both on log axes."""
     title = f"{records[0].collective}: time"
     figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3, bounds)
     times = [r.time_s for r in (*records, *bounds)]
@@ -332,7 +330,6 @@ def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure
 
 
 def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
-    """Plot total time against elements per all-reduce, both on log axes."""
     title = f"{format_bytes(records[0].total_bytes)} all-reduced in chunks"
     figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3)
     axes.set(xscale="log", yscale="log", xlabel="elements per all-reduce", ylabel="total time (ms), band p10 to p90")
