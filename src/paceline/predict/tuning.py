@@ -252,12 +252,6 @@ class Tuning:
         noises = [median_noise(point.measured.timing) for point in self.points if point.measured is not None]
         return 1.96 * statistics.median(noises) if noises else 0.0
 
-    @property
-    def spread(self) -> float:
-        """The extra time of the slowest cap relative to the fastest."""
-        times = [point.best_s for point in self.points]
-        return max(times) / min(times) - 1
-
     @cached_property
     def predicted_gain(self) -> float:
         """The predicted saving of the best of all plans relative to the default, whether it ran or not."""

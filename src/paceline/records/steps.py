@@ -237,11 +237,11 @@ class Standing:
         return _median_difference(self.record.timing, self.bare.timing) if self.bare else None
 
     @property
-    def host_s_per_parameter(self) -> float | None:
+    def host_us_per_parameter(self) -> float | None:
         """Host time per parameter that the wrapper adds. Known only on one CPU rank, if it exceeds the noise."""
         here, is_clear = self.record, self.to_bare is not None and self.to_bare.is_clear
-        is_known = (here.world_size, here.device) == (1, "cpu") and is_clear and here.num_parameters
-        return self.added_s / here.num_parameters if is_known and self.added_s is not None else None
+        is_known = is_clear and (here.world_size, here.device) == (1, "cpu") and here.num_parameters
+        return 1e6 * self.added_s / here.num_parameters if is_known and self.added_s is not None else None
 
     @property
     def added_bytes(self) -> int | None:

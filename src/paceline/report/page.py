@@ -34,6 +34,7 @@ _DIGITS = 9
 _TRACES = ("trace.json.gz", "trace.json")
 # Grays of the figures by role, so that the page can replace them in dark mode.
 _GREYS = {"#000000": "ink", "#333333": "ink", "#555555": "muted", "#dddddd": "line", "#ffffff": "paper"}
+_NEXT = '<p class="next">next: <code>{}</code> <button type="button" class="copy">Copy</button></p>'
 Marks = list[dict[str, Any]]
 
 
@@ -236,10 +237,6 @@ def _render_origin(result: Result) -> str:
     return f"<details><summary>How it was made</summary><dl>{rows}</dl></details>"
 
 
-def _render_step(step: str) -> str:
-    return f'<p class="next">next: <code>{_escape(step)}</code> <button type="button" class="copy">Copy</button></p>'
-
-
 def render_page(
     results: Sequence[Result], page: Path | None = None, live: dict[str, Any] | None = None, now: str = ""
 ) -> str:
@@ -265,7 +262,7 @@ def render_page(
             + _render_list([line for line in result.warnings if line not in result.headline], "warnings")
             + f"{''.join(shown)}{link}{''.join(map(render_table, result.page_tables()))}"
             + _render_list(result.findings, "findings")
-            + "".join(map(_render_step, result.next_steps))
+            + "".join(_NEXT.format(_escape(step)) for step in result.next_steps)
             + f"{_render_origin(result)}</section>"
         )
     data = {"lists": numbers.lists, "figures": figures, "live": live}
@@ -291,7 +288,8 @@ def render_markdown(results: Sequence[Result]) -> str:
     parts = []
     for result in results:
         verdict, rest = split_verdict(result.headline)
-        tables = [_render_markdown(table) for table in result.tables() if table.rows]
+        shown = [table for table in result.tables() if table.rows]
+        tables = [f"**{one.title}**\n\n" * bool(one.title) + one.markdown().rstrip() for one in shown]
         parts += [f"### {verdict}", rest, *tables[:1]]
         parts += [f"> warning: {warning}" for warning in result.warnings[:1]]
         parts += [f"Next: `{step}`" for step in result.next_steps[:1]]
@@ -300,11 +298,6 @@ def render_markdown(results: Sequence[Result]) -> str:
         parts += ["<details><summary>details</summary>", *folded, "</details>"] if any(folded) else []
         parts.append(f"<sub>{_escape(result.caption)}; {_escape(result.machine)}</sub>")
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _render_markdown(table: Table) -> str:
-    title = f"**{table.title}**\n\n" if table.title else ""
-    return f"{title}{table.markdown().rstrip()}"
 
 
 def save_page(results: Sequence[Result], page: Path) -> Path:

@@ -66,11 +66,6 @@ class Result:
         self.page: Path | None = None  # the HTML page written for this result
         self._derive()
 
-    @classmethod
-    def load(cls, path: Path) -> Result:
-        """The result of the run in this folder or `run.json`."""
-        return build_result(load_run(path), path if path.is_dir() else path.parent)
-
     def _derive(self) -> None:
         """Set the attributes that are always derived from the run."""
 
@@ -366,9 +361,9 @@ def load_result(path: str | Path) -> Result:
     """The result of a run from its folder or its `run.json`, as the original command or call returned it."""
     path = Path(path)
     if path.is_dir() and find_file(path / RUN_FILE) is None and (path / CONFIG_FILE).exists():
-        return _find_class("train").load(path)
+        return _find_class("train").load(path)  # type: ignore[attr-defined]
     if path.is_dir() and find_file(path / RUN_FILE) is None:
         runs = sorted(file.parent for file in path.glob(f"**/{RUN_FILE}*"))
         advice = f"did you mean {runs[-1]}?" if runs else "pass a run folder or its run.json"
         raise RecordError(f"{path} is not the folder of a run: {advice}", code="not-a-run")
-    return Result.load(path)
+    return build_result(load_run(path), path if path.is_dir() else path.parent)

@@ -159,7 +159,7 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
         *ratio_columns(on_gloo, "to_torch_on_gloo", "ratio_to_torch_on_gloo", "noise_to_torch_on_gloo", 3),
         *ratio_columns("/ tuned", "to_tuned", "ratio_to_torch_tuned", "noise_to_torch_tuned", 2),
         *ratio_columns("/ bare", "to_bare", "ratio_to_bare", "noise_to_bare", 1),
-        Column("host µs/param", _find_host_us, "{:.2f}".format, "host_us_per_parameter", priority=-1),
+        Column("host µs/param", "host_us_per_parameter", "{:.2f}".format, "host_us_per_parameter", priority=-1),
         Column(None, lambda s: s.record.held_bytes or None, key="held_bytes"),
         Column(None, lambda s: s.record.peak_step_bytes or None, key="peak_step_bytes"),
         Column("memory added", "added_bytes", "bytes", "added_bytes", priority=-1),
@@ -169,11 +169,6 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
         *raw_columns("record.timing.skew_s", nchecked="record.num_checked"),
         *text_columns("record.source", priority=-3),
     ]
-
-
-def _find_host_us(standing: Standing) -> float | None:
-    host_s = standing.host_s_per_parameter
-    return None if host_s is None else host_s * 1e6
 
 
 def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
