@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+
 from paceline.errors import ConfigError, MeasurementError, suggest
 from paceline.records import CollectiveRecord
 from paceline.records.samples import Samples, Summary, group_by
@@ -116,17 +118,8 @@ def find_interval(value: float, draws: Sequence[float]) -> tuple[float, float]:
     """The 90 % interval: from p5 to p95 of the draws, extended to include the value itself."""
     if not draws:
         return value, value
-    ordered = sorted(draws)
-    return min(value, _find_quantile(ordered, 0.05)), max(value, _find_quantile(ordered, 0.95))
-
-
-def _find_quantile(ordered: Sequence[float], p: float) -> float:
-    """The p-quantile of sorted draws. As in `_draw_errors`, the k-th of n (from 0) is the quantile (k + 0.5) / n."""
-    last = len(ordered) - 1
-    position = min(max(p * len(ordered) - 0.5, 0), last)
-    low = int(position)
-    high = min(low + 1, last)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    low, high = np.quantile(draws, (0.05, 0.95), method="hazen").tolist()  # draws are midpoints of equal strata
+    return min(value, low), max(value, high)
 
 
 @dataclass(frozen=True)

@@ -208,17 +208,10 @@ class Tuning:
     @property
     def predictions(self) -> list[dict[str, Any]]:
         """The prediction for every plan that will be run, to save before the comparison."""
+        names = ("label", "cap_bytes", "step_s", "low_s", "high_s")
         return [
-            {
-                "label": one.label,
-                "cap_bytes": one.cap_bytes,
-                "bucket_bytes": list(one.plan.bucket_bytes),
-                "cuts": list(one.cuts),
-                "step_s": one.step_s,
-                "low_s": one.low_s,
-                "high_s": one.high_s,
-                "strategy": one.strategy.text,
-            }
+            {name: getattr(one, name) for name in names}
+            | {"bucket_bytes": list(one.plan.bucket_bytes), "cuts": list(one.cuts), "strategy": one.strategy.text}
             for one in self.candidates
             if one.plan is not None
         ]

@@ -15,7 +15,7 @@ from paceline.records.samples import Ratio, Samples, compare_times, group_by
 from paceline.records.store import Run
 from paceline.report.plots import MARKERS, Axes, Drawings, Figure, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
+from paceline.report.table import Column, Table, build_row, format_ratio, raw_columns, text_columns
 from paceline.units import GB, format_bytes, format_duration, format_number_of, format_rate
 
 Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
@@ -59,8 +59,11 @@ class CollectiveResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        ratios = [f"{where}: {', '.join(map(_describe_ratio, found))}" for where, found in self.ratios.items()]
-        fits = [*ratios, *(_describe_fit(record, fit) for record, fit in self.fits)]
+        pairs = [
+            f"{where}: {', '.join(f'{format_bytes(size)} {format_ratio(ratio)}' for size, ratio in found)}"
+            for where, found in self.ratios.items()
+        ]
+        fits = [*pairs, *(_describe_fit(record, fit) for record, fit in self.fits)]
         alone = "1 rank: nothing is sent, so busbw is 0 and the time is the overhead of the call"
         return [*fits, alone] if any(record.world_size == 1 for record in self.rows) else fits
 
@@ -238,11 +241,6 @@ def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
         f"{format_duration(fit.alpha_s)} + size / {format_rate(fit.bytes_per_s)} GB/s, {check} from "
         f"{format_bytes(fit.min_bytes)} to {format_bytes(fit.max_bytes)}"
     )
-
-
-def _describe_ratio(pair: tuple[int, Ratio]) -> str:
-    num_bytes, ratio = pair
-    return f"{format_bytes(num_bytes)} {ratio.value:.3f}" + ("" if ratio.noise is None else f" ± {ratio.noise:.3f}")
 
 
 def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
