@@ -349,20 +349,15 @@ def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
     overlap in part: the root of their squares lies between the longer one (a full pipeline) and their sum."""
 
     def estimate_s(num_bytes: float) -> float:
-        latencies_s, moving_s = zip(*(_split_latency(curve, num_bytes) for curve in (inside, between)), strict=True)
-        return float(sum(latencies_s) + math.hypot(*moving_s))
+        whole_s = [curve.estimate_s(num_bytes) for curve in (inside, between)]
+        latency_s = [min(own_s, curve.estimate_s(1)) for own_s, curve in zip(whole_s, (inside, between), strict=True)]
+        return sum(latency_s) + math.dist(whole_s, latency_s)
 
     def explain(num_bytes: float) -> tuple[str, str]:
         algorithm, doubt = between.explain(num_bytes)
         return f"two-level ({algorithm})", inside.explain(num_bytes)[1] or doubt
 
     return DerivedCurve(estimate_s, explain)
-
-
-def _split_latency(curve: CostCurve, num_bytes: float) -> tuple[float, float]:
-    whole_s = curve.estimate_s(num_bytes)
-    latency_s = min(whole_s, curve.estimate_s(1))
-    return latency_s, whole_s - latency_s
 
 
 def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
