@@ -24,8 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import ConfigError
-from paceline.plan import Gradient, Plan, find_late
+from paceline.plan import Gradient, Plan, cut_like, find_late
 from paceline.predict.curves import CostCurve, interpolate_sizes
 from paceline.predict.job import Job
 
@@ -247,7 +246,7 @@ Buckets = Plan | Layout | Sequence[int]
 
 
 def simulate(job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
-    """Simulate one step of the job with these buckets: a plan, a layout, or end positions in the ready order. For a
+    """Simulate one step with these buckets: a plan (by its sizes), a layout, or end positions in the ready order. For a
     strategy with a period, it is the mean step; its buckets are fragments, in seconds since their exchange began."""
     return (costs.sending or Schedule()).simulate(job, buckets, costs)
 
@@ -342,20 +341,11 @@ class MessageTimes(NamedTuple):
 
 
 def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Schedule | None) -> Layout:
-    if isinstance(buckets, Plan):
-        place_of = {gradient.name: place for place, gradient in enumerate(job.gradients)}
-        names = [gradient.name for gradient in buckets.gradients]
-        if missing := [name for name in names if name not in place_of]:
-            raise ConfigError(f"the plan has {len(missing)} gradients that are not in the job, such as {missing[0]!r}")
-        places: Sequence[Sequence[int]] = [
-            [place_of[names[piece.gradient]] for piece in bucket.pieces] for bucket in buckets.buckets
-        ]
-        sizes, ready = buckets.bucket_bytes, tuple(max(job.ready_s[place] for place in one) for one in places)
-    else:
-        spans = list(itertools.pairwise([0, *buckets]))
-        places = [range(*span) for span in spans]
-        sizes = tuple(job.totals[end] - job.totals[start] for start, end in spans)
-        ready = tuple(job.latest_s[end - 1] for end in buckets)
+    cuts = cut_like(job.totals, buckets.bucket_bytes) if isinstance(buckets, Plan) else buckets
+    spans = list(itertools.pairwise([0, *cuts]))
+    places = [range(*span) for span in spans]
+    sizes = tuple(job.totals[end] - job.totals[start] for start, end in spans)
+    ready = tuple(job.latest_s[end - 1] for end in cuts)
     messages: tuple[tuple[Load, ...], ...] = ()
     if sending is not None:
         messages = tuple(sending.list_messages([job.gradients[place] for place in one]) for one in places)
