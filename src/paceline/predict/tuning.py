@@ -38,6 +38,7 @@ from paceline.predict.strategy_costs import (
     list_strategies,
 )
 from paceline.records import CodecRecord, Record, StepRecord
+from paceline.records.checked import decode
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes
 
@@ -386,8 +387,7 @@ def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) ->
 
 
 def load_tuning(config: dict[str, Any], records: Sequence[Record]) -> Tuning:
-    lists = {name: tuple(config["tune"][name]) for name in ("caps_bytes", "strategies")}
-    settings = TuneSettings(**config["tune"] | lists)
-    gradients = tuple(Gradient(**g | {"shape": tuple(g["shape"])}) for g in config["gradients"])
+    settings: TuneSettings = decode(TuneSettings, config["tune"])
+    gradients: list[Gradient] = [decode(Gradient, gradient) for gradient in config["gradients"]]
     default_plan = Plan.from_json(json.dumps(config["default_plan"]))
     return judge_tuning(settings, records, gradients, default_plan, config["predictions"])
