@@ -361,7 +361,8 @@ def load_result(path: str | Path) -> Result:
     """The result of a run from its folder or its `run.json`, as the original command or call returned it."""
     path = Path(path)
     if path.is_dir() and find_file(path / RUN_FILE) is None and (path / CONFIG_FILE).exists():
-        return _find_class("train").load(path)  # type: ignore[attr-defined]
+        result: Result = _find_class("train").load(path)  # type: ignore[attr-defined]
+        return result
     if path.is_dir() and find_file(path / RUN_FILE) is None:
         runs = sorted(file.parent for file in path.glob(f"**/{RUN_FILE}*"))
         advice = f"did you mean {runs[-1]}?" if runs else "pass a run folder or its run.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,10 @@ ACCURACY = "a lossy strategy may cost accuracy, which is not predicted here: see
 
 def _format_change(ratio: Interval) -> str:
     return "=" if ratio.low == ratio.high else format_interval(ratio, "{:+.0%}")
+
+
+def _get_step(strategy: str, row: tuple[int, float, str, Mapping[str, float]]) -> float:
+    return row[3][strategy]
 
 
 STRATEGIES = (
@@ -201,7 +205,7 @@ class StrategyStepsResult(PredictResult):
             Column("fastest", "2", key="fastest", priority=9),
             Column("step (ms)", lambda r: r[3][r[2]], format_ms, "fastest_s", priority=8),
             *(
-                Column(f"{one.text} (ms)", lambda r, name=one.text: r[3][name], format_ms, f"{one.text}_s")
+                Column(f"{one.text} (ms)", functools.partial(_get_step, one.text), format_ms, f"{one.text}_s")
                 for one in self.strategies
             ),
         )
