@@ -99,10 +99,11 @@ def _read_axis(axis: Any) -> dict[str, Any]:
 
 def _read_marks(axes: Any, numbers: Numbers) -> Marks:
     """The artists as lines, areas and labels in data coordinates; `fx` and `fy` mark fractions of the panel instead."""
+    from matplotlib.cbook import flatten
     from matplotlib.collections import LineCollection, PolyCollection
     from matplotlib.colors import to_hex
 
-    named = {id(part): whole.get_label() for whole in axes.containers for part in _list_parts(whole)}
+    named = {id(part): whole.get_label() for whole in axes.containers for part in flatten(whole)}
     marks: Marks = []
 
     def add(artist: Any, kind: str, color: Any, points: Any, **more: Any) -> None:
@@ -166,14 +167,6 @@ def _read_style(line: Any) -> dict[str, Any]:
         style |= {"every": list(every) if isinstance(every, list) else None}
     width = 0.0 if line.get_linestyle() in none else float(line.get_linewidth())
     return {"w": width} | {name: value for name, value in style.items() if value}
-
-
-def _list_parts(container: Any) -> Iterable[Any]:
-    for part in container:
-        if isinstance(part, tuple | list):
-            yield from part
-        elif part is not None:
-            yield part
 
 
 def _escape(text: Any) -> str:
