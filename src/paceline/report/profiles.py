@@ -250,8 +250,7 @@ class TraceResult(Result):
     @property
     def findings(self) -> list[str]:
         lines = [] if self._memory is None else [describe_memory(self._memory)]
-        gains = [f" ({one.certainty} {one.factor:.2f}x as fast)" * bool(one.gain_s) for one in self.advice]
-        return [*lines, *(f"also: {one.text}{gain}" for one, gain in zip(self.advice[1:], gains[1:], strict=True))]
+        return [*lines, *(f"also: {_describe_gain(one)}" for one in self.advice[1:])]
 
     @property
     def places(self) -> list[str]:
@@ -299,6 +298,10 @@ class TraceResult(Result):
     def to_json(self) -> dict[str, Any]:
         picture = str(self.folder / "timeline.png") if self.folder is not None and self._plot else None
         return super().to_json() | self.document | {"picture": picture}
+
+
+def _describe_gain(one: Finding) -> str:
+    return f"{one.text} ({one.certainty} {one.factor:.2f}x as fast)" if one.gain_s else one.text
 
 
 _SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
