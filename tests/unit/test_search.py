@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import astuple, replace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.plan import cut_by_cap
 from paceline.predict import search
+from paceline.predict import simulate as simulator
 from paceline.predict.curves import MeasuredCurve
 from paceline.predict.job import Job, Lookup
 from paceline.predict.search import (
@@ -84,11 +87,20 @@ def list_partitions(job: Job) -> list[tuple[int, ...]]:
 
 
 @given(one_at_a_time())
-def test_the_closed_form_agrees_with_the_events_for_many_partitions(case):
+def test_the_closed_form_agrees_with_the_events_in_every_bucket_and_for_many_partitions(case):
     job, costs = case
     partitions = list_partitions(job)
-    events_s = [simulate(job, cuts, costs).over_s for cuts in partitions]
-    assert simulate_cuts(job, partitions, costs) == pytest.approx(events_s, rel=1e-9, abs=1e-11)
+    with mock.patch.object(simulator, "_MANY_BUCKETS", 1):
+        found = [simulate(job, cuts, costs) for cuts in partitions]
+    many_s = simulate_cuts(job, partitions, costs)
+    with mock.patch.object(simulator, "has_closed_form", return_value=False):
+        events = [simulate(job, cuts, costs) for cuts in partitions]
+    near = functools.partial(pytest.approx, rel=1e-9, abs=1e-11)
+    assert many_s == near([step.over_s for step in events])
+    for mine, theirs in zip(found, events, strict=True):
+        assert (mine.step_s, mine.backward_s, mine.over_s) == near((theirs.step_s, theirs.backward_s, theirs.over_s))
+        for here, there in zip((*mine.buckets, *mine.tail), (*theirs.buckets, *theirs.tail), strict=True):
+            assert astuple(here) == near(astuple(there))
 
 
 @given(one_at_a_time(), st.booleans())

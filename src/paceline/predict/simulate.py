@@ -7,8 +7,8 @@ of the message; of two concurrent messages each is slowed by another factor p. A
 for all messages. The rest of the step (data, forward, optimizer, buffers) takes as long as measured.
 
 `Timeline` evaluates this event by event, also with several servers and for strategies, whose buckets become several
-messages with the work of a codec between them. For one message at a time there is a closed form, which `simulate_cuts`
-uses for many partitions. A strategy is a `Schedule` in another module.
+messages with the work of a codec between them. For one message at a time, `Queue` is the closed form: faster for many
+buckets and for many partitions. A strategy is a `Schedule` in another module.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 _EPSILON = 1e-12
+# From this number of buckets on, the closed form is faster than the events, for a single step.
+_MANY_BUCKETS = 16
 # Maximum number of buckets that are simulated at once.
 _MOST_CELLS = 200_000
 # Standard deviation of the model's own error, as a fraction of exposed communication. The same for all predictions.
@@ -254,8 +256,13 @@ def simulate(job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
 def simulate_buckets(job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
     """The step with one queue of buckets, each sent as the messages of its strategy."""
     layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets, costs.sending)
-    run, done = Timeline(costs), [BucketSpan(size) for size in layout.num_bytes]
-    backward_s = run.compute_and_send(job, layout, done)
+    run = Timeline(costs)
+    if has_closed_form(costs) and len(layout.num_bytes) >= _MANY_BUCKETS:
+        done, backward_s = Queue.read(job, layout, costs).list_spans()
+        run.now_s = max([backward_s, *(bucket.done_s for bucket in done[-1:])])
+    else:
+        done = [BucketSpan(size) for size in layout.num_bytes]
+        backward_s = run.compute_and_send(job, layout, done)
     # Embedding rows follow once the control words, which carry their number, have arrived.
     tail = [BucketSpan(num_bytes, backward_s) for one, num_bytes in job.tail if one.name not in layout.late]
     for rows in tail:
@@ -283,24 +290,13 @@ def simulate_cuts(job: Job, partitions: Sequence[Sequence[int]], costs: MachineC
 
 
 def _simulate_rows(job: Job, ends: Indices, costs: MachineCosts) -> Floats:
-    """Seconds until all gradients are reduced, for each row of bucket ends; rows are padded with the last end. The
-    clock of this closed form counts the compute done so far, including launches and copies."""
+    """Seconds until all gradients are reduced, for each row of bucket ends; rows are padded with the last end."""
     starts, totals = np.hstack([np.zeros_like(ends[:, :1]), ends[:, :-1]]), np.array(job.totals, dtype=np.float64)
-    is_bucket, ready_s, sizes = ends > starts, np.array(job.latest_s)[ends - 1], totals[ends] - totals[starts]
+    is_bucket, ready_s = ends > starts, np.array(job.latest_s)[ends - 1]
     last_s, rows_s = find_tails(job, costs, starts[np.arange(len(ends)), is_bucket.sum(axis=1) - 1])
     ready_s[ends == len(job.latest_s)] = np.repeat(last_s, (ends == len(job.latest_s)).sum(axis=1))
-    times = MessageTimes.estimate(sizes, costs)
-    alone_s, hiding_s = times.alone_s * is_bucket, times.hiding_s * is_bucket
-    own_s = costs.launch_s * is_bucket + costs.gather_s_per_byte * sizes
-    end_s = max(job.backward_s, job.latest_s[-1]) + own_s.sum(axis=1)
-    # A message starts when its bucket is launched and the messages before it have ended.
-    before_s = np.cumsum(hiding_s, axis=1) - hiding_s
-    starts_s = before_s + np.maximum.accumulate(ready_s + np.cumsum(own_s, axis=1) - before_s, axis=1)
-    # The part of a message that compute hides delays compute; the rest follows the end of backward.
-    hides_s = np.clip(end_s[:, None] - starts_s, 0.0, hiding_s)
-    left_s = np.where(hides_s < hiding_s, alone_s - times.moved * hides_s, 0.0)
-    over_s: Floats = end_s + (times.slowed * hides_s + left_s).sum(axis=1)
-    return np.maximum(over_s + rows_s + costs.finish_s, job.backward_s)
+    queue = Queue(costs, totals[ends] - totals[starts], ready_s, max(job.backward_s, job.latest_s[-1]), is_bucket)
+    return np.maximum(queue.over_s + rows_s + costs.finish_s, job.backward_s)
 
 
 def find_tails(job: Job, costs: MachineCosts, starts: Indices) -> tuple[Floats, Floats]:
@@ -338,6 +334,68 @@ class MessageTimes(NamedTuple):
         alone_s = np.array([costs.curve.estimate_s(size) for size in known.tolist()])
         found = alone_s, alone_s * compute / message, message / compute, 1 / compute - 1
         return cls(*(values[places.reshape(sizes.shape)] for values in found))
+
+
+class Queue:
+    """The model in closed form, for one message at a time; one row per step, with its buckets in launch order. The
+    clock counts the compute done so far, including launches and copies. `ready_s`, when each bucket is complete,
+    excludes them. Shorter rows are padded with buckets for which `is_bucket` is false."""
+
+    def __init__(
+        self, costs: MachineCosts, sizes: Floats, ready_s: Floats, backward_s: float, is_bucket: NDArray[np.bool_]
+    ) -> None:
+        times = MessageTimes.estimate(sizes, costs)
+        alone_s, self.hiding_s = times.alone_s * is_bucket, times.hiding_s * is_bucket
+        own_s = costs.launch_s * is_bucket + costs.gather_s_per_byte * sizes
+        # Seconds on the clock: launched, in flight, and the end of backward.
+        self.launched_s = ready_s + np.cumsum(own_s, axis=1)
+        self.ready_s = self.launched_s - own_s
+        self.end_s = backward_s + own_s.sum(axis=1)
+        before_s = np.cumsum(self.hiding_s, axis=1) - self.hiding_s
+        # A message starts when its bucket is launched and the messages before it have ended.
+        self.starts_s = before_s + np.maximum.accumulate(self.launched_s - before_s, axis=1)
+        # The part of a message that compute hides delays compute; the rest follows the end of backward.
+        self.hides_s = np.clip(self.end_s[:, None] - self.starts_s, 0.0, self.hiding_s)
+        self.left_s = np.where(self.hides_s < self.hiding_s, alone_s - times.moved * self.hides_s, 0.0)
+        self.lost_s = times.slowed * self.hides_s
+        self.sizes = sizes
+
+    @classmethod
+    def read(cls, job: Job, layout: Layout, costs: MachineCosts) -> Queue:
+        """A single step."""
+        sizes = np.array(layout.num_bytes, dtype=np.float64)[None, :]
+        ready_s = np.maximum.accumulate(np.array(layout.ready_s, dtype=np.float64))[None, :]
+        backward_s = max([job.backward_s, *ready_s[0, -1:]])
+        return cls(costs, sizes, ready_s, backward_s, np.ones_like(sizes, dtype=np.bool_))
+
+    @property
+    def over_s(self) -> Floats:
+        """When the last message ends, for each row."""
+        found: Floats = self.end_s + (self.lost_s + self.left_s).sum(axis=1)
+        return found
+
+    def list_spans(self) -> tuple[list[BucketSpan], float]:
+        """The buckets of the first row in seconds since backward began and the end of backward."""
+        starts_s, lost_s, left_s, end_s = self.starts_s[0], self.lost_s[0], self.left_s[0], float(self.end_s[0])
+        moments_s = np.minimum(np.stack([starts_s, starts_s + self.hides_s[0]], axis=1), end_s)
+        delays_s = np.stack([np.cumsum(lost_s) - lost_s, np.cumsum(lost_s)], axis=1)
+
+        def read_clock(clock_s: Floats) -> Floats:
+            delayed_s: Floats = np.interp(clock_s, np.append(0.0, moments_s), np.append(0.0, delays_s))
+            return clock_s + delayed_s
+
+        backward_s = end_s + float(lost_s.sum())
+        after_s = backward_s + np.cumsum(left_s)
+        begun_s = np.where(starts_s < end_s, read_clock(starts_s), after_s - left_s)
+        done_s = np.where(left_s > 0, after_s, np.maximum(begun_s, read_clock(starts_s + self.hides_s[0])))
+        columns = (
+            self.sizes[0].astype(int),
+            read_clock(self.ready_s[0]),
+            read_clock(self.launched_s[0]),
+            begun_s,
+            done_s,
+        )
+        return [BucketSpan(*row) for row in zip(*(column.tolist() for column in columns), strict=True)], backward_s
 
 
 def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Schedule | None) -> Layout:
