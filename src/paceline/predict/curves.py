@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.errors import ConfigError, MeasurementError, suggest
 from paceline.records import CollectiveRecord
@@ -44,6 +45,10 @@ class CostCurve(ABC):
     @abstractmethod
     def estimate_s(self, num_bytes: float) -> float:
         """Seconds for a message of this size; 0 for an empty one."""
+
+    def estimate_all(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds for each of many sizes."""
+        return np.array([self.estimate_s(size) for size in sizes])
 
     def explain(self, num_bytes: float) -> tuple[str, str]:
         """The algorithm for a message of this size, and a reason to doubt its time (empty if there is none)."""
@@ -159,6 +164,14 @@ class MeasuredCurve(CostCurve):
         right = bisect.bisect_right(self.sizes, num_bytes)
         (x0, t0), (x1, t1) = self._logs[right - 1], self._logs[right]
         return math.exp(t0 + (t1 - t0) * (math.log(num_bytes) - x0) / (x1 - x0))
+
+    def estimate_all(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        known_sizes, known_s = np.array(self._logs).T
+        last_s = np.array([self.estimate_s(size) for size in sizes[sizes >= self.sizes[-1]]])
+        found = np.exp(np.interp(np.log(np.maximum(sizes, self.sizes[0])), known_sizes, known_s))
+        found -= self._slope_below * np.maximum(0.0, self.sizes[0] - sizes)
+        found[sizes >= self.sizes[-1]] = last_s
+        return np.where(sizes > 0, found, 0.0)
 
     def explain(self, num_bytes: float) -> tuple[str, str]:
         return "measured", _warn_about_size(num_bytes, self.sizes[-1], self.sizes[0])

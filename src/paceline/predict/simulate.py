@@ -331,7 +331,7 @@ class MessageTimes(NamedTuple):
         contention, logs = costs.contention, np.log(np.maximum(known, 1.0))
         scale = np.log(np.array(contention.sizes, dtype=np.float64))
         compute, message = (np.interp(logs, scale, r) for r in (contention.compute_rates, contention.message_rates))
-        alone_s = np.array([costs.curve.estimate_s(size) for size in known.tolist()])
+        alone_s = costs.curve.estimate_all(known)
         found = alone_s, alone_s * compute / message, message / compute, 1 / compute - 1
         return cls(*(values[places.reshape(sizes.shape)] for values in found))
 
