@@ -111,7 +111,6 @@ def option(default: Any = dataclasses.MISSING, help: str = "", panel: str = JOB,
 
 
 def check_options(settings: Any, names: Collection[str] = ()) -> None:
-    """Raise an error for the first field whose value its option does not accept."""
     for field in dataclasses.fields(settings):
         if "option" in field.metadata and (not names or field.name in names):
             value, flag = getattr(settings, field.name), find_flag(field.name)

@@ -26,8 +26,7 @@ _WORTH_ALONE, _WORTH_WITH_OTHERS = 0.5, 0.25
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one parameter. Only gradients of one dtype and device can share a bucket. `shape` is empty if
-    unknown."""
+    """The gradient of one parameter. Buckets have one dtype and device. `shape` is empty if unknown."""
 
     name: str
     num_bytes: int
@@ -60,7 +59,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced together, in the order in which they become ready."""
+    """Gradients that are reduced together, in ready order."""
 
     pieces: tuple[Piece, ...]
 
@@ -71,9 +70,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Rows:
-    """The part of a gradient that comes from embedding lookups. It is sent after the last bucket, as the rows of the
-    batch; `num_rows` approximates the largest number on any rank. With `is_all`, the gradient has no other part and is
-    in no bucket."""
+    """The part of a gradient that comes from embedding lookups, sent after the last bucket as rows of the batch: about
+    `num_rows` on any rank. With `is_all`, the gradient has no other part and is in no bucket."""
 
     gradient: int
     num_rows: int
@@ -92,11 +90,8 @@ def are_rows_worth(share: float, is_all: bool) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """All gradients (in model order) and their buckets (in launch order).
-
-    Every byte of every gradient is in exactly one bucket, except for gradients that are sent only as `rows`. `rule`
-    describes how the plan was made.
-    """
+    """All gradients (in model order) and their buckets (in launch order). Every byte of every gradient is in exactly
+    one bucket, except for gradients that are sent only as `rows`. `rule` describes how the plan was made."""
 
     gradients: tuple[Gradient, ...]
     buckets: tuple[Bucket, ...]
@@ -147,7 +142,6 @@ class Plan:
 
     @property
     def is_split(self) -> bool:
-        """Whether any gradient is sent in several pieces."""
         return sum(len(bucket.pieces) for bucket in self.buckets) > len(self.gradients) - len(self.alone)
 
     @property
@@ -174,7 +168,6 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan written by `to_json`; RecordError explains the problem with the text."""
         try:
             document = json.loads(text)
             if (document["format"], document["version"]) != (FORMAT, VERSION):
@@ -189,11 +182,9 @@ class Plan:
             raise RecordError(f"not a plan: {type(error).__name__}: {error}") from None
 
     def as_torch_kwargs(self) -> dict[str, Any]:
-        """Arguments that make torch's DistributedDataParallel use this plan, from its second iteration on.
-
-        `bucket_cap_mb` if one cap suffices, otherwise `bucket_cap_mb_list` (torch 2.13). Raises ConfigError if torch
-        cannot express the plan: it never splits a gradient, and applies caps to each dtype separately.
-        """
+        """Arguments that make torch's DistributedDataParallel use this plan, from its second iteration on:
+        `bucket_cap_mb` if one cap suffices, otherwise `bucket_cap_mb_list` (torch 2.13). ConfigError if torch cannot
+        express the plan: it never splits a gradient, and applies caps to each dtype separately."""
         if self.rows:
             raise ConfigError("torch's wrapper cannot send embedding rows, but this plan does")
         if self.is_split:
@@ -212,7 +203,6 @@ class Plan:
 
     @property
     def fits_torch(self) -> bool:
-        """Whether torch can express this plan (`as_torch_kwargs`)."""
         try:
             return bool(self.as_torch_kwargs())
         except ConfigError:
@@ -224,13 +214,11 @@ def plan_like_torch(
     caps_bytes: Sequence[int] = (TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES), rows: Sequence[Rows] = (),
     keeps_rows: bool = False,
 ) -> Plan:  # fmt: skip
-    """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order.
-
-    For each dtype and device: append gradients, and close the bucket once its size reaches the cap. A bucket therefore
+    """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order. For each
+    dtype and device: append gradients, and close the bucket once its size reaches the cap. A bucket therefore
     overshoots by up to one gradient, and no gradient is split. Each family goes through the caps separately, and the
     last cap applies to all further buckets. Buckets are in closing order, followed by those that never closed.
-    Gradients that are sent only as `rows` have no bucket. Late rows are dropped unless `keeps_rows` (`drop_late_rows`).
-    """
+    Gradients that are sent only as `rows` have no bucket. Late rows are dropped unless `keeps_rows`."""
     if not caps_bytes or min(caps_bytes) < 1:
         raise ConfigError(f"bucket caps {list(caps_bytes)}: pass at least one, each of at least 1 byte")
     alone = {part.gradient for part in rows if part.is_all}
@@ -267,8 +255,8 @@ def drop_late_rows(plan: Plan, ready_order: Sequence[int]) -> Plan:
 
 
 def plan_torch_start(gradients: Sequence[Gradient], rows: Sequence[Rows] = (), is_limited: bool = False) -> Plan:
-    """The buckets of the first step, before the ready order is known: one per dtype and device, as in torch, or several
-    if their size is limited."""
+    """The buckets of the first step, before the ready order is known: one per dtype and device, or several if
+    limited."""
     cap_bytes = TORCH_CAP_BYTES if is_limited else sys.maxsize
     whole = plan_like_torch(gradients, range(len(gradients)), [cap_bytes], rows)
     return replace(whole, buckets=whole.buckets[::-1], rule="torch's first iteration: one bucket per dtype")

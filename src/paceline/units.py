@@ -79,8 +79,7 @@ def parse_counts(text: str, what: str) -> tuple[int, ...]:
 
 
 def parse_duration(text: str, what: str) -> float:
-    """Seconds of a duration such as `120s`, `90min`, `3h`, `2d` or `3 h 5 min`. The unit is required. `what` names the
-    option in errors."""
+    """Seconds of a duration such as `120s`, `90min`, `3h` or `3 h 5 min`; `what` names the option in errors."""
     scales = {"d": 86400, "h": 3600, "min": 60, "s": 1}
     parts = (rf"(?:(\d{{1,15}}(?:\.\d{{1,15}})?)\s*{unit}\s*)?" for unit in scales)
     match = re.fullmatch(r"\s*" + "".join(parts), text)
@@ -98,7 +97,6 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_memory(num_bytes: float) -> str:
-    """An amount of memory in GiB."""
     return f"{num_bytes / GIB:.1f} GiB"
 
 
@@ -123,8 +121,7 @@ def _format_short(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration with a unit that suits its magnitude: `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`, `3 h 5 min`, `2
-    d`."""
+    """A duration such as `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`, `3 h 5 min`, `2 d`."""
     for limit_s, scale, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (60, 1, "s")):
         if seconds < limit_s:  # a value that would round to 1000 is shown as 1 of the next unit
             return f"{seconds * scale:.3g} {unit}"

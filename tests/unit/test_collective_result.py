@@ -104,9 +104,9 @@ def test_backends_are_compared_repetition_by_repetition(build, build_collective,
     records = [
         build_collective(backend=name, num_bytes=4, timing=build_samples(*found)) for name, found in times.items()
     ]
-    (found,) = build(*records).ratios
-    assert (found.backend, found.other, found.world_size) == ("shm", "gloo", 2)
-    assert [(size, ratio.value) for size, ratio in found.by_size] == [(4, pytest.approx(0.1))]
+    ((where, found),) = build(*records).ratios.items()
+    assert where == "shm / gloo, 2 ranks, interleaved"
+    assert [(size, ratio.value) for size, ratio in found] == [(4, pytest.approx(0.1))]
     assert build(*records).findings[0].startswith("shm / gloo, 2 ranks, interleaved: 4 B 0.100 ± ")
 
 

@@ -8,7 +8,6 @@ import random
 import statistics
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -285,9 +284,6 @@ def test_below_a_table_times_follow_its_first_two_points():
     curve = MeasuredCurve((10_000, 20_000, 80_000), (3e-3, 4e-3, 8e-3))
     assert [curve.estimate_s(size) for size in (5000, 0)] == pytest.approx([2.5e-3, 0.0])
     assert curve.estimate_s(1) == pytest.approx(2e-3, rel=1e-3)
-    assert list(curve.estimate_all(np.array([0.0, 5000.0, 15_000.0]))) == pytest.approx(
-        [curve.estimate_s(size) for size in (0, 5000, 15_000)]
-    )
     assert "4.88 KiB is extrapolated" in curve.explain(4999)[1] and not curve.explain(5000)[1]
     # Two points that suggest a negative latency give a small one; decreasing times carry no information.
     assert MeasuredCurve((10_000, 20_000), (1e-3, 9e-3)).estimate_s(1) == pytest.approx(1e-5, rel=0.02)

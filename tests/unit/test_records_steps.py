@@ -294,13 +294,13 @@ def test_each_wrapper_is_compared_with_those_of_its_own_cell(build_wrapper):
 def test_host_time_per_parameter_is_reported_only_for_one_rank_on_a_cpu(build_wrapper):
     def per_parameter(times_s=(1.1, 2.1, 3.2), **changes):
         records = [build_wrapper("bare", (1.0, 2.0, 3.0), **changes), build_wrapper("paceline", times_s, **changes)]
-        return compare_wrappers(records)[1].host_s_per_parameter
+        return compare_wrappers(records)[1].host_us_per_parameter
 
-    assert per_parameter(world_size=1) == pytest.approx(0.1 / 100)
+    assert per_parameter(world_size=1) == pytest.approx(0.1e6 / 100)
     assert per_parameter((1.1, 1.9, 3.2), world_size=1) is None  # within the noise
     assert per_parameter(world_size=2) is None
     assert per_parameter(world_size=1, device="cuda") is None
-    assert compare_wrappers([build_wrapper("paceline", world_size=1)])[0].host_s_per_parameter is None
+    assert compare_wrappers([build_wrapper("paceline", world_size=1)])[0].host_us_per_parameter is None
 
 
 def test_added_memory_is_the_peak_above_the_bare_modules_peak(build_wrapper):

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import ConfigError
-from paceline.plan import Gradient, plan_like_torch
+from paceline.plan import plan_like_torch
 from paceline.predict import simulate as simulator
 from paceline.predict.curves import MeasuredCurve
 from paceline.predict.job import Job
@@ -142,18 +141,6 @@ def test_copies_launches_and_the_end_by_hand():
 def test_a_bucket_waits_for_earlier_ones():
     step = simulate(make_job([1, 1], [2.0, 1.0], 2.0), [1, 2], MachineCosts(curve=line(0.0, 1e9)))
     assert step.buckets[1].ready_s == 2.0
-
-
-def test_a_plan_is_simulated_by_its_gradients():
-    gradients = [Gradient("a", 40), Gradient("b", 80), Gradient("c", 120)]
-    plan = plan_like_torch(gradients, [2, 1, 0], [120])
-    job = Job(tuple(gradients), (3.0, 2.0, 1.0), 3.0)
-    step = simulate(job, plan, MachineCosts(curve=line(0.0, 120.0)))
-    assert [b.num_bytes for b in step.buckets] == [120, 120]
-    assert [b.ready_s for b in step.buckets] == [1.0, 3.0]
-    assert step.over_s == 4.0
-    with pytest.raises(ConfigError, match="'a'"):
-        simulate(Job(tuple(gradients[1:]), (1.0, 2.0), 3.0), plan, MachineCosts(curve=line(0.0, 1.0)))
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,11 @@ class CostCurve(ABC):
 
 @dataclass
 class Resample:
-    """The repetitions that a fit uses: all of them or, given a random source, a bootstrap sample drawn with
-    replacement. Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. For
-    an unstable series (`UNSTABLE`) a draw is a single repetition: more samples do not average out the disturbance of a
-    busy machine. The other fields are errors that repetitions cannot show, in standard deviations; they are 0 if
-    nothing is drawn. They concern the model (`error`), the measured median (`noise`), the network (`shift`), the
-    slowdown by neighboring ranks (`slowdown`), and a message's latency (`latency`)."""
+    """The repetitions that a fit uses: all of them or, given a random source, a bootstrap sample with replacement.
+    Series of equal length were interleaved, so they share one draw: a slow spell affects all of them. An unstable
+    series (`UNSTABLE`) draws a single repetition: more samples do not average out a busy machine. Errors that
+    repetitions cannot show are in standard deviations, and 0 if nothing is drawn: those of the model (`error`), the
+    measured median (`noise`), the network (`shift`), the slowdown by neighboring ranks, and a message's latency."""
 
     source: random.Random | None = None
     is_unstable: bool = False
@@ -74,7 +73,6 @@ class Resample:
     _drawn: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
 
     def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        """The selected repetitions."""
         count = len(seconds)
         if count not in self._drawn:
             drawn = 1 if self.is_unstable else count
@@ -100,9 +98,8 @@ def find_nearest(counts: Iterable[int], world_size: int) -> int:
 @functools.lru_cache(maxsize=8)
 def _draw_errors(count: int) -> list[tuple[float, ...]]:
     """For each draw, its errors in standard deviations. Each error takes equally spaced quantiles of a normal
-    distribution, because a few random numbers would hardly reach its tails. The order is the one of many random orders
-    that correlates least with the other errors, because correlation would widen or narrow the spread of sums and
-    differences."""
+    distribution, because a few random numbers would hardly reach its tails. Of many random orders, it uses the one that
+    correlates least with the other errors: correlation would distort the spread of sums and differences."""
     source = random.Random(_SEED)
     quantiles = [statistics.NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]
     columns: list[list[float]] = []
@@ -126,25 +123,14 @@ def find_interval(value: float, draws: Sequence[float]) -> tuple[float, float]:
     """The 90 % interval: from p5 to p95 of the draws, extended to include the value itself."""
     if not draws:
         return value, value
-    ordered = sorted(draws)
-    return min(value, _find_quantile(ordered, 0.05)), max(value, _find_quantile(ordered, 0.95))
-
-
-def _find_quantile(ordered: Sequence[float], p: float) -> float:
-    """The p-quantile of sorted draws. As in `_draw_errors`, draws are midpoints of equal strata: the k-th of n (from 0)
-    is the quantile (k + 0.5) / n."""
-    last = len(ordered) - 1
-    position = min(max(p * len(ordered) - 0.5, 0), last)
-    low = int(position)
-    high = min(low + 1, last)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    low, high = np.quantile(draws, (0.05, 0.95), method="hazen").tolist()  # draws are midpoints of equal strata
+    return min(value, low), max(value, high)
 
 
 @dataclass(frozen=True)
 class MeasuredCurve(CostCurve):
-    """Linear interpolation on log axes between measured points, which preserves curves that are neither convex nor
-    monotone. Below the smallest size the time follows the line through the first two points, if it rises; above the
-    largest it grows with the bandwidth of the last two."""
+    """Linear interpolation on log axes between measured points, which need be neither convex nor monotone. Below the
+    smallest size, times follow the first two points, if they rise; above the largest, the bandwidth of the last two."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -238,7 +224,6 @@ FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
 
 
 def check_algorithm(name: str) -> None:
-    """Raise ConfigError with the nearest known name if the algorithm is unknown."""
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {name!r}: {suggest(name, ALGORITHMS)}use one of {', '.join(ALGORITHMS)}")
 
@@ -270,7 +255,6 @@ class FamilyCurve(CostCurve):
 
     @property
     def error(self) -> float:
-        """Root mean square of the residuals."""
         return math.sqrt(math.fsum(r * r for r in self.residuals) / len(self.residuals))
 
     @property
@@ -294,10 +278,9 @@ class FamilyCurve(CostCurve):
 
 
 def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str, launch: float = 0.0) -> FamilyCurve:
-    """Fit `t = latencies * alpha + bytes / rate` to the (bytes, ranks, seconds) points of all rank counts above 1 at
-    once. Minimizes the squared *relative* errors, with alpha >= 0: sizes span decades, and with absolute errors the
-    largest message would dominate the fit. `launch` is the fraction of the latencies on the fewest ranks that does not
-    grow with the ranks."""
+    """Fit `t = latencies * alpha + bytes / rate`, with alpha >= 0, to (bytes, ranks, seconds) points of all rank counts
+    above 1 at once. Minimizes the squared *relative* errors: with absolute ones the largest message would dominate the
+    fit. `launch` is the fraction of the latencies on the fewest ranks that does not grow with the ranks."""
     points = [point for point in points if point[1] > 1]
     work = [FAMILIES[algorithm](num_bytes, ranks) for num_bytes, ranks, _ in points]
     if len(set(work)) < 2:
@@ -365,7 +348,7 @@ def multiply_curve(curve: CostCurve, factor: Callable[[float], float], doubt: st
 
 
 def interpolate_sizes(values: Sequence[tuple[int, float]], num_bytes: float) -> float:
-    """Interpolate linearly over the logarithm of the size; constant beyond the ends."""
+    """Linear over the logarithm of the size; constant beyond the ends."""
     for (size, value), (next_size, next_value) in itertools.pairwise(values):
         if num_bytes <= next_size:
             share = max(0.0, math.log(max(num_bytes, 1) / size) / math.log(next_size / size))
@@ -380,8 +363,9 @@ def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
     overlap in part: the root of their squares lies between the longer one (a full pipeline) and their sum."""
 
     def estimate_s(num_bytes: float) -> float:
-        latencies_s, moving_s = zip(*(_split_latency(curve, num_bytes) for curve in (inside, between)), strict=True)
-        return float(sum(latencies_s) + math.hypot(*moving_s))
+        whole_s = [curve.estimate_s(num_bytes) for curve in (inside, between)]
+        latency_s = [min(own_s, curve.estimate_s(1)) for own_s, curve in zip(whole_s, (inside, between), strict=True)]
+        return sum(latency_s) + math.dist(whole_s, latency_s)
 
     def explain(num_bytes: float) -> tuple[str, str]:
         algorithm, doubt = between.explain(num_bytes)
@@ -390,15 +374,7 @@ def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
     return DerivedCurve(estimate_s, explain)
 
 
-def _split_latency(curve: CostCurve, num_bytes: float) -> tuple[float, float]:
-    """The time of a message, split into its latency and the rest."""
-    whole_s = curve.estimate_s(num_bytes)
-    latency_s = min(whole_s, curve.estimate_s(1))
-    return latency_s, whole_s - latency_s
-
-
 def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
-    """For each message, the fastest algorithm for its size."""
     if len(curves) == 1:
         return curves[0]
     return DerivedCurve(
@@ -408,8 +384,7 @@ def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
 
 
 def scale_curve(measured: MeasuredCurve, family: FamilyCurve, measured_on: int, world_size: int) -> CostCurve:
-    """Scale a curve that was measured on one number of ranks to another, by the ratio of the family's times. The
-    scaling preserves the shape of the curve."""
+    """A curve measured on one number of ranks, scaled to another by the ratio of the family's times."""
     there, here = (replace(family, world_size=count) for count in (measured_on, world_size))
 
     def estimate_s(num_bytes: float) -> float:

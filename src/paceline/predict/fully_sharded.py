@@ -35,7 +35,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The block of each parameter, by name, and the fraction of forward that each block takes, in forward order. The
+    """The block of each parameter, and the fraction of forward that each block takes, in forward order, by name. The
     root unit has the empty name."""
 
     of_parameter: Mapping[str, str]
@@ -55,7 +55,6 @@ class Blocks:
         return cls(owners, shares)
 
     def list_units(self, job: Job) -> tuple[Unit, list[Unit]]:
-        """The root unit and the others in forward order."""
         sizes = dict.fromkeys(("", *self.forward_shares), 0)
         last_s = dict.fromkeys(sizes, 0.0)
         for gradient, ready_s in zip(job.gradients, job.ready_s, strict=True):
@@ -128,7 +127,6 @@ class FullySharded(Schedule):
 
 
 def count_states(optimizer: str, momentum: float) -> int:
-    """Tensors of optimizer state per parameter."""
     return 0 if optimizer == "sgd" and not momentum else _STATES[optimizer]
 
 

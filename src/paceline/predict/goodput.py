@@ -47,13 +47,10 @@ _MOST_EXPONENT = 600.0  # beyond this, no period ever finishes
 
 @dataclass(frozen=True)
 class Policy:
-    """Costs of saves and faults, in seconds. A fraction `lost` of faults leaves no replica.
-
-    Such a fault is detected after `detect_s`; the lost rank can be restarted after another `wait_s`, and the restart
-    takes `restart_s`. After any other fault, the living ranks take `takeover_s` to continue, or start over if another
-    fault occurs, and lose `slower_s` in total while a rank is missing. `num_idle` ranks are spares that wait for a
-    fault.
-    """
+    """Costs of saves and faults, in seconds. A fraction `lost` of faults leaves no replica. Such a fault is detected
+    after `detect_s`; the lost rank can be started after `wait_s`, which takes `restart_s`. After any other fault, the
+    living ranks need `takeover_s`, which begins again if another fault occurs, and lose `slower_s` in total while a
+    rank is missing. `num_idle` ranks are spares."""
 
     name: str
     mtbf_s: float
@@ -115,23 +112,17 @@ class Policy:
         return interval_s / (period_s - math.expm1(done) * (self.recovery_s + again_s))
 
     def find_best_interval(self) -> float:
-        """The best interval, by golden-section search on a log axis, where the goodput has a single maximum. The result
-        is at least the time to write a checkpoint and at least one step."""
+        """The best interval, by ternary search on a log axis, where the goodput has a single maximum. The result is at
+        least the time to write a checkpoint and at least one step."""
         low = math.log(max(self.write_s, self.step_s))
         high = max(low + 0.1, math.log(max(self.mtbf_s, self.step_s) / self.lost))
-        ratio = (math.sqrt(5) - 1) / 2
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        at_left, at_right = (self.estimate_share(math.exp(x)) for x in (left, right))
         while high - low > 1e-4:
-            # If neither interval makes progress, prefer the shorter one.
-            if at_left >= at_right:
-                high, right, at_right = right, left, at_left
-                left = high - ratio * (high - low)
-                at_left = self.estimate_share(math.exp(left))
+            third = (high - low) / 3
+            left, right = (self.estimate_share(math.exp(x)) for x in (low + third, high - third))
+            if left >= right:  # if neither interval makes progress, prefer the shorter one
+                high -= third
             else:
-                low, left, at_left = left, right, at_right
-                right = low + ratio * (high - low)
-                at_right = self.estimate_share(math.exp(right))
+                low += third
         return math.exp((low + high) / 2)
 
     def find_good_intervals(self, best_s: float) -> tuple[float, float]:
@@ -145,14 +136,12 @@ class Policy:
         return ends[0], ends[1]
 
     def estimate_lost_s(self, interval_s: float) -> float:
-        """The mean work that a fault loses: the work since the newest durable checkpoint if no replica is left, and
-        half a step otherwise."""
+        """The mean work lost per fault: since the newest durable checkpoint, or half a step if a replica is left."""
         rate = -self._step[1] / self.step_s  # rate of faults that leave no replica
         first_s, period_s = interval_s + self.save_s, interval_s + self.stall_s(interval_s)
 
         def collect(until_s: float) -> float:
-            """The integral, up to `until_s`, of the work that one interval completes before a fault, weighted by the
-            fault's density."""
+            """The integral, up to `until_s`, of the work done before a fault times the fault's density."""
             total = _integrate(rate, min(until_s, interval_s))
             return total + interval_s * max(0.0, math.exp(-rate * interval_s) - math.exp(-rate * until_s))
 
@@ -194,7 +183,6 @@ class SimulatedRun:
 
 
 def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: random.Random) -> SimulatedRun:
-    """Simulate one run of this length with faults at random moments."""
     rate, period_s = 1 / policy.mtbf_s, interval_s + policy.stall_s(interval_s)
     waits_s = period_s - interval_s - policy.save_s
     clock_s = kept_s = lost_s = running_s = 0.0  # running_s: uninterrupted time since the loaded checkpoint
@@ -246,9 +234,9 @@ def simulate_faults(policy: Policy, interval_s: float, seconds: float, source: r
 
 @dataclass(frozen=True)
 class Faults:
-    """Fault statistics of a job of `ranks`. `all_lost` is the fraction of faults that leave no replica. `repair_s` is
-    the time until a lost rank's place can be used again. `usable` is the number of ranks that can share the global
-    batch equally while one rank is missing; None means all others."""
+    """Faults of a job of `ranks`. A fraction `all_lost` leaves no replica. `repair_s` is the time until a lost rank's
+    place can be used again. `usable` ranks can share the global batch equally while one is missing; None means all
+    others."""
 
     mtbf_s: float
     ranks: int
@@ -268,8 +256,7 @@ class Faults:
 
 
 def count_spares(faults: Faults, restart_s: float) -> int:
-    """The smallest number of spares such that 99 % of faults find one. A spare in use is missing until it is repaired
-    and has started."""
+    """How many spares it takes for 99 % of faults to find one. A spare in use is missing until repaired and started."""
     mean = (faults.repair_s + restart_s) / faults.mtbf_s
     if mean > 500:
         return math.ceil(mean + statistics.NormalDist().inv_cdf(_FOUND) * math.sqrt(mean))
@@ -282,8 +269,7 @@ def count_spares(faults: Faults, restart_s: float) -> int:
 
 
 def build_policies(costs: Mapping[str, float], faults: Faults) -> list[Policy]:
-    """The policies with known costs, which are named as in `records.kinds.COSTS`. A single rank has no replica to
-    continue from."""
+    """The policies with known costs (`records.kinds.COSTS`). A single rank has no replica to continue from."""
     restart = Policy(
         "restart", faults.mtbf_s, costs["save"], costs.get("write", 0.0), costs["step"], costs.get("detect", 0.0),
         costs["restart"], wait_s=faults.repair_s,
@@ -322,7 +308,6 @@ class Goodput:
 
     @property
     def saving(self) -> float:
-        """The fraction of time in which steps wait for saves."""
         return self.share * self.policy.stall_s(self.interval_s) / self.interval_s
 
     @property
@@ -332,7 +317,6 @@ class Goodput:
 
     @property
     def fault_s(self) -> float:
-        """The mean time lost to a fault in seconds."""
         return self.failing * self.policy.mtbf_s
 
     @property
@@ -341,8 +325,7 @@ class Goodput:
 
 
 def average_costs(records: Sequence[CostRecord], source: random.Random | None = None) -> dict[str, float]:
-    """The mean of each cost; the median for steps, since the first ones are slow. With a random `source`, resamples
-    as if the costs were measured again."""
+    """The mean of each cost (of steps, the median); a random `source` resamples the measured ones."""
     found = {}
     for record in records:
         seconds: Sequence[float] = record.seconds
@@ -358,8 +341,7 @@ def average_costs(records: Sequence[CostRecord], source: random.Random | None = 
 def estimate_goodput(
     records: Sequence[CostRecord], faults: Faults, horizon_s: float, interval_s: float | None = None
 ) -> list[Goodput]:
-    """Each policy at its best interval or at `interval_s`, sorted by the useful fraction of all ranks' time, best
-    first."""
+    """Each policy at its best interval or at `interval_s`, best first by the useful fraction of all ranks' time."""
     centers = build_policies(average_costs(records), faults)
     intervals = [interval_s or policy.find_best_interval() for policy in centers]
     shares, runs = ([list[float]() for _ in centers] for _ in range(2))

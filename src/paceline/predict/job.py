@@ -37,11 +37,10 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Job:
-    """Gradients in ready order with their ready times, and the rest of the step, all for a single rank. `ready_s`
-    counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
-    optimizer. `device` is the compute device, or empty if unknown. `notes` list the assumptions. `lookups` are parts
-    of gradients that can be sent as rows. `split` moves them to `tail`, which is sent after the last bucket. Each has
-    the size of an all-reduce that transfers the same number of bytes."""
+    """Gradients in ready order and the rest of the step, for a single rank. `ready_s` counts from the start of
+    backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the optimizer. `device` is empty if
+    unknown; `notes` are the assumptions made. `lookups` are parts that `split` can send as rows: it moves them to
+    `tail`, after the last bucket, each with the size of an all-reduce that moves the same number of bytes."""
 
     gradients: tuple[Gradient, ...]
     ready_s: tuple[float, ...]
@@ -85,7 +84,6 @@ class Job:
 
     @property
     def local_s(self) -> float:
-        """The step time of one rank alone."""
         return self.computing_s + self.after_s
 
     def cut(self, cap_bytes: int) -> tuple[int, ...]:
@@ -99,7 +97,6 @@ class Job:
         return replace(self, before_s=count * self.before_s + (count - 1) * self.backward_s)
 
     def stretch(self, factor: float) -> Job:
-        """The job with the time of every part of the step multiplied by `factor`."""
         times = {name: getattr(self, name) * factor for name in ("backward_s", "before_s", "after_s")}
         lookups = tuple(replace(one, rest_s=one.rest_s and one.rest_s * factor) for one in self.lookups)
         return replace(self, ready_s=tuple(moment * factor for moment in self.ready_s), lookups=lookups, **times)
@@ -125,13 +122,12 @@ class Job:
         return replace(self, gradients=gradients, ready_s=moments, tail=tuple(tail), whole=self)
 
     def list_rows(self, gradients: Sequence[Gradient]) -> list[Rows]:
-        """The tail as the `rows` of a plan for these gradients."""
         place = {gradient.name: index for index, gradient in enumerate(gradients)}
         return [Rows(place[one.name], one.num_rows, one.rest_s is None) for one, _ in self.tail]
 
     def order(self, gradients: Sequence[Gradient]) -> list[int]:
-        """The ready order as indices into `gradients`. Gradients unknown to the job come last; those only in the tail
-        are omitted."""
+        """The ready order as indices into `gradients`; unknown ones come last, and those only in the tail are
+        omitted."""
         place = {gradient.name: index for index, gradient in enumerate(gradients)}
         order = [place[gradient.name] for gradient in self.gradients]
         known = {*order, *(part.gradient for part in self.list_rows(gradients))}
@@ -139,9 +135,8 @@ class Job:
 
 
 def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = None) -> Job:
-    """The job of a profile, from medians: gradients in ready order, and the plain step around them. Ready times are
-    divided by the profiling overhead. `gradients` is `fp32` or `bf16`; None keeps the profiled dtypes. Parameters that
-    never received a gradient are sent with the last bucket."""
+    """The job of a profile, from medians; ready times are divided by the profiling overhead. `gradients` is `fp32` or
+    `bf16`; None keeps the profiled dtypes. Parameters without a gradient are sent with the last bucket."""
     if gradients is not None and gradients not in GRADIENT_DTYPES:
         raise ConfigError(f"unknown gradient dtype {gradients!r}: use {', '.join(GRADIENT_DTYPES)}")
     total_s, cost = record.backward.median_s, record.backward_cost.value
@@ -176,8 +171,7 @@ def read_parameters(
     dtype: tuple[str, int] | None = None,
 ) -> tuple[tuple[Gradient, ...], tuple[float, ...], tuple[Lookup, ...]]:
     """The gradients of profiled parameters, their ready times, and their lookups. `place` maps a time in the profiled
-    backward to a time in the job's backward; parameters without a gradient are ready at `unused_s`. `dtype` (name and
-    bytes per element) overrides the profiled dtypes."""
+    backward to the job's; parameters without a gradient are ready at `unused_s`. `dtype` is a name and its bytes."""
     gradients = []
     lookups = []
     for one in parameters:

@@ -34,8 +34,7 @@ class MemoryMark:
 
 @dataclass(frozen=True)
 class MemoryMarks:
-    """The marks of one step, from its start to its end. `allocated_bytes` is the GPU allocator's count at the start;
-    None on the CPU, which has no such count."""
+    """The marks of one step, from start to end, and the GPU allocator's bytes at the start; None on the CPU."""
 
     device: str
     index: int
@@ -45,8 +44,7 @@ class MemoryMarks:
 
 @dataclass(frozen=True)
 class MemoryPhase:
-    """A phase of the step. `largest_bytes` has the peak of each category within the phase, then the peak of their
-    sum."""
+    """A phase of the step, with the peak of each category within it and then that of their sum."""
 
     name: str
     begin_s: float
@@ -69,8 +67,7 @@ class HeldMemory:
 @dataclass(frozen=True)
 class MemoryUse:
     """Allocated memory over one step, with times since its start. A timeline of many allocations keeps only the highest
-    and the last point of each short interval. `operator` made the last allocation before the peak; empty if no operator
-    did."""
+    and the last point of each short interval. `operator`, if any, made the last allocation before the peak."""
 
     times_s: tuple[float, ...]
     phases: tuple[MemoryPhase, ...]
@@ -83,7 +80,6 @@ class MemoryUse:
 
     @property
     def peak(self) -> int:
-        """The index of the peak."""
         totals = self.totals
         return totals.index(max(totals))
 
@@ -220,7 +216,6 @@ def _thin(held: Ints) -> Ints:
 
 
 def _find_operator(events: Iterable[dict[str, Any]], change: dict[str, Any] | None) -> str:
-    """The innermost operator that made this allocation."""
     if change is None:
         return ""
     at_us, place = change["ts"], (change.get("pid"), change.get("tid"))

@@ -59,12 +59,10 @@ class Interval:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the ratio is shown to be within 1 % of 1."""
         return self.low >= 1 - PLATEAU and self.high <= 1 + PLATEAU
 
     @property
     def is_clear(self) -> bool:
-        """Whether the ratio is shown to differ from 1."""
         return self.high < 1 or self.low > 1
 
 
@@ -80,17 +78,13 @@ def is_look(num_rounds: int) -> bool:
 
 
 def spend(look: int, num_pairs: int) -> float:
-    """The error probability for one side of one interval at this test, counted from 1. Over all tests, both sides and
-    all pairs it adds up to 5 %."""
+    """The error probability of one side of one interval at this test (from 1). Over everything it adds up to 5 %."""
     return _ALPHA / (2 * max(1, num_pairs) * look * (look + 1))
 
 
 def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float) -> Interval:
-    """The ratio of `mine` to `theirs` in the rounds that both took part in; `error` is the error probability on each
-    side.
-
-    The number of ratios below the true median follows a binomial(n, 1/2) distribution.
-    """
+    """The ratio of `mine` to `theirs` in the rounds that both have; `error` is the error probability on each side. The
+    number of ratios below the true median follows a binomial(n, 1/2) distribution."""
     in_order = [math.log(here / there) for here, there in zip(mine, theirs, strict=False)]
     ratios = sorted(in_order)
     n = len(ratios)
@@ -108,8 +102,7 @@ def estimate_ratio(mine: Sequence[float], theirs: Sequence[float], error: float)
 
 
 def _estimate_inflation(values: Sequence[float]) -> float:
-    """Variance inflation of the count below the median, from how often nearby values lie on the same side of it.
-    Returns 1 if the values are independent or too few to tell."""
+    """Variance inflation of the count below the median, from how often nearby values lie on the same side of it."""
     n, median = len(values), statistics.median(values)
     sides = [(value > median) - (value < median) for value in values]
     reach = min(n - 1, math.ceil(2 * n ** (1 / 3)))
@@ -122,9 +115,8 @@ def _estimate_inflation(values: Sequence[float]) -> float:
 
 def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Iterable[Interval] | None = None) -> str:
     """The verdict from the ratios of the plans to the default: `use` a faster plan, keep the `default` because it is
-    best, `flat`, or `undecided`. Plans are flat if all are within 1 % of the default. They are also flat if no plan can
-    save 1 %, no median saves 1 %, and no plan is shown to be more than 1 % slower. `left` lists the plans that may
-    still be the best."""
+    best, `flat`, or `undecided`. Plans are flat if all are within 1 % of the default. They are also flat if none can
+    save 1 %, no median saves as much, and none is shown to be more than 1 % slower. `left` may still be the best."""
     found = list(ratios)
     if all(interval.is_flat for interval in found):
         return "flat"
@@ -138,10 +130,9 @@ def judge(ratios: Iterable[Interval], is_faster: bool, limit: Limit, left: Itera
 
 @dataclass(frozen=True)
 class Race:
-    """A comparison after its last test. `left` lists the plans that were not shown to be slower than another plan; the
-    default keeps running as the reference even if it was shown to be slower. The leader has the smallest median among
-    the plans shown to be faster than the default, or otherwise among those left. `ratios` maps each pair of plans to
-    the ratio of their times. `limit` is a bound for any plan."""
+    """A comparison after its last test. `left` are the plans not shown to be slower than another; the default keeps
+    running as the reference. The leader has the smallest median among the plans shown to be faster than the default, or
+    otherwise among those left. `ratios` compare each pair of plans, and `limit` is a bound for any plan."""
 
     default: str
     leader: str
@@ -152,7 +143,6 @@ class Race:
 
     @property
     def to_default(self) -> dict[str, Interval]:
-        """The time of each plan relative to the default."""
         return {mine: interval for (mine, theirs), interval in self.ratios.items() if theirs == self.default}
 
     @property
@@ -164,7 +154,6 @@ class Race:
 
     @property
     def is_level(self) -> bool:
-        """Whether all plans are shown to be within 1 % of the default."""
         return all(interval.is_flat for interval in self.to_default.values())
 
     @property
@@ -175,12 +164,11 @@ class Race:
 
     @property
     def winner(self) -> str:
-        """The plan to use: the leader if it won, otherwise the default."""
+        """The leader if it won, otherwise the default."""
         return self.leader if self.verdict == "use" else self.default
 
     @property
     def gain(self) -> Interval:
-        """The winner's time relative to the default."""
         return self.ratios[self.winner, self.default]
 
     @property
@@ -192,8 +180,7 @@ class Race:
 
     @property
     def rounds_to_decide(self) -> int:
-        """Estimated number of further rounds until a decision; interval widths shrink with the square root of the
-        rounds."""
+        """Estimated number of further rounds until a decision: widths shrink with the square root of the rounds."""
         most = 0.0
         for interval in (self.ratios[label, self.leader] for label in {*self.left, self.default} - {self.leader}):
             middle = abs(math.log(interval.value))
@@ -224,7 +211,6 @@ def judge_race(times: Mapping[str, Sequence[float]], default: str, limit: Limit 
 
 
 def _narrow(before: Interval, now: Interval) -> Interval:
-    """The intersection of two intervals, each of which spends its own part of the error; the later one if they are
-    disjoint."""
+    """The intersection of two intervals, each with its own part of the error; the later one if they are disjoint."""
     low, high = max(before.low, now.low), min(before.high, now.high)
     return Interval(min(high, max(low, now.value)), low, high) if low <= high else now

@@ -39,7 +39,7 @@ SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
 _COPIES_POWER = 2.0
 
 
-@functools.lru_cache(maxsize=256)  # each call evaluates a thousand strata, and a curve has many draws
+@functools.lru_cache(maxsize=256)  # each call sums a thousand terms, and a curve has many draws
 def estimate_wait(spread: float, count: int, slow: float = 0.0) -> float:
     """The extra time of the slowest of `count` ranks over an average rank, as a fraction of the median, for lognormal
     times. `spread` is the standard deviation of a rank's time relative to the median. If one rank is always slower by
@@ -48,26 +48,17 @@ def estimate_wait(spread: float, count: int, slow: float = 0.0) -> float:
         raise ConfigError(f"a slow rank takes longer than the others by 0 % or more, not {slow:.0%}")
     if not 0 <= spread < 1 or count < 1:
         raise ConfigError(f"a spread must be 0 to below 100 %, on at least 1 rank, not {spread:.0%} on {count}")
-    if spread == 0 or count == 1:
+    if spread < 1e-6 or count == 1:
         return 0.0
     # For a lognormal time of median 1: sd^2 = (e^(s^2) - 1) e^(s^2), solved for s.
     sigma = math.sqrt(math.log((1 + math.sqrt(1 + 4 * spread**2)) / 2))
-    inverse, reach = statistics.NormalDist().inv_cdf, statistics.NormalDist().cdf
-    if slow:
-        # The mean of the largest is the integral of the probability that it is longer; below e^(-8 s) that is 1.
-        least, most = math.exp(-8 * sigma), (1 + slow) * math.exp(8 * sigma)
-        step, logs = (most - least) / 2000, math.log(1 + slow)
-        moments = (math.log(least + (place + 0.5) * step) / sigma for place in range(2000))
-        below = math.fsum(reach(x) ** (count - 1) * reach(x - logs / sigma) for x in moments)
-        return max(0.0, most - below * step - (1 + slow) * math.exp(sigma**2 / 2))
-
-    def expect_largest(of: int) -> float:
-        # F^-1(U^(1/n)) has the distribution of the largest of n. U takes the midpoints of equal strata, without
-        # sampling noise.
-        moments = ((place + 0.5) / 1000 for place in range(1000))
-        return math.fsum(math.exp(sigma * inverse(math.exp(math.log(u) / of))) for u in moments) / 1000
-
-    return expect_largest(count) - expect_largest(1)
+    reach, logs = statistics.NormalDist().cdf, math.log1p(slow)
+    # The mean of the largest is the integral of the probability that it is longer; below e^(-8 s) that is 1.
+    least, most = -8 * sigma, logs + 8 * sigma
+    step = (most - least) / 1000
+    places = (least + (place + 0.5) * step for place in range(1000))  # logarithms of times
+    longer = (math.exp(x) * (1 - reach(x / sigma) ** (count - 1) * reach((x - logs) / sigma)) for x in places)
+    return max(0.0, math.exp(least) + step * math.fsum(longer) - (1 + slow) * math.exp(sigma**2 / 2))
 
 
 def estimate_spread(seconds: Sequence[float]) -> float:
@@ -277,7 +268,6 @@ class _ScalingCurve:
         return compute_s
 
     def build(self, world_size: int, place: int = 0) -> Draw:
-        """The inputs of a step on this many ranks."""
         job, layout = self._build_job(world_size)
         if world_size == 1:
             silent = MachineCosts(DerivedCurve(lambda num_bytes: 0.0))
@@ -326,8 +316,7 @@ class _ScalingCurve:
         return scale
 
     def _calibrate(self, world_size: int, exposed_s: float) -> tuple[float, float]:
-        """The factor on message times, relative to the sweep, that explains the measured exposed communication, and the
-        remaining seconds."""
+        """The factor on message times that explains the measured exposed communication, and the seconds that remain."""
         job, layout = self._build_job(world_size)
         steps = [(layout, job.local_s + exposed_s)]
         _, [factor], [rest_s] = calibrate(job, self._build_costs(world_size), steps, _FACTORS)
@@ -361,7 +350,6 @@ class _ScalingCurve:
 
 
 def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] = ()) -> list[str]:
-    """The assumptions behind every point of the curve, one per line."""
     curve = _ScalingCurve(evidence, networks, Resample())
     ranks = ", ".join(map(str, evidence.ranks))
     lines = [f"{evidence.variant}: calibrated on steps of {ranks} ranks; larger numbers are simulated"]

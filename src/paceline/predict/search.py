@@ -49,7 +49,7 @@ def enumerate_caps(sizes: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, i
 
 
 def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Caps to run the job with: about `count`, evenly spaced on a log axis, each with different buckets. The largest
+    """About `count` caps to run the job with, evenly spaced on a log axis, each with different buckets. The largest
     makes one bucket; the smallest is a hundredth of it."""
     totals = [0, *itertools.accumulate(sizes)]
     found: dict[tuple[int, ...], int] = {}
@@ -104,7 +104,7 @@ class CapCurve:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether the chosen plan has a bucket larger than any message with a known time."""
+        """Whether a chosen bucket is larger than any message with a known time."""
         return max(bucket.num_bytes for bucket in self.chosen.step.buckets) > self.most_bytes
 
     @cached_property
@@ -113,19 +113,16 @@ class CapCurve:
         return self.list_ranges(self.is_fast)
 
     def list_ranges(self, is_in: Callable[[CapPoint], bool]) -> list[tuple[int, int]]:
-        """All ranges of consecutive caps whose points satisfy `is_in`."""
         runs = [list(run) for is_true, run in itertools.groupby(self.points, is_in) if is_true]
         return [(run[0].low_bytes, run[-1].high_bytes) for run in runs]
 
     @property
     def plateau(self) -> tuple[int, int]:
-        """The widest plateau on a log axis. It is a better choice of bucket size than the exact minimum, which may be a
-        spike."""
+        """The widest plateau on a log axis, a better answer than the exact minimum, which may be a spike."""
         return max(self.plateaus, key=lambda sizes: sizes[1] / sizes[0])
 
     @property
     def chosen(self) -> CapPoint:
-        """The best point in the widest plateau."""
         low, high = self.plateau
         inside = (point for point in self.points if low <= point.high_bytes <= high)
         return min(inside, key=lambda point: round(point.backward_s, 12))
@@ -145,8 +142,7 @@ def estimate_caps(job: Job, costs: MachineCosts, most: int = 0) -> CapCurve:
 
 
 def scale_curve(curve: MeasuredCurve, alpha: float = 1.0, beta: float = 1.0) -> MeasuredCurve:
-    """The curve with latency and bandwidth scaled. A line fitted to the curve splits each time into the two; its
-    residuals are kept."""
+    """The curve with latency and bandwidth scaled: a fitted line splits each time, and its residuals are kept."""
     points = list(zip(curve.sizes, curve.seconds, strict=True))
     line, seconds = fit_line(points), []
     for size, measured_s in points:
@@ -187,12 +183,9 @@ def estimate_least_s(job: Job, costs: MachineCosts) -> float:
 
 
 def estimate_closed_form(job: Job, alpha_s: float) -> float:
-    """The best bucket size, in bytes, when communication is the bottleneck: B sqrt(alpha / T).
-
-    Buckets of b bytes are ready every T b / B seconds, and the link is busy from the first one on, so backward ends
-    after T b / B + (B / b) alpha + B / beta. This b minimizes that time. It does not apply if compute hides the
-    messages.
-    """
+    """The best bucket size, in bytes, when communication is the bottleneck: B sqrt(alpha / T). Buckets of b bytes are
+    ready every T b / B seconds, and the link is busy from the first one on, so backward ends after T b / B + (B / b)
+    alpha + B / beta. This b minimizes that time. It does not apply if compute hides the messages."""
     return job.num_bytes * math.sqrt(alpha_s / job.backward_s)
 
 
@@ -249,8 +242,7 @@ def find_best_cuts(
 
 
 def _improve(job: Job, costs: MachineCosts, cuts: tuple[int, ...]) -> tuple[tuple[int, ...], SimulatedStep]:
-    """Move, drop and add one cut at a time while that helps. A sweep continues after an improvement; earlier cuts are
-    tried again only in the next sweep."""
+    """Move, drop and add one cut at a time while that helps; earlier cuts are tried again only in the next sweep."""
     count, best, tried = len(job.sizes), simulate(job, cuts, costs), {cuts}
 
     def accept(neighbor: tuple[int, ...]) -> bool:

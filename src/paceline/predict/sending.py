@@ -64,7 +64,6 @@ class Sending(Schedule):
         return tuple(loads)
 
     def list_works(self, num_bytes: int, count: int) -> list[float]:
-        """Codec seconds before the first of a bucket's `count` messages and after each message."""
         if self.has_levels:  # the codec runs between the messages inside a host, on a part of the bucket
             between = replace(self, ranks_per_host=1)
             return [0.0, *between.list_works(num_bytes // self.ranks_per_host, count - 2), 0.0]

@@ -24,8 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import ConfigError
-from paceline.plan import Gradient, Plan, find_late
+from paceline.plan import Gradient, Plan, cut_like, find_late
 from paceline.predict.curves import CostCurve, interpolate_sizes
 from paceline.predict.job import Job
 
@@ -71,10 +70,9 @@ class Contention:
         cls, device: str, is_on_host: bool, spare_cores: float = 0.0, source: random.Random | None = None,
         is_alone: bool = True,
     ) -> Contention:  # fmt: skip
-        """The assumption if nothing was measured; with a random source, a draw. `spare_cores` is the number of idle
-        cores per rank. `is_on_host` means that messages are moved by cores, between ranks of one host. Messages over a
-        link are assumed to need no core of a CPU host. `is_alone` means that the messages were timed without compute;
-        otherwise they are not slowed further."""
+        """The assumption if nothing was measured; with a random source, a draw. `spare_cores` are idle cores per rank.
+        `is_on_host` means that cores move the messages, between ranks of one host; those over a link are assumed to
+        need none. `is_alone` means that messages were timed without compute; otherwise they are not slowed further."""
         if device == "cuda":
             mode = 3 * _SLOWED_MEAN - _SLOWED_MOST  # mode of the triangular distribution on [0, max] with this mean
             slowed = source.triangular(0.0, _SLOWED_MOST, mode) if source else _SLOWED_MEAN
@@ -98,13 +96,11 @@ class Contention:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether messages and compute do not slow each other down."""
         return min(self.compute_rates) == min(self.message_rates) == 1
 
     def spread_over(self, curve: CostCurve) -> Contention:
-        """Adapt to a link on which messages take longer than the measured ones. Compute and a message delay each other
-        by the same number of seconds as measured, spread over the longer message. If contention is by bytes, the
-        latency part of a message causes none."""
+        """Adapt to a link on which messages take longer. Compute and a message delay each other by as many seconds as
+        measured, spread over the longer message. By bytes, the latency of a message causes no contention."""
         if self.is_by_bytes:
             wait_s = curve.estimate_s(1)
             moving = [1 - wait_s / max(wait_s, curve.estimate_s(size), 1e-12) for size in _SIZES]
@@ -135,8 +131,7 @@ class Contention:
 
 
 class Load(NamedTuple):
-    """A message between all ranks or the ranks of one host. Its size is that of an all-reduce that transfers the same
-    number of bytes."""
+    """A message, as the size of an all-reduce with as many bytes, over all ranks or only one host's."""
 
     num_bytes: int
     is_inside: bool = False
@@ -198,8 +193,7 @@ class MachineCosts:
 
     @classmethod
     def assume(cls, curve: CostCurve, servers: int, contention: Contention) -> MachineCosts:
-        """The costs if no steps were measured: copies and launches are free. Concurrent messages share the link:
-        together they are no faster than one."""
+        """The costs if no steps were measured: copies and launches are free, and concurrent messages share the link."""
         return cls(curve, servers, contention=contention, pair_rate=1 / servers)
 
 
@@ -248,7 +242,6 @@ class SimulatedStep:
 
     @property
     def exposed_s(self) -> float:
-        """Exposed communication."""
         return self.over_s - self.local_s
 
 
@@ -256,7 +249,7 @@ Buckets = Plan | Layout | Sequence[int]
 
 
 def simulate(job: Job, buckets: Buckets, costs: MachineCosts) -> SimulatedStep:
-    """Simulate one step of the job with these buckets: a plan, a layout, or end positions in the ready order. For a
+    """Simulate one step with these buckets: a plan (by its sizes), a layout, or end positions in the ready order. For a
     strategy with a period, it is the mean step; its buckets are fragments, in seconds since their exchange began."""
     return (costs.sending or Schedule()).simulate(job, buckets, costs)
 
@@ -407,20 +400,11 @@ class Queue:
 
 
 def _lay_out(job: Job, buckets: Plan | Sequence[int], sending: Schedule | None) -> Layout:
-    if isinstance(buckets, Plan):
-        place_of = {gradient.name: place for place, gradient in enumerate(job.gradients)}
-        names = [gradient.name for gradient in buckets.gradients]
-        if missing := [name for name in names if name not in place_of]:
-            raise ConfigError(f"the plan has {len(missing)} gradients that are not in the job, such as {missing[0]!r}")
-        places: Sequence[Sequence[int]] = [
-            [place_of[names[piece.gradient]] for piece in bucket.pieces] for bucket in buckets.buckets
-        ]
-        sizes, ready = buckets.bucket_bytes, tuple(max(job.ready_s[place] for place in one) for one in places)
-    else:
-        spans = list(itertools.pairwise([0, *buckets]))
-        places = [range(*span) for span in spans]
-        sizes = tuple(job.totals[end] - job.totals[start] for start, end in spans)
-        ready = tuple(job.latest_s[end - 1] for end in buckets)
+    cuts = cut_like(job.totals, buckets.bucket_bytes) if isinstance(buckets, Plan) else buckets
+    spans = list(itertools.pairwise([0, *cuts]))
+    places = [range(*span) for span in spans]
+    sizes = tuple(job.totals[end] - job.totals[start] for start, end in spans)
+    ready = tuple(job.latest_s[end - 1] for end in cuts)
     messages: tuple[tuple[Load, ...], ...] = ()
     if sending is not None:
         messages = tuple(sending.list_messages([job.gradients[place] for place in one]) for one in places)
@@ -445,8 +429,7 @@ class _Task:
 
 @dataclass
 class Timeline:
-    """The state of the simulation between two events: the clock, the waiting messages and codec tasks, and those in
-    progress."""
+    """The simulation between two events: the clock, and the messages and codec tasks that wait or are in progress."""
 
     costs: MachineCosts
     now_s: float = 0.0
@@ -459,9 +442,8 @@ class Timeline:
     compute_rate: float = 1.0
 
     def compute_and_send(self, job: Job, layout: Layout, buckets: Sequence[BucketSpan]) -> float:
-        """Compute, launch buckets as they become complete, and wait for the messages; return the end of backward.
-        Buckets are launched in order, so each waits for the latest gradient so far. Launching a bucket also counts as
-        compute."""
+        """Compute, launch buckets in order as they become complete, and wait for the messages; return the end of
+        backward. Launching a bucket also counts as compute."""
         computed_s = 0.0
         messages = layout.messages or tuple((Load(size),) for size in layout.num_bytes)
         latest_s = itertools.accumulate(layout.ready_s, max)
@@ -496,7 +478,6 @@ class Timeline:
             self._move(math.inf, is_computing=False)
 
     def wait_for(self, bucket: BucketSpan) -> None:
-        """Wait for this bucket's messages without computing."""
         while self.moving and not bucket.done_s:
             self._move(math.inf, is_computing=False)
 

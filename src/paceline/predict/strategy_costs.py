@@ -32,8 +32,7 @@ BANDWIDTHS = tuple(rate * 1e9 for rate in (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50
 
 
 def list_strategies(given: str | Sequence[str], can_shard: bool = True) -> tuple[Strategy, ...]:
-    """Parse `all` or a list of strategies. The baselines come first: dense all-reduce, and bfloat16. Without
-    `can_shard`, `all` excludes those that shard the optimizer."""
+    """Parse `all` or a list; dense and bf16 come first. Without `can_shard`, `all` excludes sharded optimizers."""
     texts = given.strip(" ,;") if isinstance(given, str) else tuple(given)
     if not texts:
         raise ConfigError("no strategy: use all, or a list such as bf16,powersgd:4", code="strategy")
@@ -145,8 +144,7 @@ def _fit_round(strategy: Strategy, records: Sequence[CodecRecord], resample: Res
 
 
 def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float) -> float:
-    """The slowdown of a codec in a step, from a step with these cuts that took `step_s`: other threads share the core
-    and the memory, and ranks wait for each other at every message."""
+    """The slowdown of a codec in a step with these cuts that took `step_s`: threads share the core, and ranks wait."""
     sending = costs.sending
     if not isinstance(sending, Sending) or not any(map(sum, sending.parts)):
         return 1.0
@@ -154,7 +152,6 @@ def fit_factor(job: Job, cuts: Sequence[int], costs: MachineCosts, step_s: float
 
 
 def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Sequence[CodecRecord]) -> list[str]:
-    """The assumptions about the strategies, one per line."""
     lines, codecs = [], {one.text: find_codec(records, one) for one in strategies if one.codec != "dense" or one.outer}
     if unknown := [name for name, found in codecs.items() if not found]:
         what = "is assumed to be free, so its step is a lower bound: profile the layers again to measure the codec"
@@ -184,7 +181,6 @@ def describe_strategies(job: Job, strategies: Sequence[Strategy], records: Seque
 
 
 def is_worth_it(row: Prediction) -> bool:
-    """Whether the strategy is shown to be more than 1 % faster than bf16."""
     ratio = row.ratios[BF16.text]
     return ratio.value < 1 - PLATEAU and ratio.high < 1
 
@@ -201,7 +197,6 @@ def compare_rows(rows: Mapping[str, Prediction], strategies: Sequence[Strategy])
 
 
 def _choose_each_step(steps_s: Mapping[str, float]) -> str:
-    """The fastest strategy that sends gradients in every step."""
     return choose_fastest({name: step_s for name, step_s in steps_s.items() if not Strategy.parse(name).outer})
 
 
@@ -222,8 +217,7 @@ class Sweep:
 def sweep_bandwidths(
     estimate: Callable[[float], Mapping[str, float]], bandwidths: Sequence[float] = BANDWIDTHS
 ) -> Sweep:
-    """`estimate` returns the steps at a bandwidth. Between two bandwidths with different fastest strategies, crossings
-    are located to within 2 %; there may be several."""
+    """`estimate` returns the steps at a bandwidth. Crossings of the fastest strategy are located to within 2 %."""
     steps_s = {rate: estimate(rate) for rate in bandwidths}
     crossings = []
 

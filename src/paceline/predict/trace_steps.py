@@ -129,12 +129,12 @@ def _find_windows(
 
 
 class _Device:
-    """The compute device. On a GPU, a moment on the host maps to the time at which all kernels launched by then are
-    done."""
+    """The compute device. On a GPU, a moment on the host maps to when all kernels launched by then are done."""
 
     def __init__(self, timed: Sequence[Event]) -> None:
         called = {_get(e, "correlation"): e for e in timed if e.get("cat") in _CALLS}
-        calls = [(called[_get(e, "correlation")], e) for e in timed if _is_work(e) and _get(e, "correlation") in called]
+        works = (e for e in timed if e.get("cat") in _WORKS)
+        calls = [(called[_get(e, "correlation")], e) for e in works if _get(e, "correlation") in called]
         calls.sort(key=lambda pair: _begin(pair[0]))
         linked = [(_begin(call), event) for call, event in calls]
         self.launched = {id(event): moment for moment, event in linked}
@@ -145,9 +145,8 @@ class _Device:
         self._shaped, self._calls = group_by(shaped, lambda event: event.get("tid")), calls
 
     def find_start(self, begin: float, end: float) -> float:
-        """When a GPU could start the first step of a trace, which the host launched from `begin` to `end`. The GPU may
-        still have been busy with work from before the trace; the first kernel then waited longer than its launch
-        took."""
+        """When a GPU could start the first step of a trace, launched from `begin` to `end`. If it was busy with earlier
+        work, its first kernel waited longer than the host needed to launch it."""
         own = (e for e in self._computing.list_within(begin, end) if e["cat"] == "kernel")
         if (kernel := next(own, None)) is None:
             return begin
@@ -159,9 +158,9 @@ class _Device:
         return self._all.find_end(begin, end, end) if self.is_gpu else end
 
     def place(self, backward: _Backward) -> tuple[float, float]:
-        """Start and end of a backward's own compute."""
         part = backward.begin, backward.end
-        return self._computing.find_begin(*part, part[0]), self._computing.find_end(*part, part[1])
+        begin = min(map(_begin, self._computing.list_within(*part)), default=part[0])
+        return begin, self._computing.find_end(*part, part[1])
 
     def find_ready(self, begin: float, moment: float) -> float:
         """When the compute that a backward had launched by this moment is done. The backward began at `begin`."""
@@ -169,7 +168,7 @@ class _Device:
 
     def measure(self, begin: float, end: float) -> float:
         """Duration of the work that the host did or launched from `begin` to `end`."""
-        return self._computing.sum_up(begin, end) if self.is_gpu else end - begin
+        return sum(event["dur"] for event in self._computing.list_within(begin, end)) if self.is_gpu else end - begin
 
     def measure_idle(self, begin: float, end: float, *parts: tuple[float, float]) -> float:
         """How long the GPU was idle within `parts`, given the work that the host launched from `begin` to `end`."""
@@ -181,9 +180,8 @@ class _Device:
         return float(np.diff(windows).sum()) - union_time(starts, ends, windows)
 
     def compare(self, begin: float, end: float, messages: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """The time of kernels that ran during messages, and the time of the same kernels without messages, for
-        launches from `begin` to `end`. Counts only kernels that ran both ways: equal names and grids, launched by the
-        same operators with inputs of the same shapes."""
+        """The time of kernels that ran during messages, and of the same kernels without, for launches from `begin` to
+        `end`. Counts only equal names and grids, launched by the same operators with inputs of the same shapes."""
         groups: defaultdict[Any, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for call, event in self._calls[self._all.find_within(begin, end)]:
             operators, first, last = self._shaped.get(call.get("tid"), []), _begin(event), _end(event)
@@ -205,7 +203,7 @@ class _Kernels:
 
     def __init__(self, linked: Sequence[tuple[float, Event]]) -> None:
         self.moments, self._events = [moment for moment, _ in linked], [event for _, event in linked]
-        self._starts, self._ends = [_begin(e) for e in self._events], [_end(e) for e in self._events]
+        self._ends = list(map(_end, self._events))
 
     def find_within(self, begin: float, end: float) -> slice:
         return slice(bisect.bisect_left(self.moments, begin), bisect.bisect_left(self.moments, end))
@@ -213,15 +211,8 @@ class _Kernels:
     def list_within(self, begin: float, end: float) -> list[Event]:
         return self._events[self.find_within(begin, end)]
 
-    def find_begin(self, begin: float, end: float, default: float) -> float:
-        return min(self._starts[self.find_within(begin, end)], default=default)
-
     def find_end(self, begin: float, end: float, default: float) -> float:
         return max(self._ends[self.find_within(begin, end)], default=default)
-
-    def sum_up(self, begin: float, end: float) -> float:
-        part = self.find_within(begin, end)
-        return sum(self._ends[part]) - sum(self._starts[part])
 
 
 def _find_sent(timed: Sequence[Event]) -> tuple[list[Event], list[Event]]:
@@ -259,8 +250,7 @@ def _pair(
 
 
 def _is_of_hook(backward: _Backward, call: Event | None) -> bool:
-    """Whether a gradient hook made the call, or no node on its thread did. Another node may contain hooks: it may run a
-    nested backward."""
+    """Whether a gradient hook made the call, or no node on its thread did. Another node may run a nested backward."""
     if call is None or call["cat"] == BUCKET:
         return True
     same = [node for node in backward.nodes if node.get("tid") == call.get("tid")]
@@ -272,7 +262,7 @@ def _build_step(
     trace: RankTrace, number: int, backward: _Backward, pairs: Sequence[_Pair], named: _ByName, device: _Device,
     window: tuple[float, float], span: tuple[float, float],
 ) -> TracedStepRecord:  # fmt: skip
-    """Build the record of one step. `window` is the step in host time, `span` in device time."""
+    """`window` is the step in host time, `span` in device time."""
     begin, end = device.place(backward)
     handed = [pair.handed for pair in pairs]
     hooks = [node for node in backward.nodes if node["name"].endswith(_ACCUMULATE)]
@@ -309,9 +299,8 @@ def _build_step(
 def _find_sizes(
     named: _ByName, pairs: Sequence[_Pair], ready: Sequence[tuple[float, Event]], device: _Device
 ) -> tuple[list[int], list[int], bool]:
-    """Bytes of the gradients and of the messages, from the events inside hooks and calls, and whether the trace has the
-    gradients' sizes. Otherwise the bytes of each message are divided by the time of its gradients' hooks, which mostly
-    copy into the bucket."""
+    """Bytes of the gradients and of the messages, and whether the trace has the gradients' sizes. Otherwise each
+    message is divided by the time of its gradients' hooks, which mostly copy into the bucket."""
     inner, comms = named.get(_ACCUMULATE, []), named.get("record_param_comms", [])
     handed = [pair.handed for pair in pairs]
     bucket_of = [min(bisect.bisect_left(handed, moment), len(handed) - 1) for moment, _ in ready]
@@ -332,7 +321,6 @@ def _find_sizes(
 
 
 def _distribute(sent: Sequence[int], bucket_of: Sequence[int], weights: Floats) -> list[int]:
-    """Distribute the bytes of each message over its gradients by these weights."""
     shares = np.zeros(len(weights), dtype=np.int64)
     for number, size in enumerate(sent):
         # If buckets are launched together, all gradients map to the first, whose last gradient gets the others' bytes.
@@ -384,10 +372,6 @@ def _name_type(*events: Event | None) -> str:
 def _name_backend(pairs: Sequence[_Pair]) -> str:
     kinds = {("nccl" if pair.message["cat"] == "kernel" else pair.message["name"].partition(":")[0]) for pair in pairs}
     return "" if not pairs else "shm" if pairs[0].message["cat"] == BUCKET else sorted(kinds)[0]
-
-
-def _is_work(event: Event) -> bool:
-    return event.get("cat") in _WORKS
 
 
 def _get(event: Event | None, name: str) -> Any:

@@ -58,9 +58,8 @@ _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The events of one rank. `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
-    `properties` describe the rank's GPUs, as torch writes them; empty on a CPU. `memory` has the marks of one more
-    step, if requested."""
+    """The events of one rank; `ts` and `dur` are µs since `origin_ns` of the Unix clock. `properties` describe the
+    rank's GPUs, as torch writes them. `memory` has the marks of one more step, if requested."""
 
     rank: int
     world_size: int
@@ -92,8 +91,7 @@ def find_span(trace: RankTrace) -> tuple[int, int]:
 
 
 def read_ranks(document: Any) -> list[RankTrace]:
-    """The ranks in a trace: the one that a torch.profiler export names, or all that `merge_traces` combined.
-    RecordError if it is neither."""
+    """The ranks in a trace: the one that a torch.profiler export names, or all that `merge_traces` combined."""
     try:
         processes = [e for e in document["traceEvents"] if e.get("name") == "process_name" and e["ph"] == "M"]
         named = {e["pid"]: re.match(r"rank (\d+) \(", str(e["args"].get("name"))) for e in processes}
@@ -151,7 +149,7 @@ def find_messages(events: Iterable[Event]) -> list[Event]:
 
 @functools.lru_cache(maxsize=10_000)
 def is_matmul(kernel: str) -> bool:
-    """Whether a kernel with this name does matrix products, convolutions or attention, which can use tensor cores."""
+    """Whether this does matrix products, convolutions or attention, which can use tensor cores."""
     return _MATMUL.search(kernel) is not None
 
 
@@ -165,8 +163,7 @@ def uses_tensor_cores(kernel: str) -> bool:
 
 
 def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """One Chrome trace with a process per rank, starting at 0. Ranks use the Unix clocks of their hosts; on one host
-    that is the same clock."""
+    """One Chrome trace with a process per rank, starting at 0, by the Unix clocks of their hosts."""
     origin_ns = min(trace.origin_ns for trace in traces)
     # Viewers treat process 0 and thread 0 as the idle task, and some identify threads by number alone.
     threads, flows = itertools.count(1), itertools.count(1)
@@ -247,7 +244,6 @@ def attribute_time(classes: Sequence[Edges], windows: Floats) -> Floats:
 
 
 def union_time(starts: Floats, ends: Floats, windows: Floats) -> float:
-    """The time within the windows during which at least one interval is active."""
     return float(attribute_time([(starts, ends)], windows)[:, 0].sum())
 
 
@@ -258,8 +254,7 @@ def sum_clipped(starts: Floats, ends: Floats, weights: Floats, windows: Floats) 
 
 
 def find_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
-    """Assign a lane to each interval, in the order passed, such that intervals in a lane do not overlap. Uses as few
-    lanes as possible."""
+    """A lane for each interval, in this order, such that intervals in a lane do not overlap; as few as possible."""
     free_at: list[float] = []
     lanes = []
     for start, end in intervals:
@@ -349,7 +344,7 @@ _MAX_ROWS = 200
 
 @dataclass(frozen=True)
 class StepShares:
-    """One step: its wall time, and the seconds in each of `CATEGORIES`, which sum to it."""
+    """The wall time of a step, and the seconds in each of `CATEGORIES`, which sum to it."""
 
     name: str
     wall_s: float
@@ -384,10 +379,9 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """GPU utilization, as fractions: `busy` and `sm_efficiency` are relative to wall time, the others to kernel time.
-    `sm_efficiency` weights each instant by min(1, blocks / SMs) of the running kernels; `occupancy` is the kernels'
-    estimated occupancy, weighted by time. `missed_s` is the time per step of kernels that could use tensor cores but
-    do not."""
+    """GPU utilization, as fractions: `busy` and `sm_efficiency` of wall time, the others of kernel time.
+    `sm_efficiency` weights each instant by min(1, blocks / SMs) of the running kernels; `occupancy` is estimated, and
+    weighted by time. `missed_s` is the time per step of kernels that could use tensor cores but do not."""
 
     name: str
     busy: float
@@ -427,7 +421,6 @@ class Overview:
         return sum(step.wall_s for step in self.steps) / len(self.steps)
 
     def seconds(self, category: str) -> float:
-        """Seconds per step that belong to one of `CATEGORIES`."""
         return sum(step.seconds[category] for step in self.steps) / len(self.steps)
 
     def share(self, category: str) -> float:
@@ -435,7 +428,6 @@ class Overview:
 
 
 def build_overview(trace: RankTrace) -> Overview:
-    """Analyze the complete steps of one rank's trace."""
     found = find_steps(trace.events)
     if not found:
         raise RecordError(f"the trace of rank {trace.rank} has no step: annotate each as 'step N'")
@@ -563,8 +555,7 @@ def _argument(event: Event, name: str) -> float | None:
 
 
 def _mean_occupancy(kernels: Sequence[Event]) -> float | None:
-    """The time-weighted mean over kernels with a known occupancy. Communication kernels occupy few SMs on purpose and
-    have none."""
+    """The time-weighted mean over kernels with a known occupancy; communication kernels have none."""
     known = [(e["dur"], _argument(e, "est. achieved occupancy %")) for e in kernels]
     pairs = [(time_us, percent / 100) for time_us, percent in known if percent]  # the profiler writes 0 for unknown
     total = sum(time_us for time_us, _ in pairs)
@@ -611,12 +602,10 @@ _FORMAT = ("paceline-overview", 1)
 
 
 def overview_to_json(overview: Overview) -> dict[str, Any]:
-    """The overview as a versioned JSON document."""
     return name_format(_FORMAT) | dataclasses.asdict(overview)
 
 
 def overview_from_json(document: Mapping[str, Any]) -> Overview:
-    """The overview that `overview_to_json` wrote. For any other document, RecordError names the problem."""
     fields = {key: value for key, value in document.items() if key not in name_format(_FORMAT)}
     check_format(document, _FORMAT, "an overview")
     overview: Overview = decode(Overview, fields, "overview")

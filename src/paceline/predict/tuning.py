@@ -38,6 +38,7 @@ from paceline.predict.strategy_costs import (
     list_strategies,
 )
 from paceline.records import CodecRecord, Record, StepRecord
+from paceline.records.checked import decode
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, format_bytes
 
@@ -48,8 +49,7 @@ _MOST_CANDIDATES = 6
 
 @dataclass(frozen=True)
 class Effort:
-    """Measurement effort: the number of caps to run the job with, the limits on rounds and their time budget, the
-    seconds for the comparison, and the sizes of the messages used to measure contention."""
+    """Caps to run the job with, rounds within a budget, seconds for the comparison, and messages for contention."""
 
     num_caps: int
     min_rounds: int
@@ -95,7 +95,6 @@ class TuneSettings:
         return AssumedFabric(network, network).build_curve(self.network_ranks)
 
     def check(self, ranks: int) -> None:
-        """Raise ConfigError if this number of ranks cannot be tuned."""
         check_options(self)
         emulated = self.network is not None
         what = f"--network {self.network} with --ranks {ranks} and --network-ranks {self.network_ranks}"
@@ -130,8 +129,7 @@ class TuneSettings:
 
 
 def score_predictions(points: Sequence[Prediction]) -> dict[str, float]:
-    """Prediction accuracy, as fractions: `coverage` is the fraction of measured steps inside their 90 % intervals, and
-    `width` the median half-width of those intervals."""
+    """Accuracy, as fractions: `coverage` of measured steps by 90 % intervals, and their median half-width `width`."""
     errors = [abs(point.error or 0.0) for point in points]
     return {
         "mape": statistics.fmean(errors),
@@ -193,7 +191,6 @@ class Tuning:
 
     @property
     def answer(self) -> Prediction:
-        """The plan to use."""
         label = RECOMMENDED if self.verdict == "use" else DEFAULT
         label = label if self.race is None else self.race.winner
         return next(candidate for candidate in self.candidates if candidate.label == label)
@@ -203,7 +200,6 @@ class Tuning:
         return enumerate_caps(self.model.job.sizes).get(candidate.cuts, (0, 0))[1]
 
     def estimate_more_s(self) -> float:
-        """Estimated time of the additional rounds needed for a decision."""
         if self.race is None:
             return 0.0
         running = [c.measured for c in self.candidates if c.label in (*self.race.left, DEFAULT)]
@@ -213,17 +209,10 @@ class Tuning:
     @property
     def predictions(self) -> list[dict[str, Any]]:
         """The prediction for every plan that will be run, to save before the comparison."""
+        names = ("label", "cap_bytes", "step_s", "low_s", "high_s")
         return [
-            {
-                "label": one.label,
-                "cap_bytes": one.cap_bytes,
-                "bucket_bytes": list(one.plan.bucket_bytes),
-                "cuts": list(one.cuts),
-                "step_s": one.step_s,
-                "low_s": one.low_s,
-                "high_s": one.high_s,
-                "strategy": one.strategy.text,
-            }
+            {name: getattr(one, name) for name in names}
+            | {"bucket_bytes": list(one.plan.bucket_bytes), "cuts": list(one.cuts), "strategy": one.strategy.text}
             for one in self.candidates
             if one.plan is not None
         ]
@@ -235,9 +224,8 @@ class Tuning:
 
     @cached_property
     def scores(self) -> dict[str, float | None]:
-        """Prediction accuracy, as fractions; None if nothing was measured. `exposed_error` is the mean error relative
-        to the mean exposed communication, and `exposed_step_error` relative to the step. `coverage` is the fraction of
-        points inside their intervals, and `width` the median half-width of the intervals."""
+        """Prediction accuracy, as fractions; None if nothing was measured. `exposed_error` is relative to the mean
+        exposed communication, and `exposed_step_error` to the step; the others are as in `score_predictions`."""
         points = self.measured
         if not points:
             names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "width", "kendall_tau")
@@ -257,12 +245,6 @@ class Tuning:
         """The median half-width of the 95 % interval of a measured median in the sweep."""
         noises = [median_noise(point.measured.timing) for point in self.points if point.measured is not None]
         return 1.96 * statistics.median(noises) if noises else 0.0
-
-    @property
-    def spread(self) -> float:
-        """The extra time of the slowest cap relative to the fastest."""
-        times = [point.best_s for point in self.points]
-        return max(times) / min(times) - 1
 
     @cached_property
     def predicted_gain(self) -> float:
@@ -285,7 +267,6 @@ def hash_predictions(predictions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def render_predictions(predictions: Sequence[Mapping[str, Any]]) -> str:
-    """The contents of the file that is saved before the comparison begins."""
     document = {"unix_s": time.time(), "sha256": hash_predictions(predictions), "predictions": predictions}
     return json.dumps(document, indent=1) + "\n"
 
@@ -384,7 +365,6 @@ def _sweep_caps(settings: TuneSettings, model: Predictor, jobs: Sequence[StepRec
 
 
 def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) -> Predictor:
-    """The predictor of the same job with another strategy."""
     plain = next(record for record in records if isinstance(record, StepRecord) and record.role == "plain")
     codecs = [record for record in records if isinstance(record, CodecRecord)]
     is_shared, name = canonical_backend(plain.backend) == "shm", find_codec(codecs, strategy)
@@ -407,9 +387,7 @@ def _send_by(model: Predictor, strategy: Strategy, records: Sequence[Record]) ->
 
 
 def load_tuning(config: dict[str, Any], records: Sequence[Record]) -> Tuning:
-    """The tuning of a saved run."""
-    lists = {name: tuple(config["tune"][name]) for name in ("caps_bytes", "strategies")}
-    settings = TuneSettings(**config["tune"] | lists)
-    gradients = tuple(Gradient(**g | {"shape": tuple(g["shape"])}) for g in config["gradients"])
+    settings: TuneSettings = decode(TuneSettings, config["tune"])
+    gradients: list[Gradient] = [decode(Gradient, gradient) for gradient in config["gradients"]]
     default_plan = Plan.from_json(json.dumps(config["default_plan"]))
     return derive_tuning(settings, records, gradients, default_plan, config["predictions"])

@@ -41,8 +41,7 @@ def _fill_contention(job: Job, fabric: Fabric, rank: RankCosts, source: random.R
 
 
 def _is_on_host(fabric: Fabric) -> bool:
-    """Whether the fabric connects the ranks of one host: a sweep does unless it is known to span several nodes, and a
-    named network does not."""
+    """Whether the fabric connects the ranks of one host, as does a sweep unless it is known to span several nodes."""
     return isinstance(fabric, MeasuredFabric) and not 0 < fabric.ranks_per_node < max(fabric.ranks)
 
 
@@ -130,7 +129,6 @@ def simulate_what_if(
 
 
 def _choose_caps(model: Predictor, fabric: Fabric, world_size: int, alone: Job, most_caps: int) -> Prediction:
-    """The best bucket size, as a row."""
     job, costs, sending = model.job, model.costs, model.costs.sending
     caps = estimate_caps(job, costs, most_caps)
     # Launches are never free, even if modeled as free: among equally fast plans, take the one with the fewest buckets.
@@ -177,7 +175,6 @@ def describe_scenario(
     job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0, slow: float = 0.0,
     evidence: Evidence | None = None, known: RankCosts | None = None,
 ) -> list[str]:  # fmt: skip
-    """The assumptions behind every row, one per line."""
     rank = (known or RankCosts()) if evidence is None else fit_rank(evidence)
     bases = group_by(fabrics, lambda fabric: (_fill_contention(job, fabric, rank).contention or Contention()).basis)
     queue = "on gloo two at a time, which share the link" if any(f.servers > 1 for f in fabrics) else "one at a time"

@@ -58,7 +58,7 @@ class Checked:
             raise RecordError(f"{self.place}: {fault}")
 
     def find_faults(self) -> Iterator[str]:
-        """The reasons why these values, each valid on its own, are invalid together."""
+        """Why these values, each valid on its own, are invalid together."""
         yield from ()
 
     @property
@@ -108,9 +108,7 @@ def _find_types(cls: type) -> dict[str, Any]:
 
 def decode(kind: Any, value: Any, name: str = "") -> Any:
     """Convert a JSON value to the type of a field and check it: dataclasses, tuples, optional values, strings, numbers.
-
-    `name` locates the value in errors.
-    """
+    `name` locates the value in errors."""
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if dataclasses.is_dataclass(value):
         return value

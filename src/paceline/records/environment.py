@@ -77,11 +77,8 @@ def _git_commit() -> str | None:
 
 
 def capture_environment() -> Environment:
-    """The environment of this process.
-
-    PACELINE_HOST replaces the host name in published files, and PACELINE_COMMIT names the commit of a source tree that
-    was copied without its repository.
-    """
+    """The environment of this process. PACELINE_HOST replaces the host name in published files, and PACELINE_COMMIT
+    names the commit of a source tree that was copied without its repository."""
     name = Path(sys.argv[0]).name
     command = ["paceline" if name in ("__main__.py", "") else name, *sys.argv[1:]]
     gpu = machine.gpu_name()

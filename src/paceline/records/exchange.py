@@ -130,10 +130,8 @@ def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
-    """Load all-reduce times from a run, its CSV, nccl-tests output (text or JSON), or a table in CSV or Markdown.
-
-    The records of a run keep their source (such as `measured`); all others are `imported`.
-    """
+    """All-reduce times from a run, its CSV, nccl-tests output (text or JSON), or a table in CSV or Markdown. The
+    records of a run keep their source (such as `measured`); all others are `imported`."""
     path = Path(path)
     if is_run_path(path):
         folder = path if path.is_dir() else path.parent
@@ -204,8 +202,7 @@ def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
 
 
 def load_cap_times(path: str | Path) -> list[CapTimeRecord]:
-    """Measured times by bucket size from a CSV with the columns `bucket_size` (25MiB, 25MB) and `step_s` or
-    `backward_s`; other columns are ignored."""
+    """Measured times by bucket size from a CSV with the columns `bucket_size` and `step_s` or `backward_s`."""
 
     def parse(of: str) -> Callable[[Row], CapTimeRecord]:
         def parse_row(row: Row) -> CapTimeRecord:
@@ -236,12 +233,10 @@ def export_allreduce_times(records: Iterable[Record]) -> str:
 
 
 def export_layer_sizes(records: Iterable[LayerSizeRecord]) -> str:
-    """The records as a `layer-sizes` CSV."""
     return _to_csv(LAYER_SIZES_HEADER, [[i, r.layer, r.num_params] for i, r in enumerate(records)])
 
 
 def export_layer_times(records: Iterable[LayerTimeRecord]) -> str:
-    """The records as a `layer-times` CSV."""
     fields = ("layer", *(f"timing.{name}_s" for name in ("min", "max", "mean", "stdev", "median")))
     return _to_csv(LAYER_TIMES_HEADER, map(attrgetter(*fields), records))
 

@@ -62,13 +62,11 @@ HEALTHY = ("healthy", "computing", "bound")  # kinds without a remedy
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause (`kind`), its evidence, and any remedy. Evidence and remedy are clauses. `line` is the remedy as code to
-    paste or as a command. `operator` is the operator that is slower on a late `rank`.
-
-    `gain_s` is the possible saving per step of `step_s`, and `certainty` says how it was derived: `measured`,
-    `computed` from the trace, `at most` (a bound), `estimated` (under an assumption that the text states), or
-    `withdrawn` (the machine was too busy to claim a gain).
-    """
+    """A cause, named by `kind`, with its evidence and any remedy, both as clauses. `line` is the remedy as code to
+    paste or as a command, and `operator` the operator that is slower on a late `rank`. `gain_s` is the possible saving
+    per step of `step_s`, and `certainty` says how it was derived: `measured`, `computed` from the trace, `at most` (a
+    bound), `estimated` (under an assumption that the text states), or `withdrawn` (the machine was too busy to claim a
+    gain)."""
 
     kind: str
     evidence: str
@@ -83,7 +81,6 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The finding as a single line."""
         return f"{self.evidence}: {self.cure}" if self.cure else self.evidence
 
     @property
@@ -138,7 +135,6 @@ class Finding:
 
     @property
     def factor(self) -> float:
-        """Speed-up of the step."""
         return self.step_s / max(self.step_s - self.gain_s, 1e-12) if self.gain_s else 1.0
 
     def withdraw(self, doubt: Finding) -> Finding:
@@ -192,8 +188,7 @@ def _name(record: _Timed) -> str:
 
 
 def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds, is_observed: bool) -> Iterator[_Reason]:
-    """Reasons to doubt a record. The steps of an observed program may differ in their work, so only the uncertainty of
-    their median counts."""
+    """Reasons to doubt a record. Steps of an observed program vary, so only the uncertainty of their median counts."""
     unstable = max(UNSTABLE, _MOST_UNCERTAIN / 2 * math.sqrt(timing.count)) if is_observed else UNSTABLE
     fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
     spread = f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
@@ -218,8 +213,7 @@ def _find_reasons(r: _Timed, timing: Samples, bounds: MemoryBounds, is_observed:
 
 
 def describe_load(environment: Environment) -> tuple[list[str], list[str]]:
-    """Describe the CPU time stolen by the hypervisor during the run and the load before the run. Each string is empty
-    unless its value is too high."""
+    """The CPU time stolen by the hypervisor during the run and the load before it; empty unless too high."""
     stolen, load, cores = environment.stolen or 0.0, environment.load_average or 0.0, environment.cores
     took = f"the hypervisor stole {stolen:.0%} of CPU time"
     worked = f"load {load:.1f} on {format_number_of(cores, 'core')}"

@@ -116,7 +116,7 @@ class CollectiveRecord(_Timed):
 
     @property
     def key(self) -> tuple[str, str, str, str, int, str, str]:
-        """Identifies the curve that the record belongs to."""
+        """The curve that the record belongs to."""
         return self.collective, self.backend, self.memory, self.device, self.world_size, self.dtype, self.op
 
 
@@ -131,8 +131,7 @@ class MemoryRecord(_Timed):
 
 
 class MemoryBounds:
-    """The lower bound on an all-reduce from memory bandwidth, for each measured device, number of ranks, size and
-    dtype: the time of the fastest pass over the same bytes."""
+    """The lower bound of memory bandwidth on an all-reduce, by device, number of ranks, size and dtype."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         passes = sorted((r for r in records if isinstance(r, MemoryRecord)), key=lambda r: r.time_s, reverse=True)
@@ -189,8 +188,8 @@ class CheckRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRecord(Record):
-    """Messages of `num_bytes` from one host to another over one TCP connection, each timed until its one-byte reply.
-    `short` has the times of one-byte messages."""
+    """Messages from one host to another over one TCP connection, each timed until its one-byte reply. `short` has the
+    times of one-byte messages."""
 
     kind: ClassVar[str] = "link"
     sender: str
@@ -213,14 +212,11 @@ class LinkRecord(Record):
 @dataclass(frozen=True, kw_only=True)
 class FaultRecord(Record):
     """One fault injected into a job, in step `step` on rank `rank`, and its outcome. Times count from the injection.
-
     `detected_s`: until the rank and the cause were reported; None if that took longer than `limit_s`. `is_right`:
     whether the report was correct; for a pause, whether nothing was reported. `ended_s`: until the command exited.
     `steps_lost`: steps since the newest checkpoint, or the steps that a recovered run repeated. `restart_s`: from a
-    restart until the lost steps were repeated. `said`: the line that reported the fault, or the last line. `policy`:
-    the policy that the run applied, and `on_fault` the requested policy. `recovered_s`: from detection to the end of
-    the next step.
-    """
+    restart until the lost steps were repeated. `said`: the line that reported the fault, or the last line. `policy` was
+    applied, and `on_fault` requested. `recovered_s`: from detection to the end of the next step."""
 
     kind: ClassVar[str] = "fault"
     fault: str
@@ -249,12 +245,9 @@ COSTS = ("step", "save", "write", "detect", "restart", "spare", "shrink")
 
 @dataclass(frozen=True, kw_only=True)
 class CostRecord(Record):
-    """The measured durations of one cost that determines goodput.
-
-    `name`: a training `step`; the stall of a `save`, and the background `write` of the checkpoint; the time to `detect`
-    a fault, and from there to the next step after a `restart`, with a `spare`, or on fewer ranks (`shrink`). `source`
-    is `imported` if the user typed it, and `note` says where it comes from.
-    """
+    """The measured durations of one cost that determines goodput. `name`: a training `step`; the stall of a `save`, and
+    the background `write` of the checkpoint; the time to `detect` a fault, and from there to the next step after a
+    `restart`, with a `spare`, or on fewer ranks (`shrink`). `source` is `imported` if the user typed it."""
 
     kind: ClassVar[str] = "cost"
     name: Annotated[str, one_of(COSTS)]

@@ -51,12 +51,10 @@ class CapTimeRecord(Record):
 
 @dataclass(frozen=True)
 class ParameterTimes(Checked):
-    """When the gradient of a parameter became ready: seconds after backward began, None without a gradient.
-
-    `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
-    `shape` is empty if unknown. For an embedding, `num_rows` is the number of rows that a step looked up. If part of
-    its gradient does not come from lookups, `rest_s` is when that part was ready.
-    """
+    """When the gradient of a parameter became ready: seconds after backward began, None without a gradient. `aliases`
+    are further names of the same tensor. `block` is the first block that contains it, empty if none does. `shape` is
+    empty if unknown. For an embedding, `num_rows` is the number of rows that a step looked up, and `rest_s` is when the
+    part of the gradient that does not come from lookups was ready, if there is one."""
 
     name: str
     num_bytes: Count
@@ -75,7 +73,7 @@ class ParameterTimes(Checked):
 
     @cached_property
     def median_s(self) -> float | None:
-        """The median over repetitions with a gradient; None if there was none."""
+        """Over repetitions with a gradient; None if there was none."""
         return _find_median(self.ready_s)
 
     @cached_property
@@ -113,12 +111,10 @@ def _find_late(name: str, times_s: Sequence[float | None], whole: Samples) -> It
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfileRecord(Record):
-    """Interleaved plain and profiled steps of a bare model on one device.
-
-    `timing`, `forward`, `backward` and `optimizer` are times of plain steps, without the profiler. `parameters` (in
-    ready order, by median, without frozen ones) and `blocks` (in model definition order) come from the profiled steps,
-    whose own times are `profiled_*`. On CUDA, all times except those of whole steps are device times.
-    """
+    """Interleaved plain and profiled steps of a bare model on one device. `timing`, `forward`, `backward` and
+    `optimizer` are times of plain steps, without the profiler. `parameters` (in ready order, by median, without frozen
+    ones) and `blocks` (in model definition order) come from the profiled steps, whose own times are `profiled_*`. On
+    CUDA, all times except those of whole steps are device times."""
 
     kind: ClassVar[str] = "layer_profile"
     model: str
@@ -164,7 +160,6 @@ class LayerProfileRecord(Record):
 
     @property
     def unused(self) -> tuple[ParameterTimes, ...]:
-        """The parameters that never received a gradient."""
         return tuple(parameter for parameter in self.parameters if parameter.median_s is None)
 
     @property
@@ -226,9 +221,8 @@ class LayerProfileRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CodecRecord(Record):
-    """The computing time of a strategy's codec for gradients of `num_bytes` in `num_buckets`, as on `world_size` ranks,
-    with synthetic messages. `parts` are the seconds before the first message and after each one, on all measured ranks,
-    which computed at the same time."""
+    """The computing time of a strategy's codec for gradients of `num_bytes`, as on `world_size` ranks, with synthetic
+    messages. `parts` are the seconds before the first message and after each one; the ranks computed together."""
 
     kind: ClassVar[str] = "codec"
     strategy: str

@@ -30,8 +30,7 @@ _LAUNCH_ONLY = "cputime is only the time of the launch: run nccl-tests without -
 
 
 class _Row(NamedTuple):
-    """The result for one size: its place in the file, the fields of its record, and the range of busbw / algbw that its
-    rounded bandwidths allow."""
+    """The result for one size: its place in the file, fields, and the range of busbw / algbw within its rounding."""
 
     place: str
     fields: dict[str, Any]

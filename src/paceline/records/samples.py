@@ -17,7 +17,6 @@ UNSTABLE = 0.25
 
 
 def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items grouped by key, in their original order."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -45,11 +44,9 @@ REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": mi
 
 @dataclass(frozen=True)
 class Samples(Checked):
-    """Raw times `seconds[repetition][rank]`, with warm-ups stored separately.
-
-    `arrivals_s[repetition][rank]` is each rank's delay after the first rank to enter the timed call; empty unless all
-    ranks share a clock, that is, run on one host.
-    """
+    """Raw times `seconds[repetition][rank]`, with warm-ups stored separately. `arrivals_s[repetition][rank]` is each
+    rank's delay after the first rank to enter the timed call; empty unless all ranks share a clock, that is, run on one
+    host."""
 
     statistic = "median"
     seconds: tuple[tuple[Seconds, ...], ...]
@@ -67,7 +64,6 @@ class Samples(Checked):
 
     @cached_property
     def reduced_s(self) -> tuple[float, ...]:
-        """One time per repetition, reduced over ranks."""
         return tuple(float(REDUCERS[self.reducer](row)) for row in self.seconds)
 
     @property
@@ -117,7 +113,6 @@ class Samples(Checked):
 
     @property
     def noise(self) -> float:
-        """Half of p90 - p10, relative to the median."""
         return find_noise(self.reduced_s)
 
     @property
@@ -136,8 +131,7 @@ class Samples(Checked):
 
     @cached_property
     def from_last_arrival_s(self) -> tuple[float, ...] | None:
-        """Per repetition, from the arrival of the last rank until the last rank is done: the call itself, without the
-        wait for late ranks. None without a common clock."""
+        """Per repetition, from the arrival of the last rank until the last is done. None without a common clock."""
         if not self.arrivals_s:
             return None
         return tuple(
@@ -182,7 +176,6 @@ class Ratio:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the ratio differs from 1 by more than its noise."""
         return self.noise is not None and abs(self.value - 1) > self.noise
 
 
@@ -197,12 +190,9 @@ def compare_medians(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 
 def compare_times(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """The ratio of two interleaved series, repetition by repetition.
-
-    The interval of the median comes from order statistics, which assume nothing about the distribution: the number of
-    values below the true median is binomial(n, 1/2), within n/2 +- 0.98 sqrt(n) in 95 % of cases. Below 6 values the
-    interval spans all of them and covers less.
-    """
+    """The ratio of two interleaved series, repetition by repetition. The interval of the median comes from order
+    statistics, which assume nothing about the distribution: the number of values below the true median is binomial(n,
+    1/2), within n/2 +- 0.98 sqrt(n) in 95 % of cases. Below 6 values the interval spans all of them and covers less."""
     ratios = sorted(here / there for here, there in zip(mine, theirs, strict=True) if there > 0)
     if not ratios:
         raise RecordError("all times of the reference are 0: there is nothing to compare with")

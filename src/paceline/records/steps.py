@@ -113,12 +113,10 @@ class StepRecord(Record):
 
     @property
     def variant(self) -> str:
-        """The wrapper and its backend."""
         return self.wrapper if self.wrapper in ("none", "dp") else f"{self.wrapper} on {self.backend}"
 
     @property
     def place(self) -> str:
-        """The record as text, for errors."""
         label = f", {self.label}" if self.label else ""
         return f"{self.model}, {self.variant}, {self.world_size} ranks{label}"
 
@@ -142,7 +140,7 @@ class StepRecord(Record):
 
     @property
     def samples_per_s(self) -> float:
-        """The number of samples over all ranks."""
+        """Over all ranks."""
         return self.global_batch_size / self.timing.median_s
 
     @property
@@ -162,7 +160,6 @@ class StepRecord(Record):
 
     @property
     def overhead(self) -> float:
-        """Exposed communication as a fraction of the step."""
         return self.exposed_s / (self.exposed_s + self.compute_s)
 
     @property
@@ -184,7 +181,6 @@ class StepRecord(Record):
 
     @property
     def busbw_bytes_per_s(self) -> float | None:
-        """Bus bandwidth while messages were in flight."""
         if not self.busy_s or self.world_size == 1:
             return None
         return self.num_bytes / self.busy_s * bus_factor("all_reduce", self.world_size)
@@ -198,7 +194,6 @@ class StepRecord(Record):
 
     @property
     def turns_s(self) -> list[float]:
-        """The median step of each turn."""
         return reduce_turns(self.timing.reduced_s, self.steps_per_turn)
 
     @property
@@ -244,12 +239,11 @@ class WrapperComparison:
         return _median_difference(self.record.timing, self.bare.timing) if self.bare else None
 
     @property
-    def host_s_per_parameter(self) -> float | None:
-        """Host time per parameter that the wrapper adds. Known only on one CPU rank, where nothing is sent or hidden
-        behind a device, and only if it exceeds the noise."""
+    def host_us_per_parameter(self) -> float | None:
+        """Host time per parameter that the wrapper adds. Known only on one CPU rank, if it exceeds the noise."""
         here, is_clear = self.record, self.to_bare is not None and self.to_bare.is_clear
-        is_known = (here.world_size, here.device) == (1, "cpu") and is_clear and here.num_parameters
-        return self.added_s / here.num_parameters if is_known and self.added_s is not None else None
+        is_known = is_clear and (here.world_size, here.device) == (1, "cpu") and here.num_parameters
+        return 1e6 * self.added_s / here.num_parameters if is_known and self.added_s is not None else None
 
     @property
     def added_bytes(self) -> int | None:
@@ -276,8 +270,7 @@ def compare_wrappers(records: Sequence[StepRecord]) -> list[WrapperComparison]:
 class ScalePoint:
     """A number of ranks compared with one rank without a wrapper, in the same cell. Weak-scaling efficiency is
     T(1)/T(n) at equal samples per rank; strong-scaling speed-up is T(1)/T(n) at equal samples over all ranks, and its
-    efficiency is that divided by n. A point that was interleaved with a straggler `is_disturbed` and must not be
-    used."""
+    efficiency is that divided by n. A point interleaved with a straggler `is_disturbed` and must not be used."""
 
     record: StepRecord
     alone: StepRecord
@@ -296,12 +289,11 @@ class ScalePoint:
 
     @property
     def efficiency(self) -> float:
-        """The speed-up as a fraction of the ideal one."""
         return self.speedup / self.record.world_size
 
     @property
     def efficiency_noise(self) -> float | None:
-        """The half-width of the 95 % interval of the efficiency."""
+        """The half-width of the 95 % interval."""
         return None if self.ratio.noise is None else self.ratio.noise / self.share
 
     @property
@@ -320,9 +312,8 @@ def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
 
 
 def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> float | None:
-    """The peak bus bandwidth of an all-reduce on the step's backend, ranks and device, from the same source, based on
-    its fastest repetition; None if either was not measured. MeasurementError "above-peak" if the step exceeds it: bytes
-    or seconds were miscounted."""
+    """The peak bus bandwidth of an all-reduce like that of the step, from its fastest repetition; None if either was
+    not measured. MeasurementError "above-peak" if the step exceeds it: bytes or seconds were miscounted."""
     place, rates = attrgetter("backend", "world_size", "device", "source"), []
     for c in collectives:
         if c.collective == "all_reduce" and place(c) == place(record):
@@ -350,8 +341,7 @@ class Straggler:
 
 
 def find_straggler(record: StepRecord) -> Straggler | None:
-    """The rank that is the slowest in most steps without communication, by far; None if the slowest rank varies, as it
-    does when ranks are equally fast."""
+    """The rank that is by far the slowest in most steps without communication; None if that varies."""
     if record.comm_off is None or record.comm_off.num_ranks < 2:
         return None
     rows = record.comm_off.seconds
@@ -372,8 +362,7 @@ SERVERS = {"gloo": 2}
 
 @dataclass(frozen=True)
 class TracedMessage(Checked):
-    """One all-reduce of gradients: its launch, the start of the transfer, and its end, in seconds since backward
-    began."""
+    """One all-reduce of gradients: launch, start of the transfer, and end, in seconds since backward began."""
 
     num_bytes: PositiveCount
     launch_s: float
@@ -402,8 +391,6 @@ class Stall(Checked):
 
 @dataclass(frozen=True)
 class OperatorTime(Checked):
-    """The self time of an operator in a step."""
-
     name: str
     own_s: Seconds
 
@@ -469,7 +456,7 @@ class TracedStepRecord(Record):
 
     @property
     def exposed_s(self) -> float:
-        """The time from the end of the rank's own backward to the end of the last message."""
+        """From the end of the rank's own backward to the end of the last message."""
         return self.over_s - self.backward_s
 
     @property

@@ -86,7 +86,6 @@ def write_new(path: Path, content: str | bytes, replace: bool = False) -> None:
 
 
 def save_run(run: Run, path: Path) -> None:
-    """Write the run as versioned JSON to a new file."""
     head = name_format(RUN_FORMAT) | dataclasses.asdict(dataclasses.replace(run, records=()))
     del head["records"]
     # One record per line keeps the file easy to diff and grep.
@@ -144,7 +143,6 @@ def find_file(path: Path) -> Path | None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file, or its compressed copy if only that exists."""
     file = find_file(path) or path
     return cast(BinaryIO, gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
 
@@ -164,8 +162,7 @@ def is_run_path(path: str | Path) -> bool:
 
 
 def load_json(file: Path, needed: str) -> Any:
-    """The document of a file, compressed or not. Raises RecordError "missing", whose message states what is `needed`,
-    or "damaged"."""
+    """The document of a file, compressed or not; RecordError "missing", which says what is `needed`, or "damaged"."""
     try:
         return json.loads(read_file(file))
     except FileNotFoundError:
@@ -277,8 +274,7 @@ class Study:
         return cls(path, verb, config, command_line)
 
     def _file(self, cell: str) -> Path:
-        """The file of a cell. If the cell's name has characters that a file name cannot have, a checksum makes it
-        unique."""
+        """The file of a cell. A checksum makes it unique if the name has characters that a file name cannot have."""
         plain, slug = cell.replace(" ", "-"), re.sub(r"[^A-Za-z0-9.-]+", "-", cell)
         folder = self.path / _CELLS
         folder.mkdir(exist_ok=True)
@@ -300,7 +296,6 @@ class Study:
             raise RecordError(text, code=code) from None
 
     def find_machine(self, cell: str) -> str:
-        """The name of the machine that measured a finished cell."""
         found: str = json.loads(self._file(cell).read_text())["machine"]
         return found
 
@@ -311,7 +306,6 @@ class Study:
         write_new(self._file(cell), json.dumps(document, allow_nan=False) + "\n")
 
     def count(self) -> int:
-        """The number of finished cells."""
         return len(list((self.path / _CELLS).glob("*.json")))  # 0 if the study was discarded
 
     def discard(self) -> None:

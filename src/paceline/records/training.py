@@ -85,13 +85,11 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatchRecord(Record):
-    """One training run of an accuracy study, with a `budget` in `epochs` (possibly a fraction) or `updates`.
-
+    """One training run of an accuracy study, with a `budget` of `epochs` (possibly a fraction) or `updates`.
     `batch_size` is the micro-batch of one rank, `largest_batch_size` the final global batch size if it grew. If the
     loss became NaN or infinite, there is a `failure` and the curve ends there. In a study of strategies the recipe is
     the strategy, run by `num_workers` ranks or replicas in one process that send `sent_bytes` each per step.
-    `num_classes` is 0 for regression, and -1 if unknown.
-    """
+    `num_classes` is 0 for regression, and -1 if unknown."""
 
     kind: ClassVar[str] = "large_batch"
     model: str
@@ -178,17 +176,14 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self) -> float | None:
-        """The noise scale in samples; None if only a lower bound is known, because the gradient estimate is not
-        positive."""
+        """In samples; None if only a lower bound is known, because the gradient estimate is not positive."""
         return self.noise_trace / self.gradient_square if self.gradient_square > 0 else None
 
 
 def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) -> NoiseEstimate:
-    """Estimate the noise scale from probes whose small batches have this many samples.
-
-    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both terms. Each term is averaged over
-    probes before dividing, because the ratio of a single probe is noisy and biased.
-    """
+    """Estimate the noise scale from probes whose small batches have this many samples. On average |g_n|^2 = |G|^2 +
+    tr(Sigma) / n, so two batch sizes determine both terms. Terms are averaged over probes before taking the ratio: the
+    ratio of a single probe is noisy and biased."""
     b = small_batch_size
     signals, noises = [], []
     for probe in probes:
@@ -201,10 +196,8 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
 
 def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[float, float] | None:
     """Fieller's 90 % interval of mean(noises) / mean(signals): every r for which mean(noises - r * signals) can be 0.
-
     It is valid even for few probes, and is unbounded above if the mean of the signals can be 0. Their true mean is a
-    square, so a negative estimate counts as 0.
-    """
+    square, so a negative estimate counts as 0."""
     count = len(signals)
     if count < 3:  # too few probes to estimate their spread
         return None
@@ -263,7 +256,7 @@ class NoiseRecord(Record):
 
     @property
     def noise_scale(self) -> float | None:
-        """tr(Sigma) / |G|^2, in samples; None if there is only a lower bound (`estimate.interval`)."""
+        """In samples; None if there is only a lower bound (`estimate.interval`)."""
         return self.estimate.noise_scale
 
 
@@ -326,7 +319,6 @@ def summarize_rows(rows: Sequence[dict[str, Any]], epoch: int = 0) -> EpochSumma
 
 
 def list_ranks(row: Mapping[str, Any], name: str) -> list[float]:
-    """The times of each rank in this row."""
     found: list[float] = row["ranks"][name]
     return found
 

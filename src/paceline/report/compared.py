@@ -60,8 +60,7 @@ _Key = str | tuple[str, ...]  # identifies a number: its name, or its record's f
 
 
 class _Number(NamedTuple):
-    """One number of a run. Its ratios have an interval if the number has `samples`, or if it is an accuracy over
-    `num_tested` samples."""
+    """One number of a run. Ratios have an interval if it has `samples` or is an accuracy over `num_tested` samples."""
 
     unit: str
     value: float | None
@@ -79,7 +78,6 @@ class _Number(NamedTuple):
 
 
 def _list_numbers(result: Result) -> dict[_Key, _Number]:
-    """The numbers of a run by key. The kind of result determines which numbers it has."""
     if isinstance(result, TraceResult):
         row = build_row(OVERVIEWS, result.overviews[0]) | {"samples_per_s": result.samples_per_s}
         return {_name(key): _Number(_find_unit(key), row[key]) for key in _OF_TRACES}
@@ -155,7 +153,6 @@ class ComparedNumber:
 
     @property
     def ratio(self) -> float | None:
-        """The second number divided by the first."""
         return self.second / self.first if self.first and self.second is not None else None
 
     @property
@@ -294,7 +291,6 @@ class ComparisonResult(Result):
 
 
 def compare_results(parts: Sequence[Result], environment: Environment) -> ComparisonResult:
-    """Compare runs of one verb with the first of them."""
     are_training = all(isinstance(part, TrainRunResult) and part.rows for part in parts)
     return (TrainComparisonResult if are_training else ComparisonResult).of(parts, environment)
 
@@ -419,8 +415,7 @@ class ComparedRun:
 
     @property
     def differences(self) -> list[float]:
-        """The loss difference at each common step, relative to the first run's mean loss; infinite if a loss is not
-        finite."""
+        """The loss difference at each common step, relative to the first run's mean loss."""
         there, here = ({row["step"]: row["loss"] for row in run.rows} for run in (self.first, self.run))
         mean = statistics.fmean([loss for loss in there.values() if _is_number(loss)] or [1.0])
         both = [(loss, there[step]) for step, loss in here.items() if step in there]
@@ -476,7 +471,6 @@ class TrainComparisonResult(ComparisonResult):
 
     @classmethod
     def of(cls, parts: Sequence[Result], environment: Environment) -> TrainComparisonResult:
-        """Compare training runs with the first."""
         for one in parts:
             found = f"{one.folder or 'a result'} is a run of `paceline {one.run.verb}`"
             refuse(

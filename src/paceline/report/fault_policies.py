@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.predict.goodput import ALL_LOST, Faults, Goodput, average_costs, estimate_goodput, is_ahead
 from paceline.records.kinds import CostRecord
@@ -55,8 +55,7 @@ _COSTS = (
 
 
 class GoodputResult(Result):
-    """Result of `predict goodput`: one row per policy with known costs, best first. `share`, `interval` and
-    `save_interval_s` are those of the best policy."""
+    """Result of `predict goodput`: one row per policy with known costs, best first, and the values of the best one."""
 
     json_columns = (
         *raw_columns("faults.mtbf_s", "faults.ranks", "faults.all_lost", "faults.repair_s", "config.horizon_s"),
@@ -114,53 +113,36 @@ class GoodputResult(Result):
             f"{format_duration(self.config['horizon_s'])} (--horizon); see docs/faults.md for the model's error",
         ]
 
-    def _list_assumptions(self) -> list[str]:
+    def _list_assumptions(self) -> Iterator[str]:
         costs, ranks, usable = self.only(CostRecord), self.faults.ranks, self.faults.usable
         names = {record.name for record in costs}
+        measured, policies = self.config.get("measured_ranks") or ranks, {row.policy.name for row in self.rows}
         absent = [name for name in ("spare", "shrink") if name not in names]
-        once = [_NAMES[r.name] for r in costs if r.source == "measured" and len(r.seconds) == 1]
-        measured = self.config.get("measured_ranks") or ranks
-        returns_s = self.faults.repair_s + average_costs(costs).get("restart", 0.0)
-        several = len(self.rows) > 1
-        shrinks = any(row.policy.name == "shrink" for row in self.rows)
-        lines = (
-            (ranks == 1, "left out: spare and shrink, because one rank has no replica to continue from"),
-            (
-                ranks > 1 and absent,
-                f"left out: {' and '.join(absent)}, not measured by any run; pass "
-                + " and ".join(f"--{name}-seconds" for name in absent),
-            ),
-            ("detect" not in names, "assumed: faults are detected immediately; pass --detect-seconds"),
-            (once, f"assumed: {', '.join(once)}, measured once, may be 20 % off (one standard deviation)"),
-            (
-                measured != ranks,
-                f"assumed: steps, saves and recovery take as long on {ranks:,} ranks as on {measured:,}",
-            ),
-            (
-                several,
-                f"assumed: {100 * self.faults.all_lost:.3g} % of the faults leave no replica, such as the loss of the "
-                "only host (--all-lost)",
-            ),
-            (
-                several and not self.is_on_one_host,
-                "spare and shrink work within one host; across hosts the launcher restarts the job",
-            ),
-            (
-                shrinks,
-                f"assumed: with shrink a lost rank returns after {format_duration(returns_s)}, and its return "
-                "pauses the job as long as its loss did",
-            ),
-            (
-                shrinks and usable is None,
-                "assumed: with shrink all other ranks can share the global batch (a training run can confirm it)",
-            ),
-            (
-                shrinks and usable is not None,
-                f"with shrink {usable or 0:,} of {ranks:,} ranks continue while one is missing, because more cannot "
-                "divide the global batch evenly",
-            ),
-        )
-        return [line for holds, line in lines if holds]
+        if ranks == 1:
+            yield "left out: spare and shrink, because one rank has no replica to continue from"
+        elif absent:
+            options = " and ".join(f"--{name}-seconds" for name in absent)
+            yield f"left out: {' and '.join(absent)}, not measured by any run; pass {options}"
+        if "detect" not in names:
+            yield "assumed: faults are detected immediately; pass --detect-seconds"
+        if once := [_NAMES[r.name] for r in costs if r.source == "measured" and len(r.seconds) == 1]:
+            yield f"assumed: {', '.join(once)}, measured once, may be 20 % off (one standard deviation)"
+        if measured != ranks:
+            yield f"assumed: steps, saves and recovery take as long on {ranks:,} ranks as on {measured:,}"
+        if len(policies) > 1:
+            lost = f"{100 * self.faults.all_lost:.3g} % of the faults leave no replica"
+            yield f"assumed: {lost}, such as the loss of the only host (--all-lost)"
+            if not self.is_on_one_host:
+                yield "spare and shrink work within one host; across hosts the launcher restarts the job"
+        if "shrink" in policies:
+            returns = format_duration(self.faults.repair_s + average_costs(costs).get("restart", 0.0))
+            pause = "and its return pauses the job as long as its loss did"
+            yield f"assumed: with shrink a lost rank returns after {returns}, {pause}"
+            if usable is None:
+                yield "assumed: with shrink all other ranks can share the global batch (a training run can confirm it)"
+            else:
+                why = "because more cannot divide the global batch evenly"
+                yield f"with shrink {usable:,} of {ranks:,} ranks continue while one is missing, {why}"
 
     def tables(self) -> list[Table]:
         costs = Table("costs", "Input costs", _COSTS, self.only(CostRecord))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from paceline.predict.fully_sharded import (
@@ -29,6 +30,7 @@ from paceline.strategy import Strategy
 from paceline.units import format_duration, format_memory, format_ms, format_number_of
 
 _CAPS = 16  # number of bucket sizes tried
+_TIME = attrgetter("time_s")
 _WORTH = 0.01  # a lossy strategy is shown if it saves more than this fraction of the time
 
 
@@ -55,14 +57,8 @@ class Outlook:
         return self.time_s * row.low_s / row.step_s, self.time_s * row.high_s / row.step_s
 
 
-def _of_row(column: Column) -> Column:
-    path = column.value
-    assert isinstance(path, str)
-    return Column(column.name, f"row.{path}", column.unit, column.key, column.is_key, column.priority)
-
-
 _COLUMNS = (
-    *map(_of_row, PLACE),
+    *(replace(column, value=f"row.{column.value}") for column in PLACE),
     Column("strategy", "name", key="strategy", is_key=True),
     Column("update", "update", key="update", priority=2),
     Column("step", "row.step_s", "ms", "step_s", priority=9),
@@ -95,16 +91,13 @@ class OutlookResult(StrategyStepsResult):
                 found = self._simulate_on(fabric, draws, ranks, **sends)
                 self.outlooks += [self._evaluate(strategy.text, strategy, row) for row in found]
             if FULLY_SHARDED in config["strategies"]:
-                found = self._simulate_on(fabric, draws, ranks, send=self._send_sharded)
-                self.outlooks += [self._evaluate(FULLY_SHARDED, None, row) for row in found]
+                found = self._simulate_on(fabric, draws, ranks, send=lambda count, *_: FullySharded(self.blocks, count))
+                self.outlooks += [self._judge(FULLY_SHARDED, None, row) for row in found]
         self.rows = [one.row for one in self.outlooks]
         places = group_by(self.outlooks, lambda one: (one.row.network, one.row.world_size))
         self.chosen = [one for found in places.values() for one in _choose(found)]
 
-    def _send_sharded(self, world_size: int, *_: Any) -> FullySharded:
-        return FullySharded(self.blocks, world_size)
-
-    def _evaluate(self, name: str, strategy: Strategy | None, row: Prediction) -> Outlook:
+    def _judge(self, name: str, strategy: Strategy | None, row: Prediction) -> Outlook:
         config, count = self.config, row.world_size
         memory = estimate_memory(self.job, strategy, self.blocks, self.num_states, count)
         saved = (1 + self.num_states) * self.job.num_bytes / (count if strategy is None else 1)
@@ -184,15 +177,11 @@ class OutlookResult(StrategyStepsResult):
         return PredictResult.to_json(self) | {"strategies": self.page_tables()[-1].rows_json()}
 
 
-def _get_time(one: Outlook) -> float:
-    return one.time_s
-
-
 def _choose(found: Sequence[Outlook]) -> list[Outlook]:
     """The fastest exact strategy that fits, and the fastest overall if that saves more than 1 % of the time."""
     fitting = [one for one in found if one.fits]
-    exact = min((one for one in fitting if one.update == "exact"), key=_get_time, default=None)
-    best = min(fitting, key=_get_time, default=None)
+    exact = min((one for one in fitting if one.update == "exact"), key=_TIME, default=None)
+    best = min(fitting, key=_TIME, default=None)
     if best is None:
         return []
     is_better = exact is None or best.time_s < exact.time_s * (1 - _WORTH)
@@ -205,7 +194,7 @@ def plot_times(result: OutlookResult) -> Figure:
     figure, axes = new_figure(f"{result.profile.model}: time for {samples}", "fastest strategy, with faults; simulated")
     for number, (network, found) in enumerate(group_by(result.chosen, lambda one: one.row.network).items()):
         best = group_by(found, lambda one: one.row.world_size)
-        line = [min(same, key=_get_time) for same in best.values()]
+        line = [min(same, key=_TIME) for same in best.values()]
         points = [(o.row.world_size, *(s / 3600 for s in (o.time_s, *o.bounds_s))) for o in line]
         draw_line(axes, number, points, f"{network} (simulated)", "--")
     label_values(axes, [one.row.world_size for one in result.outlooks])

@@ -41,7 +41,6 @@ def format_interval(ratio: Interval, percent: str = "{:+.1%}") -> str:
 
 
 def describe_rows(rows: Sequence[Prediction], assumed: Iterable[str], prefix: str) -> list[str]:
-    """The assumptions behind the rows, and the reasons for uncertainty about them."""
     lines = [line if line.startswith(_NAMED) else f"{prefix}: {line}" for line in dict.fromkeys(assumed)]
     for doubt, same in group_by((row for row in rows if row.doubt), lambda row: row.doubt).items():
         places = ", ".join(f"{row.network} on {row.world_size:,} ranks" for row in same)
@@ -182,8 +181,11 @@ def compare_plans(race: Race, candidates: Sequence[Prediction], whole: Race | No
     """The plans that ran, each compared with the default. With `whole`, also includes plans that change the update."""
     rows = []
     for one in candidates:
-        ratio = (whole or race).to_default[one.label]
-        status = _find_status(race, one.label) if one.label in race.to_default else _find_offer_status(ratio)
+        ratio, status = (whole or race).to_default[one.label], ""
+        if one.label in race.to_default:
+            status = _find_status(race, one.label)
+        elif ratio.is_flat or ratio.is_clear:  # it changes the update and is therefore never chosen automatically
+            status = "within 1 %" if ratio.is_flat else "faster" if ratio.high < 1 else "slower"
         rows.append(replace(one, ratios={DEFAULT: ratio}, status=status))
     return rows
 
@@ -199,11 +201,6 @@ def _find_status(race: Race, label: str) -> str:
         return ""
     # A plan may be shown to be slower than another plan, but not slower than the default.
     return "slower" if race.to_default[label].low > 1 else "beaten"
-
-
-def _find_offer_status(ratio: Interval) -> str:
-    """The status of a strategy that changes the update and is therefore never chosen automatically."""
-    return "within 1 %" if ratio.is_flat else "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else ""
 
 
 def draw_caps(

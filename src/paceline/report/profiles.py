@@ -44,12 +44,9 @@ _PHASE_COLORS = {"data": "#E69F00", "forward": "#0072B2", "backward": "#56B4E9",
 
 
 class ProfileResult(PhasesResult):
-    """Result of `paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its
-    steps.
-
-    `profile` is the record of the layers, or None if they were not measured. `evidence` has the costs of messages and
-    the wrapper, or is None if only layers were profiled. `steps` are the records of the phases.
-    """
+    """Result of `paceline.profile` and `profile layers`. `profile` is the record of the bare model's layers, and
+    `steps` are the records of the phases on several ranks, if measured. `evidence` has the costs of messages and the
+    wrapper, or is None if only layers were profiled."""
 
     json_columns = raw_columns(notes="findings")
 
@@ -103,8 +100,7 @@ class ProfileResult(PhasesResult):
 
 
 class _Part(NamedTuple):
-    """A block with the bytes of its gradients, or a parameter with its position in ready order and the bytes ready by
-    then."""
+    """A block and the bytes of its gradients, or a parameter, its place in ready order and the bytes ready so far."""
 
     profile: LayerProfileRecord
     of: Any
@@ -126,7 +122,6 @@ def list_parameters(profile: LayerProfileRecord) -> list[_Part]:
 
 
 def _find_share(row: _Part) -> float:
-    """The time as a fraction of backward."""
     backward_s: float = statistics.median(row.of.backward_s)
     return backward_s / (row.profile.profiled_backward.median_s or 1.0)
 
@@ -239,7 +234,6 @@ class TraceResult(Result):
 
     @staticmethod
     def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Finding]) -> dict[str, Any]:
-        """The contents of `overview.json`."""
         return {
             "overviews": [tracing.overview_to_json(overview) for overview in overviews],
             "facts": asdict(facts),
@@ -483,8 +477,7 @@ class MemoryRow:
 
 
 def list_memory(memory: MemoryUse) -> list[MemoryRow]:
-    """One row per category, and the total. The total's columns are sums, except for its maximum, which is the maximum
-    of the sum."""
+    """One row per category, and the total, whose maximum is that of the sum."""
     peak, by_phase = memory.peak, group_by(memory.phases, lambda phase: phase.name)
     return [
         MemoryRow(

@@ -66,11 +66,6 @@ class Result:
         self.page: Path | None = None  # the HTML page written for this result
         self._derive()
 
-    @classmethod
-    def load(cls, path: Path) -> Result:
-        """The result of the run in this folder or `run.json`."""
-        return build_result(load_run(path), path if path.is_dir() else path.parent)
-
     def _derive(self) -> None:
         """Set the attributes that are always derived from the run."""
 
@@ -100,7 +95,6 @@ class Result:
         return []
 
     def page_tables(self) -> list[Table]:
-        """The tables on a page."""
         return self.tables()
 
     def page_figures(self) -> Drawings:
@@ -151,7 +145,6 @@ class Result:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons why the result may be unreliable."""
         return self.run.warnings
 
     @property
@@ -165,11 +158,9 @@ class Result:
         return [doubt.text for doubt in self.doubts if doubt.kind in NOISY]
 
     def table(self, name: str | None = None) -> Table:
-        """A table by name, or the main one."""
         return _pick({table.name: table for table in self.tables()}, name, "table")
 
     def figure(self, name: str | None = None) -> Figure:
-        """A matplotlib figure by name, or the main one."""
         return _pick(self.figures(), name, "figure")()
 
     def to_json(self) -> dict[str, Any]:
@@ -355,15 +346,13 @@ def _pick(named: dict[str, T], name: str | None, what: str) -> T:
 
 
 def _find_class(verb: str) -> type[Result]:
-    """The class of a verb's results. Its module is imported on demand, because it may be a study, which imports this
-    package."""
+    """The class of a verb's results, imported on demand, because often a study that imports this package has it."""
     module, _, name = _CLASSES.get(verb, "report.result.Result").rpartition(".")
     kind: type[Result] = getattr(importlib.import_module(f"paceline.{module}"), name)
     return kind
 
 
 def build_result(run: Run, folder: Path | None = None) -> Result:
-    """The result of a run, as an instance of its verb's class."""
     is_empty = run.verb not in _WITHOUT_RECORDS and not run.records  # interrupted before its first cell
     return (Result if is_empty else _find_class(run.verb))(run, folder)
 
@@ -372,9 +361,10 @@ def load_result(path: str | Path) -> Result:
     """The result of a run from its folder or its `run.json`, as the original command or call returned it."""
     path = Path(path)
     if path.is_dir() and find_file(path / RUN_FILE) is None and (path / CONFIG_FILE).exists():
-        return _find_class("train").load(path)
+        result: Result = _find_class("train").load(path)  # type: ignore[attr-defined]
+        return result
     if path.is_dir() and find_file(path / RUN_FILE) is None:
         runs = sorted(file.parent for file in path.glob(f"**/{RUN_FILE}*"))
         advice = f"did you mean {runs[-1]}?" if runs else "pass a run folder or its run.json"
         raise RecordError(f"{path} is not the folder of a run: {advice}", code="not-a-run")
-    return Result.load(path)
+    return build_result(load_run(path), path if path.is_dir() else path.parent)

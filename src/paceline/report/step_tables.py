@@ -91,8 +91,7 @@ def describe_phases(record: StepRecord) -> list[str]:
 
 
 class WrappersResult(Result):
-    """Result of `bench wrappers`: one row per wrapper, backend, number of ranks and model, compared with torch's
-    wrapper."""
+    """Result of `bench wrappers`: one row per wrapper, backend, number of ranks and model."""
 
     def _derive(self) -> None:
         self.steps = self.only(StepRecord)
@@ -161,7 +160,7 @@ def build_columns(comparisons: Sequence[WrapperComparison]) -> list[Column]:
         *ratio_columns(on_gloo, "to_torch_on_gloo", "ratio_to_torch_on_gloo", "noise_to_torch_on_gloo", 3),
         *ratio_columns("/ tuned", "to_tuned", "ratio_to_torch_tuned", "noise_to_torch_tuned", 2),
         *ratio_columns("/ bare", "to_bare", "ratio_to_bare", "noise_to_bare", 1),
-        Column("host µs/param", _find_host_us, "{:.2f}".format, "host_us_per_parameter", priority=-1),
+        Column("host µs/param", "host_us_per_parameter", "{:.2f}".format, "host_us_per_parameter", priority=-1),
         Column(None, lambda s: s.record.held_bytes or None, key="held_bytes"),
         Column(None, lambda s: s.record.peak_step_bytes or None, key="peak_step_bytes"),
         Column("memory added", "added_bytes", "bytes", "added_bytes", priority=-1),
@@ -173,14 +172,8 @@ def build_columns(comparisons: Sequence[WrapperComparison]) -> list[Column]:
     ]
 
 
-def _find_host_us(comparison: WrapperComparison) -> float | None:
-    host_s = comparison.host_s_per_parameter
-    return None if host_s is None else host_s * 1e6
-
-
 def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
-    """Plot the step time of each wrapper and backend: a panel per model and number of ranks, and lines from p10 to
-    p90."""
+    """Plot step times from p10 to p90 by wrapper and backend, with a panel per model and number of ranks."""
     several = len({record.backend for record in records}) > 1
 
     def name(record: StepRecord) -> str:

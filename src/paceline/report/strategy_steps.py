@@ -69,8 +69,7 @@ _CELL = (
 
 
 class Cell:
-    """The strategies on one network and number of ranks: the fastest exact one, the fastest lossy one that sends in
-    every step, and the fastest schedule."""
+    """The strategies on one network and number of ranks, and the fastest exact one, lossy one and schedule."""
 
     def __init__(self, rows: Sequence[Prediction]) -> None:
         self.rows, self.network, self.world_size = rows, rows[0].network, rows[0].world_size
@@ -89,7 +88,6 @@ class Cell:
         return self._by_name[choose_fastest({one.text: self._by_name[one.text].step_s for one in names})]
 
     def describe(self) -> str:
-        """Describe the strategies to choose, in sentences."""
         assert self.exact is not None
         text = f"The fastest exact strategy is {self.exact.strategy.text}, {format_ms(self.exact.step_s)} ms"
         text += f"; bf16 takes {format_ms(self.bf16.step_s)} ms."
@@ -139,8 +137,7 @@ class StrategyStepsResult(PredictResult):
 
     @cached_property
     def sweeps(self) -> dict[int, Sweep]:
-        """For each number of ranks, the step times over a range of link bandwidths, with the first network's latency
-        and nodes."""
+        """For each number of ranks, the steps by bandwidth, with the first network's latency and nodes."""
         config, latency = self.config, self._latency
         ordered, per_node = prefer(self.strategies), config["ranks_per_node"] or 1
         joined = (f.inside for f in self.fabrics if isinstance(f, AssumedFabric) and f.network.ranks_per_node == 1)
@@ -208,8 +205,8 @@ class StrategyStepsResult(PredictResult):
             Column("fastest", "2", key="fastest", priority=9),
             Column("step (ms)", lambda r: r[3][r[2]], format_ms, "fastest_s", priority=8),
             *(
-                Column(f"{name} (ms)", functools.partial(_get_step, name), format_ms, f"{name}_s")
-                for name in (one.text for one in self.strategies)
+                Column(f"{one.text} (ms)", functools.partial(_get_step, one.text), format_ms, f"{one.text}_s")
+                for one in self.strategies
             ),
         )
         title = f"{self.profile.model}: the fastest strategy by bandwidth, at a latency of {self._latency}"

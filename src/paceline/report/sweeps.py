@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.predict.curves import FamilyCurve, fit_collectives
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
@@ -15,19 +15,10 @@ from paceline.records.samples import Ratio, Samples, compare_times, group_by
 from paceline.records.store import Run
 from paceline.report.plots import MARKERS, Axes, Drawings, Figure, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
+from paceline.report.table import Column, Table, build_row, format_ratio, raw_columns, text_columns
 from paceline.units import GB, format_bytes, format_duration, format_number_of, format_rate
 
 Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
-
-
-class Ratios(NamedTuple):
-    """The time of one backend relative to another, paired by repetition, for each size in bytes."""
-
-    backend: str
-    other: str
-    world_size: int
-    by_size: tuple[tuple[int, Ratio], ...]
 
 
 class CollectiveResult(Result):
@@ -68,21 +59,26 @@ class CollectiveResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        fits = [*map(_describe_ratios, self.ratios), *(_describe_fit(record, fit) for record, fit in self.fits)]
+        pairs = [
+            f"{where}: {', '.join(f'{format_bytes(size)} {format_ratio(ratio)}' for size, ratio in found)}"
+            for where, found in self.ratios.items()
+        ]
+        fits = [*pairs, *(_describe_fit(record, fit) for record, fit in self.fits)]
         alone = "1 rank: nothing is sent, so busbw is 0 and the time is the overhead of the call"
         return [*fits, alone] if any(record.world_size == 1 for record in self.rows) else fits
 
     @property
-    def ratios(self) -> list[Ratios]:
-        """Each backend and memory relative to the first backend on each number of ranks, if they were interleaved."""
-        found = dict[tuple[str, str, int], list[tuple[int, Ratio]]]()
+    def ratios(self) -> dict[str, list[tuple[int, Ratio]]]:
+        """Each backend and memory relative to the first backend on each number of ranks, by size, if interleaved."""
+        found = dict[str, list[tuple[int, Ratio]]]()
         for (n, num_bytes), rows in group_by(self.rows, lambda r: (r.world_size, r.num_bytes)).items():
             times = [(_name_backend(row), row.timing.reduced_s) for row in rows if isinstance(row.timing, Samples)]
             for name, seconds in times[1:]:
                 (first, first_s), is_pair = times[0], len(seconds) == len(times[0][1])
                 if name != first and is_pair:
-                    found.setdefault((name, first, n), []).append((num_bytes, compare_times(seconds, first_s)))
-        return [Ratios(*where, tuple(ratios)) for where, ratios in found.items()]
+                    where = f"{name} / {first}, {format_number_of(n, 'rank')}, interleaved"
+                    found.setdefault(where, []).append((num_bytes, compare_times(seconds, first_s)))
+        return found
 
     def tables(self) -> list[Table]:
         tables = [Table("table", self.rows[0].collective, self._columns, self.rows, key="rows")]
@@ -182,8 +178,7 @@ _MEASURED = (
 
 
 def build_columns(records: Sequence[CollectiveRecord], bounds: MemoryBounds) -> list[Column]:
-    """The columns for these records, named as in nccl-tests where possible. There is a memory column unless all memory
-    is ordinary."""
+    """The columns, named as in nccl-tests where possible; with memory unless all of it is ordinary."""
     is_plain = all(record.memory == "ordinary" for record in records)
     return [
         *raw_columns("collective"),
@@ -248,15 +243,6 @@ def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
     )
 
 
-def _describe_ratios(found: Ratios) -> str:
-    sizes = []
-    for num_bytes, ratio in found.by_size:
-        noise = "" if ratio.noise is None else f" ± {ratio.noise:.3f}"
-        sizes.append(f"{format_bytes(num_bytes)} {ratio.value:.3f}{noise}")
-    where = f"{found.backend} / {found.other}, {format_number_of(found.world_size, 'rank')}, interleaved"
-    return f"{where}: {', '.join(sizes)}"
-
-
 def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
     """Whether two rows are comparable measurements. An "unknown" field of an imported table matches any value."""
     same_type = here.dtype == there.dtype or "unknown" in (here.dtype, there.dtype)
@@ -302,7 +288,6 @@ def _plot(
 
 
 def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequence[MemoryRecord] = ()) -> Figure:
-    """Plot time against size, both on log axes."""
     title = f"{records[0].collective}: time"
     figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3, bounds)
     times = [r.time_s for r in (*records, *bounds)]
@@ -332,7 +317,6 @@ def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure
 
 
 def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
-    """Plot total time against elements per all-reduce, both on log axes."""
     title = f"{format_bytes(records[0].total_bytes)} all-reduced in chunks"
     figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3)
     axes.set(xscale="log", yscale="log", xlabel="elements per all-reduce", ylabel="total time (ms), band p10 to p90")

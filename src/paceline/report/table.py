@@ -43,13 +43,11 @@ _MIN_WORDS = 24  # minimum width of a wrapped column of words
 
 @dataclass(frozen=True)
 class Column:
-    """One column, defined once for all output formats of a table.
-
-    `value` is a function of a row, or the dotted path of an attribute or item; it may return None. `unit` is a key of
-    `_FORMATS`, or a function. `key` names the column in JSON and CSV, which contain the raw value (rates in GB/s). A
-    column without a key is only for people, and one without a name only for programs. A narrow terminal drops columns,
-    lowest priority first and from the right among equals, but never a key column (`is_key`).
-    """
+    """One column, defined once for all output formats of a table. `value` is a function of a row, or the dotted path of
+    an attribute or item; it may return None. `unit` is a key of `_FORMATS`, or a function. `key` names the column in
+    JSON and CSV, which contain the raw value (rates in GB/s). A column without a key is only for people, and one
+    without a name only for programs. A narrow terminal drops columns, lowest priority first and from the right among
+    equals, but never a key column (`is_key`)."""
 
     name: str | None
     value: Callable[[Any], Any] | str
@@ -81,7 +79,6 @@ class Column:
         return value / units.GB if self.unit == "GB/s" and value is not None else value
 
     def find(self, row: Any) -> Any:
-        """A row's unformatted value."""
         if callable(self.value):
             return self.value(row)
         for name in self.value.split("."):
@@ -135,7 +132,6 @@ def count_clear(ratios: Sequence[Any]) -> tuple[int, int, int]:
 
 
 def build_row(columns: Sequence[Column], row: Any) -> dict[str, Any]:
-    """A row as a JSON object."""
     return {column.key: column.raw(row) for column in columns if column.key}
 
 
@@ -173,7 +169,6 @@ class Table:
         return Table(f"{self.name}_by_{by}", self.title, columns, list(groups.values()))
 
     def rows_json(self) -> list[dict[str, Any]]:
-        """The rows as JSON objects, at full precision."""
         return [build_row(self.columns, row) for row in self.rows]
 
     def csv(self) -> str:

@@ -46,8 +46,7 @@ _MOST_FAULTS = 3  # maximum number of faults to list individually
 
 
 class ObservedTraining(AttachedResult):
-    """The steps of a training run, analyzed like those of an attached program. Every row has each rank's wait for the
-    others."""
+    """The steps of a training run, analyzed like those of an attached program, with each rank's waits in every row."""
 
     def __init__(self, run: Run, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = rows
@@ -98,8 +97,7 @@ class TrainRunResult(Result):
     @cached_property
     def saves(self) -> list[dict[str, Any]]:
         """One row per completed save: its `step`, how long training waited for it (`stall_s`) and for the previous
-        write (`wait_s`), how long this write took (`write_s`), and the next interval of `--save-every auto`
-        (`next_s`)."""
+        write, how long this write took, and the next interval of `--save-every auto` (`next_s`)."""
         return self._load_rows(records.SAVES_FILE)
 
     def _load_rows(self, name: str) -> list[dict[str, Any]]:
@@ -201,8 +199,7 @@ class TrainRunResult(Result):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Includes the machine's load, because the run reports times. For a run on disk the load is in
-        `config.json`."""
+        """Includes the machine's load, because the run reports times."""
         return (*super().warnings, *(doubt.text for doubt in self.doubts))
 
     def tables(self) -> list[Table]:
