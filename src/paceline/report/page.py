@@ -36,7 +36,6 @@ _DIGITS = 9
 _TRACES = ("trace.json.gz", "trace.json")
 # Grays of the figures by role, so that the page can replace them in dark mode.
 _GREYS = {"#000000": "ink", "#333333": "ink", "#555555": "muted", "#dddddd": "line", "#ffffff": "paper"}
-_NEXT = '<p class="next">next: <code>{}</code> <button type="button" class="copy">Copy</button></p>'
 Marks = list[dict[str, Any]]
 
 
@@ -98,12 +97,12 @@ def _read_axis(axis: Any) -> dict[str, Any]:
 
 
 def _read_marks(axes: Any, numbers: Numbers) -> Marks:
-    """The artists as lines, areas and labels in data coordinates; `fx` and `fy` mark fractions of the panel instead."""
-    from matplotlib.cbook import flatten
+    """The artists of one pair of axes as lines, areas and labels in data coordinates; `fx` and `fy` mark coordinates
+    that are fractions of the panel instead."""
     from matplotlib.collections import LineCollection, PolyCollection
     from matplotlib.colors import to_hex
 
-    named = {id(part): whole.get_label() for whole in axes.containers for part in flatten(whole)}
+    named = {id(part): whole.get_label() for whole in axes.containers for part in _list_parts(whole)}
     marks: Marks = []
 
     def add(artist: Any, kind: str, color: Any, points: Any, **more: Any) -> None:
@@ -171,6 +170,14 @@ def _read_style(line: Any) -> dict[str, Any]:
     return {"w": width} | {name: value for name, value in style.items() if value}
 
 
+def _list_parts(container: Any) -> Iterable[Any]:
+    for part in container:
+        if isinstance(part, tuple | list):
+            yield from part
+        elif part is not None:
+            yield part
+
+
 def _escape(text: Any) -> str:
     return html.escape(str(text))
 
@@ -218,6 +225,7 @@ def _render_figure(number: int, figure: dict[str, Any], trace: str) -> str:
 
 
 def _find_trace(folder: Path | None, page: Path | None) -> str:
+    """Relative link from the page to a run's trace."""
     found = next((folder / name for name in _TRACES if (folder / name).exists()), None) if folder else None
     if found is None:
         return ""
@@ -257,6 +265,10 @@ def _fold(tables: Sequence[str]) -> str:
     return f"<details><summary>{format_number_of(len(tables), 'more table')}</summary>{''.join(tables)}</details>"
 
 
+def _render_step(step: str) -> str:
+    return f'<p class="next">next: <code>{_escape(step)}</code> <button type="button" class="copy">Copy</button></p>'
+
+
 def render_page(
     results: Sequence[Result], page: Path | None = None, live: dict[str, Any] | None = None, now: str = ""
 ) -> str:
@@ -287,7 +299,7 @@ def render_page(
             # The first screen has the verdict, its picture and what to do next.
             + "".join([*shown[:1], *map(_render_step, result.next_steps), *shown[1:], link, *tables[:1]])
             + _render_list(result.findings, "findings")
-            + "".join(_NEXT.format(_escape(step)) for step in result.next_steps)
+            + _fold(tables[1:])
             + f"{_render_origin(result)}</section>"
         )
     data = {"lists": numbers.lists, "figures": figures, "live": live}
@@ -309,12 +321,12 @@ def render_page(
 
 
 def render_markdown(results: Sequence[Result]) -> str:
-    """Markdown for a pull-request comment or a CI job summary: the answer, the main table, and the rest folded."""
+    """Markdown for a pull-request comment or a CI job summary: the answer, the main table, and the other tables
+    folded."""
     parts = []
     for result in results:
         verdict, rest = split_verdict(result.headline)
-        shown = [table for table in result.tables() if table.rows]
-        tables = [f"**{one.title}**\n\n" * bool(one.title) + one.markdown().rstrip() for one in shown]
+        tables = [_render_markdown(table) for table in result.tables() if table.rows]
         parts += [f"### {verdict}", rest, *tables[:1]]
         parts += [f"> warning: {warning}" for warning in result.warnings[:1]]
         parts += [f"Next: `{step}`" for step in result.next_steps[:1]]
@@ -323,6 +335,11 @@ def render_markdown(results: Sequence[Result]) -> str:
         parts += ["<details><summary>details</summary>", *folded, "</details>"] if any(folded) else []
         parts.append(f"<sub>{_escape(result.caption)}; {_escape(result.machine)}</sub>")
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _render_markdown(table: Table) -> str:
+    title = f"**{table.title}**\n\n" if table.title else ""
+    return f"{title}{table.markdown().rstrip()}"
 
 
 def save_page(results: Sequence[Result], page: Path) -> Path:
