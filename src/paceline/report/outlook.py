@@ -92,12 +92,12 @@ class OutlookResult(StrategyStepsResult):
                 self.outlooks += [self._evaluate(strategy.text, strategy, row) for row in found]
             if FULLY_SHARDED in config["strategies"]:
                 found = self._simulate_on(fabric, draws, ranks, send=lambda count, *_: FullySharded(self.blocks, count))
-                self.outlooks += [self._judge(FULLY_SHARDED, None, row) for row in found]
+                self.outlooks += [self._evaluate(FULLY_SHARDED, None, row) for row in found]
         self.rows = [one.row for one in self.outlooks]
         places = group_by(self.outlooks, lambda one: (one.row.network, one.row.world_size))
         self.chosen = [one for found in places.values() for one in _choose(found)]
 
-    def _judge(self, name: str, strategy: Strategy | None, row: Prediction) -> Outlook:
+    def _evaluate(self, name: str, strategy: Strategy | None, row: Prediction) -> Outlook:
         config, count = self.config, row.world_size
         memory = estimate_memory(self.job, strategy, self.blocks, self.num_states, count)
         saved = (1 + self.num_states) * self.job.num_bytes / (count if strategy is None else 1)
