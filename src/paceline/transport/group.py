@@ -101,8 +101,7 @@ class PacelineGroup(_TorchGroup):
         return [json.loads(self._store.get(f"place/{other}")) for other in range(self._size)]
 
     def _share(self, part_bytes: int, pass_name: Callable[[str], str]) -> native.Mapping:
-        limit_s = self._timeout.total_seconds()
-        return native.Mapping(self._index, self._here, self._pids, part_bytes, pass_name, limit_s)
+        return native.Mapping(self._index, self._here, self._pids, part_bytes, pass_name)
 
     def _pass_by_store(self, key: str, name: str) -> str:
         if name:
