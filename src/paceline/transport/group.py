@@ -23,14 +23,7 @@ from paceline.errors import LaunchError
 from paceline.torch_internals import c10d, is_recording
 from paceline.transport import native, proof, works
 from paceline.transport.hierarchy import TwoLevels
-from paceline.transport.works import (
-    DTYPES,
-    as_run,
-    as_run_in_place,
-    is_movable,
-    is_reducible,
-    is_wrapper_subclass,
-)
+from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
 
 _SLOT_BYTES = 1 << 20  # two per rank; smaller slots bounce cache lines between cores, larger ones exceed the caches
 _STOPPED_S = 1.2  # a process that stays suspended for this long counts as lost
