@@ -152,8 +152,9 @@ class Table:
             places = [rows.long() for rows, _ in parts] or [torch.zeros(0, dtype=torch.int64, device=self.param.device)]
             every = [values for _, values in parts] or [self.param.detach()[:0]]
             found, sums = add_up(torch.cat(places), torch.cat(every))
-            shape, options = self.param.shape, {"is_coalesced": True, "check_invariants": False}
-            self.param.grad = torch.sparse_coo_tensor(found[None], sums, shape, **options)
+            self.param.grad = torch.sparse_coo_tensor(
+                found[None], sums, self.param.shape, is_coalesced=True, check_invariants=False
+            )
             return
         if self.is_all_rows:
             out = self._memory()
