@@ -29,6 +29,7 @@ from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, Hook
 from paceline.parallel.outer import OuterState
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica, find_strides
 from paceline.parallel.rows import EmbeddingRows
+from paceline.parallel.simple import SimpleReducer
 from paceline.parallel.strategies import StrategyState
 from paceline.parallel.timeline import Timeline
 from paceline.parallel.zero import Sharding
@@ -71,7 +72,7 @@ class GradientSync:
 
     def __init__(
         self,
-        reducer: BucketedReducer,
+        reducer: BucketedReducer | SimpleReducer,
         control: ControlWords,
         buffers: SharedBuffers,
         options: Options,
@@ -318,7 +319,7 @@ class GradientSync:
         FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` unchanged."""
         has_data = status == Status.OK
         every, local = self.options.check_every, self._local
-        reducer: BucketedReducer | OuterState = self.reducer if local is None else local
+        reducer: BucketedReducer | SimpleReducer | OuterState = self.reducer if local is None else local
         try:
             late = self._await_deferred()
             self.channel.mark_computed()
@@ -371,7 +372,7 @@ class GradientSync:
                         if failure is not None and failure.place != IN_FORWARD:  # forward's error is already raised
                             raise failure.error
                         return
-                    if control.num_tables:
+                    if control.num_tables and isinstance(self.reducer, BucketedReducer):
                         self.reducer.exchange_rows(control.read_counts(values), take_part)
                     self._complete(reports, words, absent, take_part)
                 else:
@@ -522,8 +523,7 @@ class BucketedReducer:
 
     Buckets are sent in plan order, each as soon as it is complete. With a plan, only one hook per bucket runs: on the
     parameter that arrives last in the recorded ready order. The hook checks that the other gradients have arrived, and
-    the end of backward checks that none arrived later. Without `overlaps`, buckets are sent after backward, each before
-    the next, and the plan does not depend on the order.
+    the end of backward checks that none arrived later.
     """
 
     def __init__(
@@ -536,7 +536,6 @@ class BucketedReducer:
         hook: CommHook | None,
         sharding: Sharding | None,
         rounds: bool,
-        overlaps: bool = True,
     ) -> None:
         self.replica, self.channel, self.num_words, self.sharding = replica, channel, num_words, sharding
         self.rows = rows  # embedding gradients that are sent as rows
@@ -552,12 +551,11 @@ class BucketedReducer:
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # versions of the uncopied gradients before backward
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients and their versions when taken
-        self._overlaps = self._is_recording = overlaps
-        self._records_left = _MAX_RECORDS if overlaps else 0
+        self._is_recording, self._records_left = True, _MAX_RECORDS
         self._arrivals = Arrivals(replica.params)
         # Until the ready order is known, there is one bucket per dtype, as in torch, sent at the end of backward.
-        self.is_planned, self._has_agreed = not overlaps, False
-        self._lay_out(None if overlaps else make_plan((), ()))
+        self.is_planned = self._has_agreed = False
+        self._lay_out()
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -756,8 +754,6 @@ class BucketedReducer:
             zeros = FlatGradients(self.replica, self.plan, self.num_words, flat.uncopied, flat.separate)
         for bucket in self._buckets[self._next : -1]:
             self._start(bucket, *self._fill(bucket, zeros))
-            if not self._overlaps:
-                self._wait(bucket, take_part)
         self._last = self._fill(self._buckets[-1], zeros)
         if self.hook_calls is not None:
             # A hook may compress or keep its input, and may fail, so the control words follow in their own message.
@@ -822,7 +818,7 @@ class BucketedReducer:
             self.timeline.over()
 
     def _finish(self, take_part: bool) -> None:
-        for bucket in self._buckets if self._overlaps else self._buckets[-1:]:
+        for bucket in self._buckets:
             self._wait(bucket, take_part)
 
     def _wait(self, bucket: LiveBucket, take_part: bool) -> None:

@@ -44,6 +44,7 @@ from paceline.parallel.replicas import (
     verify_values,
 )
 from paceline.parallel.rows import EmbeddingRows
+from paceline.parallel.simple import SimpleReducer
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report, StepTimes
 from paceline.parallel.zero import ShardedOptimizer, Sharding, shard
@@ -233,10 +234,13 @@ class DDP(DistributedDataParallel):
             self._strategy.exchanges = sharding.exchanges  # the strategy counts these messages as its own
         self._needs_whole = hook is not None and sharding is None
         codec = hook[0] if hook is not None and isinstance(hook[0], StrategyState) else None
-        planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
-        overlaps = options.reducer == "bucketed"
-        reducer = BucketedReducer(replica, channel, control.num_words, planner, rows, hook, sharding, rounds, overlaps)
-        reducer.is_weighted = options.average == "samples"
+        reducer: BucketedReducer | SimpleReducer
+        if options.reducer == "simple":
+            reducer = SimpleReducer(replica, channel, control.num_words, rows)
+        else:
+            planner = options.make_planner(channel, replica.gradients, hook is not None, self._needs_whole)
+            reducer = BucketedReducer(replica, channel, control.num_words, planner, rows, hook, sharding, rounds)
+            reducer.is_weighted = options.average == "samples"
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # some hooks let replicas differ on purpose, such as local SGD
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module), schedule, codec)
@@ -447,7 +451,7 @@ class DDP(DistributedDataParallel):
         return self._sharding.clip(max_norm, norm_type, error_if_nonfinite)
 
     @property
-    def _planned(self) -> BucketedReducer | None:
+    def _planned(self) -> BucketedReducer | SimpleReducer | None:
         """The reducer, once it has made its plan."""
         reducer = self._ready.reducer
         return reducer if reducer.is_planned else None
@@ -521,7 +525,7 @@ class DDP(DistributedDataParallel):
         if self._options.average == "samples":
             self._ready.expected_total = states[0].get("samples", self._ready.expected_total)
         # Buckets determine which values are rounded together.
-        if states[0]["plan"] is not None:
+        if states[0]["plan"] is not None and isinstance(reducer, BucketedReducer):
             plan = Plan.from_json(states[0]["plan"])
             reducer.adopt(check_plan(plan, reducer.replica.gradients, self._needs_whole))
 

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from paceline.errors import CollectiveError, ConfigError
 from paceline.machine import count_cores
 from paceline.parallel.channel import Channel
-from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Bucket, Gradient, Piece, Plan, Rows, plan_like_torch
+from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, Rows, plan_like_torch
 from paceline.runtime.ranks.world import current_world
 from paceline.strategy import DENSE, Strategy
 from paceline.units import MIB, name_ranks
@@ -116,9 +116,6 @@ class Options:
         if self.plan is not None:
             plan = check_plan(self.plan, gradients, needs_whole)
             return lambda order, rows: plan
-        if self.reducer == "simple":
-            buckets = tuple(Bucket((Piece(index, 0, one.num_bytes),)) for index, one in enumerate(gradients))
-            return lambda order, rows: Plan(tuple(gradients), buckets, "one bucket per gradient")
         is_asked = self.embeddings == "rows"
         share = max(TORCH_FIRST_CAP_BYTES, int(_SHARE * sum(gradient.num_bytes for gradient in gradients)))
         if self.caps:
