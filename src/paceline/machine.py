@@ -26,12 +26,15 @@ def canonical_backend(text: str) -> str:
 
 
 def name_host() -> str:
-    """A name shared by processes that can share memory: same kernel, user, and network and PID namespaces."""
+    """The host's name, extended so that two processes have the same one if and only if they can share memory: same
+    kernel, user, and network and PID namespaces."""
+    name = platform.node()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return " ".join([boot, str(os.geteuid()), *(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))])
+        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")]
     except OSError:
-        return platform.node()
+        return name
+    return " ".join([name, boot, str(os.geteuid()), *spaces])
 
 
 def _cgroup_value(name: str) -> str:

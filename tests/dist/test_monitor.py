@@ -418,9 +418,10 @@ def test_unauthenticated_connections_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(store_server, "MOST_UNKNOWN", 3)
     monkeypatch.setattr(store_server, "HELLO_S", 1000.0)
     listener, said = socket.create_server(("127.0.0.1", 0)), list[str]()
+    monkeypatch.setattr(store_server, "report", said.append)
     address = listener.getsockname()[:2]
     with contextlib.ExitStack() as stack:
-        gate = store_server.Gate(listener, b"the secret", lambda link: None, said.append)
+        gate = store_server.Gate(listener, b"the secret", lambda link: None)
         stack.callback(gate.close)
         for _ in range(10):
             stack.enter_context(socket.create_connection(address))

@@ -198,10 +198,11 @@ def test_fifty_tries_of_another_user_are_refused(on_ranks, attacker, backend, at
     assert attempt < 49 or len(seen[backend]) < 50 or "stranger" in seen[backend]
 
 
-def test_a_store_serves_only_clients_that_know_its_secret():
+def test_a_store_serves_only_clients_that_know_its_secret(monkeypatch):
     listener, said = socket.create_server(("127.0.0.1", 0)), []
+    monkeypatch.setattr(store_server, "report", said.append)
     port, place = listener.getsockname()[1], rendezvous.Place(1, 2, 0, 1, "torchrun")
-    server = store_server.Server(listener, b"the secret", said.append)
+    server = store_server.Server(listener, b"the secret")
     try:
         store = rendezvous.PrivateStore(lambda: rendezvous._call_host("127.0.0.1", port, b"the secret", place, 5.0))
         store.set("a", "1")
@@ -252,7 +253,7 @@ def test_a_silent_store_is_abandoned_after_the_timeout(monkeypatch, name):
 
 def test_a_silent_connection_to_another_host_is_probed():
     listener = socket.create_server(("127.0.0.1", 0))
-    server = store_server.Server(listener, b"the secret", lambda text: None)
+    server = store_server.Server(listener, b"the secret")
     try:
         place = rendezvous.Place(1, 2, 0, 1, "torchrun")
         with rendezvous._call_host("127.0.0.1", listener.getsockname()[1], b"the secret", place, 5.0) as link:

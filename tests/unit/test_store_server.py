@@ -82,21 +82,22 @@ def test_a_thread_that_waits_for_a_key_does_not_block_another(local):
 
 
 @contextlib.contextmanager
-def open_gate(report: Callable[[str], None]) -> Iterator[tuple[Gate, tuple[str, int]]]:
+def open_gate() -> Iterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    gate = Gate(listener, b"the secret", lambda link: link.sendall(b"welcome"), report)
+    gate = Gate(listener, b"the secret", lambda link: link.sendall(b"welcome"))
     try:
-        yield gate, listener.getsockname()
+        yield listener.getsockname()
     finally:
         gate.close()
 
 
 def test_a_rank_is_admitted_even_if_reports_fail(monkeypatch):
-    def fail(_: str) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("stderr is closed")
 
+    monkeypatch.setattr(store_server, "print", fail, raising=False)
     monkeypatch.setattr(store_server, "MOST_UNKNOWN", 1)
-    with open_gate(fail) as (_, where), contextlib.ExitStack() as stack:
+    with open_gate() as where, contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(socket.create_connection(where))
         link = stack.enter_context(socket.create_connection(where, timeout=60))
@@ -105,9 +106,10 @@ def test_a_rank_is_admitted_even_if_reports_fail(monkeypatch):
         assert link.recv(7) == b"welcome"
 
 
-def test_an_unauthenticated_connection_that_resets_is_reported():
+def test_an_unauthenticated_connection_that_resets_is_reported(monkeypatch):
     reports: list[str] = []
-    with open_gate(reports.append) as (_, where):
+    monkeypatch.setattr(store_server, "report", reports.append)
+    with open_gate() as where:
         with socket.create_connection(where, timeout=60) as link:
             store_server.receive(link, store_server.NONCE_BYTES)
             link.sendall(b"x" * (store_server.NONCE_BYTES + store_server.PROOF_BYTES))

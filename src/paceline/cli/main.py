@@ -248,21 +248,13 @@ def _predict(
     return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
 
-Command(
-    "verbs.predict:predict",
-    _predict,
-    help={"strategy": _STRATEGIES},
-    flags={"profile": "--model-profile"},
-).add(
+Command("verbs.predict:predict", _predict, help={"strategy": _STRATEGIES}, flags={"profile": "--model-profile"}).add(
     predict,
     "",
     "What will a step cost with other bucket sizes, networks and numbers of ranks?\n\n"
     "Predicts from torch.profiler traces of your own job (--trace), a profile (--model-profile), or tables (--csv).",
 )
-Command(
-    "verbs.predict:predict_goodput",
-    help={"runs": "Folders of training runs, and of `faults --restart`."},
-).add(
+Command("verbs.predict:predict_goodput", help={"runs": "Folders of training runs, and of `faults --restart`."}).add(
     predict,
     "goodput",
     "How much of a job's time is productive under faults, how often should it save, and which policy is best?\n\n"

@@ -47,7 +47,7 @@ from paceline.parallel.rows import EmbeddingRows
 from paceline.parallel.simple import SimpleReducer
 from paceline.parallel.strategies import StrategyState, check_states, strategy_hook
 from paceline.parallel.timeline import Report, StepTimes
-from paceline.parallel.zero import ShardedOptimizer, Sharding, scatter_hook, shard
+from paceline.parallel.zero import ShardedOptimizer, Sharding, shard
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_torch_start
 from paceline.strategy import DENSE, Strategy
 from paceline.torch_internals import BufferHookLocation, JoinConfig, StopRecomputation, is_recording, keep_versions
@@ -230,7 +230,7 @@ class DDP(DistributedDataParallel):
         if options.strategy.is_sharded:
             sharding = self._sharding = self._sharding or Sharding(options.strategy)
             sharding.use(replica, channel, rounds)
-            hook = (sharding, scatter_hook) if sharding.needs_hook else None
+            hook = (sharding, Sharding.scatter) if sharding.needs_hook else None
             assert self._strategy is not None
             self._strategy.exchanges = sharding.exchanges  # the strategy's statistics include these messages
         self._needs_whole = hook is not None and sharding is None

@@ -49,7 +49,7 @@ class Outer:
         self.codecs = [codec, *(copy.deepcopy(codec) for _ in range(strategy.fragments - 1))]
         self.step = 0
         self.base = strategy.after  # the step of the last full sync
-        self.start = [_master(value) for value in self.values]
+        self.start = [v.to(torch.promote_types(v.dtype, torch.float32), copy=True) for v in self.values]
         self.momentum: dict[str, torch.Tensor] = {}
         self.is_fresh = True  # `start` must be refreshed before the next step
         self.has_drifted = False  # replicas may hold different parameters
@@ -226,10 +226,6 @@ class Outer:
 def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     norms = torch._foreach_norm([t for t in tensors if t.numel() and not t.is_sparse] or [torch.zeros(1)], torch.inf)
     return bool(torch.stack([norm.to(norms[0]) for norm in norms]).isfinite().all())
-
-
-def _master(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
 
 
 def _start(exchanges: Exchanges, make: Callable[[], Exchange]) -> torch.futures.Future[Any]:

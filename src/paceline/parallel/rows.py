@@ -151,7 +151,10 @@ class Table:
         if self.is_all_rows and self.is_sparse:
             places = [rows.long() for rows, _ in parts] or [torch.zeros(0, dtype=torch.int64, device=self.param.device)]
             every = [values for _, values in parts] or [self.param.detach()[:0]]
-            self.param.grad = build_sparse(*add_up(torch.cat(places), torch.cat(every)), self.param)
+            found, sums = add_up(torch.cat(places), torch.cat(every))
+            self.param.grad = torch.sparse_coo_tensor(
+                found[None], sums, self.param.shape, is_coalesced=True, check_invariants=False
+            )
             return
         if self.is_all_rows:
             out = self._memory()
@@ -487,10 +490,6 @@ def add_up(rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torc
     """Each distinct row, in order, with the sum of its values."""
     unique, place = torch.unique(rows, return_inverse=True)
     return unique, values.new_zeros(len(unique), *values.shape[1:]).index_add_(0, place, values)
-
-
-def build_sparse(rows: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(rows[None], values, like.shape, is_coalesced=True, check_invariants=False)
 
 
 def pack_rows(table: Table, most: int) -> torch.Tensor:

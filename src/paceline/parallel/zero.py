@@ -209,7 +209,8 @@ class Sharding:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def scatter(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket: this rank gets its shard. Before there is a plan, every rank gets the whole bucket."""
+        """A communication hook: average a bucket, of which this rank gets its shard. Before there is a plan, every rank
+        gets the whole bucket."""
         buffer = bucket.buffer()
         return self.exchanges.start(self._scatter(buffer, not self.is_planned), buffer)
 
@@ -231,11 +232,6 @@ class Sharding:
                     work.wait()
         return rows
 
-    def pieces_of_gradients(self) -> list[torch.Tensor]:
-        """This rank's shard of all gradients, in the message buffers."""
-        parts = [part for bucket in self.cuts[self.channel.rank] for part in bucket if part.start < part.end]
-        return [self.gradient_piece(part) for part in parts if self.replica.params[part.param].grad is not None]
-
     def gradient_piece(self, part: Range) -> torch.Tensor:
         """A range of a gradient in the message buffer. A gradient stored elsewhere is moved there."""
         param, view = self.replica.params[part.param], self.flat.views[part.param]
@@ -245,7 +241,9 @@ class Sharding:
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        pieces, power = self.pieces_of_gradients(), float(norm_type)
+        power, params = float(norm_type), self.replica.params
+        own = [part for bucket in self.cuts[self.channel.rank] for part in bucket if part.start < part.end]
+        pieces = [self.gradient_piece(part) for part in own if params[part.param].grad is not None]
         norms = torch.stack([n.double() for n in torch._foreach_norm(pieces, power)]) if pieces else torch.zeros(1)
         norms = norms.to(self.channel.device, torch.float64)
         # The norm over this rank's tensors, then over the ranks.
@@ -366,11 +364,6 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
         else:
             found += find_blocks(child)
     return found
-
-
-def scatter_hook(sharding: Sharding, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook for sharded optimizers."""
-    return sharding.scatter(bucket)
 
 
 class ShardedOptimizer(Optimizer):

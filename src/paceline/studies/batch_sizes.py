@@ -8,7 +8,7 @@ import functools
 import gc
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from paceline.errors import ConfigError, LaunchError, refuse
 from paceline.options import option
 from paceline.records import BatchRecord, Record
-from paceline.report.plots import COLORS, draw_line, label_values, new_figure, place_legend
+from paceline.report.plots import COLORS, Drawings, Figure, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import describe_job
 from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.runtime.ranks.session import Session, Task
@@ -28,7 +28,6 @@ from paceline.workloads.data import parse_data
 
 if TYPE_CHECKING:
     import torch
-    from matplotlib.figure import Figure
 
     from paceline.training.build import Job
 
@@ -275,7 +274,7 @@ class BatchResult(StudyResult):
     def tables(self) -> list[Table]:
         return [build_batch_table(self.rows)]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         is_timed = any(record.timing is not None for record in self.rows)
         return {"batch": lambda: plot_batches(self.rows, self.machine)} if is_timed else {}
 

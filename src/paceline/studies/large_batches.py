@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 from paceline.errors import ConfigError, refuse
 from paceline.options import check_counts, option
 from paceline.records import NoiseRecord
 from paceline.records.samples import group_by
+from paceline.report.plots import Drawings
 from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.studies import training_grid as grid
 from paceline.studies.study import refuse_unused, run_study
@@ -21,9 +22,6 @@ from paceline.training.schedules import Growths
 from paceline.training.train_settings import TrainSettings
 from paceline.units import format_number_of
 from paceline.verbs.jobs import Counts, Names, Place, brings_data, choose_world, list_counts, list_names
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NO_RECIPE = "none"
 _RECIPES = ("none", "sqrt", "linear", "linear+warmup", "linear+warmup+smoothing", "lars+warmup", "lamb+warmup", "grow")
@@ -421,10 +419,10 @@ class LargeBatchResult(grid.GridResult):
         noise = Table("noise", "gradient noise of the baseline", NOISE, self.noise_records)
         return [Table("recipes", "large batches", RECIPES, self.summaries), *([noise] if self.noise_records else [])]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
+    def figures(self) -> Drawings:
         sizes = {record.global_batch_size for record in self.runs}
         ends = [record for record in self.runs if record.global_batch_size in (min(sizes), max(sizes))]
-        drawn: dict[str, Callable[[], Figure]] = {}
+        drawn: Drawings = {}
         if any(summary.score for summary in self.summaries):
             drawn["loss" if self.has_losses else "accuracy"] = partial(
                 self._plot_scores,

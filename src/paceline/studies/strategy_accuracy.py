@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 from paceline.errors import refuse
 from paceline.options import check_counts
 from paceline.predict.strategy_costs import describe_update, list_strategies
 from paceline.records import LargeBatchRecord
+from paceline.report.plots import Drawings
 from paceline.report.table import Column, Table, raw_columns
 from paceline.strategy import Strategy
 from paceline.studies import training_grid as grid
@@ -20,9 +21,6 @@ from paceline.studies.training_grid import SeedSummary, TrainingCell
 from paceline.training.train_settings import TrainSettings
 from paceline.units import format_bytes
 from paceline.verbs.jobs import Names, Place, choose_world
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _BASELINE, _FULL = "bf16", "dense"
 _STRATEGIES = "int8,int4,topk:0.01,powersgd:4"
@@ -151,8 +149,8 @@ class StrategiesResult(grid.GridResult):
         )
         return [Table("strategies", "strategies", columns, self.summaries)]
 
-    def figures(self) -> dict[str, Callable[[], Figure]]:
-        drawn: dict[str, Callable[[], Figure]] = {}
+    def figures(self) -> Drawings:
+        drawn: Drawings = {}
         if any(summary.score and summary.first.sent_bytes for summary in self.summaries):
             drawn["strategies"] = partial(
                 self._plot_scores,

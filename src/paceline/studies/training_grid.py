@@ -9,21 +9,18 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from paceline.errors import RecordError
 from paceline.options import option
 from paceline.records import CurvePoint, LargeBatchRecord, Record
 from paceline.records.samples import group_by
-from paceline.report.plots import build_panels, draw_line, label_values, place_legend
+from paceline.report.plots import Drawings, Figure, build_panels, draw_line, label_values, place_legend
 from paceline.report.table import Column, raw_columns, text_columns
 from paceline.runtime.ranks.session import Session, Task
 from paceline.studies.study import StudyResult, StudySettings
 from paceline.training.train_settings import TrainSettings
 from paceline.units import format_number_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _RUNS = "paceline.studies.training_runs:"
 _ACCURACY, _LOSS = "test accuracy (%)", "test loss"
@@ -290,7 +287,7 @@ class GridResult(StudyResult):
         place_legend(figure, *panels)
         return figure
 
-    def draw_curves(self, records: Iterable[LargeBatchRecord]) -> dict[str, Callable[[], Figure]]:
+    def draw_curves(self, records: Iterable[LargeBatchRecord]) -> Drawings:
         kept = list(records)
         is_drawn = any(record.curve and not record.failure for record in kept)
         return {"curves": partial(self._plot_curves, kept)} if is_drawn else {}

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import random
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +27,7 @@ from paceline.torch_internals import BatchNorm
 from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
 from paceline.training.loop import evaluate, run_steps
 from paceline.training.train_settings import TrainSettings
+from paceline.workloads.data.own import OwnRandom
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome
 
@@ -213,14 +212,11 @@ def _restoring(module: nn.Module) -> Iterator[None]:
         for name, buffer in part._buffers.items()
         if buffer is not None
     ]
-    numbers, more_numbers = random.getstate(), numpy.random.get_state()
     # Fork the state of all GPUs, since `set_seed` seeds them all.
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), OwnRandom(0):
         try:
             yield
         finally:
-            random.setstate(numbers)
-            numpy.random.set_state(more_numbers)
             with torch.no_grad():
                 for place, name, buffer, value in buffers:
                     place[name] = buffer.copy_(value)  # forward may have replaced the tensor

@@ -208,8 +208,8 @@ def _train(
         if source is not None:
             found = carried.broadcast_state(world, source)
         plan = found.meta.get("plan") if found is not None else None  # the bucket plan in use at the time
-        sets, like = carried.find_sets(world), carried.module
-        job = build_job(settings, world, None if plan is None else Plan.from_json(plan), sets, like)
+        sets = carried.sets if carried.device == world.device else None  # with a new rank number, the GPU may differ
+        job = build_job(settings, world, None if plan is None else Plan.from_json(plan), sets, carried.module)
         start = files.restore(job, found) if found is not None else START
         total = job.schedule.num_steps
         if settings.stays_in_memory:

@@ -107,10 +107,6 @@ class Carried:
         if isinstance(learner.model, DataParallel):
             learner.model.stop()
 
-    def find_sets(self, world: World) -> Sets | None:
-        """The data, if it is on the right device. With a new rank number, a process may use another GPU."""
-        return self.sets if self.device == world.device else None
-
     def agree_on_source(self, settings: TrainSettings, world: World) -> tuple[TrainSettings, int | None]:
         """Agree on the settings for this number of ranks, and on the rank to take the state from (None in a new run).
         Collective: call on every rank."""

@@ -23,14 +23,7 @@ from paceline.errors import LaunchError
 from paceline.torch_internals import c10d, is_recording
 from paceline.transport import native, proof, works
 from paceline.transport.hierarchy import TwoLevels
-from paceline.transport.works import (
-    DTYPES,
-    as_run,
-    as_run_in_place,
-    is_movable,
-    is_reducible,
-    is_wrapper_subclass,
-)
+from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
 
 _SLOT_BYTES = 1 << 20  # two per rank; smaller slots bounce cache lines between cores, larger ones exceed the caches
 _STOPPED_S = 1.2  # a process that stays suspended for this long counts as lost
@@ -101,8 +94,7 @@ class PacelineGroup(_TorchGroup):
         return [json.loads(self._store.get(f"place/{other}")) for other in range(self._size)]
 
     def _share(self, part_bytes: int, pass_name: Callable[[str], str]) -> native.Mapping:
-        limit_s = self._timeout.total_seconds()
-        return native.Mapping(self._index, self._here, self._pids, part_bytes, pass_name, limit_s)
+        return native.Mapping(self._index, self._here, self._pids, part_bytes, pass_name)
 
     def _pass_by_store(self, key: str, name: str) -> str:
         if name:

@@ -1,7 +1,7 @@
 """Bindings to the C core: loading it, memory shared by the ranks of one host, and their group in that memory.
 
-The memory is an anonymous file whose descriptor the first rank passes to the others over a Unix socket. It is freed
-with the last rank, however that rank ends, and does not count against /dev/shm.
+The memory is an anonymous file of the first rank, which the others open through /proc. It is freed with the last rank,
+however that rank ends, and does not count against /dev/shm.
 """
 
 import contextlib
@@ -11,11 +11,8 @@ import functools
 import mmap
 import os
 import platform
-import secrets
-import socket
-import struct
-import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +30,6 @@ OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range
 _PAGE = mmap.PAGESIZE
 # madvise on Linux: allocate part of a mapping now, and fail if memory is short, rather than be killed later.
 _POPULATE_WRITE, _HUGE_PAGES = 23, 14
-POLL_S = 0.3  # how often a rank that waits for memory checks whether the others are alive
 # Shorter pieces do not pay off: waking another thread costs tens of microseconds.
 _LANE_BYTES, _LINE_BYTES = 512 << 10, 128
 
@@ -131,29 +127,26 @@ class Mapping:
     """Zeroed memory with a page-aligned part for each rank of a host; `index` is the index of this rank's part.
 
     Collective. `pass_name` gets the first rank's text (the others pass "") and returns it on all ranks. The memory
-    lives as long as this object or a tensor in it.
+    lives as long as this object or a tensor in it. Keep this object until every rank has one.
     """
 
     def __init__(
-        self, index: int, names: list[int], pids: list[int], part_bytes: int, pass_name: Callable[[str], str],
-        timeout_s: float,
-    ) -> None:  # fmt: skip
+        self, index: int, names: list[int], pids: list[int], part_bytes: int, pass_name: Callable[[str], str]
+    ) -> None:
         self.part_bytes = max(_PAGE, -(-part_bytes // _PAGE) * _PAGE)
         self.num_bytes = total = self.part_bytes * len(names)
         if index == 0:
             descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
         else:
-            descriptor = _receive(names[0], pids[0], pass_name(""), timeout_s)
-        try:
-            if index == 0:
-                os.ftruncate(descriptor, total)
-                _send(descriptor, dict(zip(pids[1:], names[1:], strict=True)), pass_name, timeout_s)
-            elif (found := os.fstat(descriptor).st_size) != total:
-                sizes = f"rank {names[0]} {found} bytes, rank {names[index]} {total}"
-                raise CollectiveError(f"ranks share memory of different sizes: {sizes}", code="mismatch")
-            self._memory = mmap.mmap(descriptor, total)
-        finally:
-            os.close(descriptor)
+            descriptor = _open_file(names[0], pids[0], pass_name(""))
+        weakref.finalize(self, os.close, descriptor)
+        if index == 0:
+            os.ftruncate(descriptor, total)
+            pass_name(str(descriptor))
+        elif (found := os.fstat(descriptor).st_size) != total:
+            sizes = f"rank {names[0]} {found} bytes, rank {names[index]} {total}"
+            raise CollectiveError(f"ranks share memory of different sizes: {sizes}", code="mismatch")
+        self._memory = mmap.mmap(descriptor, total)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._advise(0, total, _HUGE_PAGES)
         # Allocate now rather than in the first step, so that a lack of memory is an error here.
@@ -175,55 +168,16 @@ class Mapping:
         return ctypes.get_errno() if libc.madvise(self.address + begin, num_bytes, advice) else 0
 
 
-def _send(descriptor: int, peers: dict[int, int], pass_name: Callable[[str], str], timeout_s: float) -> None:
-    """Pass a file descriptor to the processes of these ranks (by pid) and to no others."""
-    deadline, was_reported = time.monotonic() + timeout_s, False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        address = f"paceline-{secrets.token_hex(16)}"
-        listener.bind("\0" + address)
-        listener.listen(max(64, len(peers)))
-        listener.settimeout(POLL_S)
-        pass_name(address)
-        while peers:
-            try:
-                link, _ = listener.accept()
-            except TimeoutError:
-                for pid, name in peers.items():
-                    check_alive(name, pid)
-                if time.monotonic() > deadline:
-                    text = f"rank {min(peers.values())} did not connect to share memory within {timeout_s:g} s"
-                    raise LaunchError(text, code="timeout") from None
-                continue
-            with link, contextlib.suppress(ConnectionError):
-                if (pid := _pid_of(link)) in peers:
-                    socket.send_fds(link, [b"memory"], [descriptor])
-                    del peers[pid]
-                elif pid < 0 and not was_reported:
-                    text = "rejected a process of another user that requested this job's memory"
-                    print(f"paceline: {text}", file=sys.stderr, flush=True)
-                    was_reported = True
-
-
-def _receive(name: int, pid: int, address: str, timeout_s: float) -> int:
-    """Receive the file descriptor from this rank's process."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-        link.settimeout(timeout_s)
-        try:
-            link.connect("\0" + address)
-            is_first = _pid_of(link) == pid
-            found = socket.recv_fds(link, 64, 1, socket.MSG_CMSG_CLOEXEC)[1] if is_first else []
-        except OSError as error:
-            text = f"rank {name} left, or did not share its memory in time: {error}"
-            raise LaunchError(text, code="peer-lost") from error
-    if not found:
-        raise LaunchError(f"rank {name} left, or refused to share its memory with this process", code="peer-lost")
-    return found[0]
-
-
-def _pid_of(link: socket.socket) -> int:
-    """The peer's process ID according to the kernel; -1 if it belongs to another user."""
-    pid, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(pid) if user == os.geteuid() else -1
+def _open_file(name: int, pid: int, descriptor: str) -> int:
+    """Open the first rank's file, which the kernel allows only to processes of the same user."""
+    try:
+        found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise LaunchError(f"rank {name} left, or did not share its memory: {error}", code="peer-lost") from error
+    if os.fstat(found).st_uid != os.geteuid():  # root can open any file
+        os.close(found)
+        raise LaunchError(f"rank {name} belongs to another user and cannot share memory with this one", code="stranger")
+    return found
 
 
 def check_alive(name: int, pid: int) -> None:

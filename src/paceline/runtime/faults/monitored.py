@@ -53,6 +53,7 @@ def monitor(hang_timeout_s: float | None = None) -> None:
     group is open; it sends no message."""
     import torch.distributed as dist
 
+    from paceline import machine
     from paceline.torch_internals import get_default_store
 
     hang_timeout_s = find_hang_timeout() if hang_timeout_s is None else hang_timeout_s
@@ -62,7 +63,7 @@ def monitor(hang_timeout_s: float | None = None) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"paceline-monitor/{attempt}", get_default_store())
-    store.set(f"place/{rank}", name_place())
+    store.set(f"place/{rank}", machine.name_host())
     places = [_await(store, f"place/{other}") for other in range(world_size)]
     here = [other for other in range(world_size) if places[other] == places[rank]]
     if rank == here[0]:
@@ -77,13 +78,6 @@ def monitor(hang_timeout_s: float | None = None) -> None:
     pulse.open_page(*json.loads(_await(store, f"page/{rank}")))
     _note_errors(rank)
     atexit.register(pulse.close_page)
-
-
-def name_place() -> str:
-    """A name that two ranks share if and only if each can see the other's process."""
-    from paceline import machine
-
-    return f"{platform.node()} {machine.name_host()}"
 
 
 def _await(store: Any, key: str) -> str:

@@ -60,23 +60,14 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: tuple[Any, ...] = (
         place = _name_place(path)[:60]
         raise NotPlainError(f"{place}... is nested more than {_MOST_LEVELS} levels deep: it may contain itself")
     if kind in (list, tuple):
-        items = [
-            item if type(item) in _PLAIN else pack(item, tensors, (*path, number), extend)
-            for number, item in enumerate(value)
-        ]
+        items = [pack(item, tensors, (*path, number), extend) for number, item in enumerate(value)]
         return items if kind is list else {_TUPLE: items}
     if kind in (dict, collections.OrderedDict):
         odd = [key for key in value if type(key) not in (str, int)]
         if odd and extend is None:
             found = f"{_name_place(path)} has the key {odd[0]!r} of type {type(odd[0]).__name__}"
             raise NotPlainError(f"{found}: use str or int")
-        pairs = [
-            [
-                key if type(key) in (str, int) else pack(key, tensors, (*path, key), extend),
-                item if type(item) in _PLAIN else pack(item, tensors, (*path, key), extend),
-            ]
-            for key, item in value.items()
-        ]
+        pairs = [[pack(part, tensors, (*path, key), extend) for part in (key, item)] for key, item in value.items()]
         is_plain = all(type(key) is str and not key.startswith("$") for key in value)
         return dict(pairs) if is_plain else {_DICT: pairs}
     is_tensor = kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -107,7 +98,7 @@ def unpack(
     """The inverse of `pack`. `build` maps each tag from `extend` to a function of its content. Raises one of
     `_INVALID`."""
     if isinstance(structure, list):
-        return [item if type(item) in _PLAIN else unpack(item, tensors, build) for item in structure]
+        return [unpack(item, tensors, build) for item in structure]
     if not isinstance(structure, dict):
         return structure
     if not next(iter(structure), "").startswith("$"):

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import pickle
-import platform
 import secrets
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from paceline import machine
 from paceline.errors import ConfigError, LaunchError
 from paceline.runtime.faults.processes import Failure, describe_failure, make_error
 from paceline.runtime.ranks import messages, store_server
@@ -550,15 +550,6 @@ def _read_claim(path: Path) -> str:
     return ""
 
 
-def find_host_id() -> str:
-    """A name that two ranks share if and only if they run on the same host since its last boot."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{platform.node()}/{boot}"
-
-
 def await_ranks(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
     """Wait until every rank has arrived and return their hosts in rank order. Collective: every rank must call this."""
     if store.add(f"arrived/{place.rank}", 1) > 1:
@@ -567,7 +558,7 @@ def await_ranks(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
         store.set("size", str(place.world_size))
     elif store.check(["size"]) and (size := store.get("size").decode()) != str(place.world_size):
         raise LaunchError(f"rank {place.rank} has WORLD_SIZE {place.world_size} but rank 0 has {size}: they must agree")
-    mine, late = find_host_id().encode(), ABSENT.format(timeout_s)
+    mine, late = machine.name_host().encode(), ABSENT.format(timeout_s)
     return [host.decode() for host in _exchange(store, place, "here", mine, timeout_s, late)]
 
 

@@ -159,17 +159,10 @@ class Gate:
     """Accepts connections and authenticates each in its own thread, so that a silent one does not delay the others.
     `serve(link)` then runs in that thread if the connection belongs to this job; the link is closed when it returns."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        secret: bytes,
-        serve: Callable[[socket.socket], None],
-        report: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, serve: Callable[[socket.socket], None]) -> None:
         self._listener = listener
         self._secret = secret
         self._serve = serve
-        self._report = report or _print
         self._lock = threading.Lock()
         self._num_refused = 0
         self._is_closing = False
@@ -228,7 +221,7 @@ class Gate:
             thread.start()
         except RuntimeError as error:
             self._forget(link)
-            self._say(f"cannot serve a connection: {error}")
+            report(f"cannot serve a connection: {error}")
         if dropped:
             self._refuse(f"{dropped}: too many unauthenticated connections")
 
@@ -264,11 +257,7 @@ class Gate:
             number = self._num_refused
         if number <= _MOST_REPORTED:
             more = "; further refusals are not reported" if number == _MOST_REPORTED else ""
-            self._say(f"refused {who}: it is not a rank of this job{more}")
-
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # stderr is closed
-            self._report(text)
+            report(f"refused {who}: it is not a rank of this job{more}")
 
 
 def _check_user(link: socket.socket) -> str:
@@ -283,8 +272,9 @@ def _hang_up(link: socket.socket) -> None:
         link.shutdown(socket.SHUT_RDWR)
 
 
-def _print(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
+def report(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
@@ -296,12 +286,10 @@ class Server:
     It answers immediately: clients that wait for a key must poll.
     """
 
-    def __init__(
-        self, listener: socket.socket, secret: bytes = b"", report: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes = b"") -> None:
         self._lock = threading.Lock()
         self._values: dict[bytes, bytes] = {}
-        self._gate = Gate(listener, secret, self._serve_link, report)
+        self._gate = Gate(listener, secret, self._serve_link)
 
     def linger(self) -> None:
         """Wait until no connection is left. A host that was cut off closes nothing; keepalive detects it."""

@@ -223,7 +223,7 @@ def share_first(place: Place, value: Any) -> Any:
 def _adopt(device: str) -> World:
     """A world around torch's open default group, with its own control group."""
     rank, world_size, control = dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")
-    hosts = messages.share(meeting.find_host_id(), control, torch.device("cpu"))
+    hosts = messages.share(machine.name_host(), control, torch.device("cpu"))
     local = _find_local(Place(rank, world_size, None, None, "torch"), hosts)
     backend = machine.canonical_backend(str(dist.get_backend()))
     departures = dist.PrefixStore("paceline-adopted", get_default_store())

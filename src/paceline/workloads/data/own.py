@@ -125,7 +125,7 @@ class OwnData:
 
     def load(self, batches: Iterable[Sequence[int]], epoch: int, **changes: Any) -> Generator[Any, None, None]:
         """Yield the collated batches for these lists of indices, in order, from any worker processes of the loader."""
-        options, apart = self.options | changes, _OwnRandom(0)
+        options, apart = self.options | changes, OwnRandom(0)
         dataset = _Seeded(self.items, self.seed, epoch)
         with own_errors(self.name, "data", always=True), apart:
             loaded = iter(DataLoader(dataset, batch_sampler=batches, **options))  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ class OwnData:
 
     def read(self, epoch: int, size: int) -> Generator[list[Any], None, None]:
         """Yield the batches of a stream's epoch in order, `size` at a time; the last group may be smaller."""
-        apart = _OwnRandom(derive_seed("stream", self.seed, epoch))
+        apart = OwnRandom(derive_seed("stream", self.seed, epoch))
         with own_errors(self.name, "data", always=True), apart:
             for part in (self.items, *(getattr(self.items, n, None) for n in ("sampler", "batch_sampler", "dataset"))):
                 getattr(part, "set_epoch", lambda epoch: None)(epoch)
@@ -143,7 +143,7 @@ class OwnData:
             batches = iter(self.items)
         yield from self._take(batches, size, apart)
 
-    def _take(self, items: Iterator[Any], size: int, apart: "_OwnRandom") -> Generator[list[Any], None, None]:
+    def _take(self, items: Iterator[Any], size: int, apart: "OwnRandom") -> Generator[list[Any], None, None]:
         try:
             while True:
                 with own_errors(self.name, "data", always=True), apart:
@@ -155,7 +155,7 @@ class OwnData:
             getattr(items, "_shutdown_workers", lambda: None)()
 
 
-class _OwnRandom:
+class OwnRandom:
     """A context with a separate random state for torch (CPU), numpy and random. The state starts from a seed and
     continues in the next context; the outer state does not change."""
 
