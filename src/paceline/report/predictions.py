@@ -38,7 +38,7 @@ from paceline.predict.search import (
     scale_curve,
 )
 from paceline.predict.sending import Sending
-from paceline.predict.simulate import MODEL_ERROR, MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, SimulatedStep, simulate
 from paceline.predict.strategy_costs import describe_update
 from paceline.predict.tables import TabledJob
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, Tuning, hash_predictions, load_tuning
@@ -298,10 +298,7 @@ class CapsResult(Result):
         self.model = model = TabledJob(*tables, self.config.get("untied", False))
         self.job, self.cost, self.line, self.measured = model.job, model.curve, model.line, model.measured
         self.is_on_gpu, self.unexplained = model.is_on_gpu, model.unexplained
-        self.caps = estimate_caps(self.job, model.costs)
-        self.changes = estimate_sensitivity(self.job, model.costs, self.cost)
-        self.free_plan = find_best_cuts(self.job, model.costs)
-        self.splits = self._estimate_splits(model.costs, sweep[0].world_size)
+        self.caps = replace(estimate_caps(self.job, model.costs), most_bytes=self.cost.sizes[-1])
         self.expected = estimate_caps(self.job, model.slowed) if self.is_on_gpu else self.caps
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
         costs = [model.costs, model.slowed, *([model.calibration.draw()] if model.calibration else [])]
@@ -330,9 +327,21 @@ class CapsResult(Result):
         low, high = max(ranges, key=lambda sizes: sizes[1] / sizes[0])
         return shared, (low, high), max(losses[p.cuts] for p in self.caps.points if low <= p.high_bytes <= high)
 
-    def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
+    @cached_property
+    def changes(self) -> list[CapCurve]:
+        """How the best bucket size changes with the inputs; the first is the unchanged one."""
+        return [self.caps, *estimate_sensitivity(self.job, self.model.costs, self.cost)]
+
+    @cached_property
+    def free_plan(self) -> tuple[tuple[int, ...], SimulatedStep]:
+        """The best plan from the tables without a uniform cap."""
+        return find_best_cuts(self.job, self.model.costs)
+
+    @cached_property
+    def splits(self) -> list[Split]:
         """Uses assumed numbers of rows, because the tables do not give the number of distinct tokens per rank."""
-        found, quick = [], replace(costs, curve=scale_curve(self.cost, alpha=0.1))
+        found, costs = list[Split](), self.model.costs
+        world_size, quick = self.only(CollectiveRecord)[0].world_size, replace(costs, curve=scale_curve(self.cost, 0.1))
         for num_rows in _ROWS if self.job.lookups else ():
             lookups = tuple(replace(one, num_rows=num_rows) for one in self.job.lookups)
             job = replace(self.job, lookups=lookups).split(world_size)
@@ -370,7 +379,7 @@ class CapsResult(Result):
 
     @property
     def answer(self) -> str:
-        beyond = "; some messages are larger than any in the table" if self.changes[0].is_beyond else ""
+        beyond = "; some messages are larger than any in the table" if self.caps.is_beyond else ""
         bests = [curve.best.backward_s for curve in self.bases.values()]
         interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
         best = f"{' and '.join(map(format_ms, bests))} ms{interval}"
