@@ -10,7 +10,7 @@ dropped as a cold start if a larger message of its sweep took less than half as 
 1. Named networks: predicts each table without its own source. If no other source has measured that network, uses its
    data sheet, with a correction fitted to the other sources. Also prints in-sample numbers.
 2. Data sheets only: predicts in the same way, as for networks without published measurements.
-3. Other rank counts: predicts each rank count of a sweep from smaller ones.
+3. Other rank counts: predicts each rank count of a sweep from smaller ones, and twice the ranks apart.
 4. From one node to several: predicts from the sweep on one node, without the number of ranks per node, with it, and
    with the data sheet of the links between nodes.
 5. Below a table's range: predicts sizes from 4 KiB to 1 and 10 MiB from larger ones.
@@ -318,9 +318,19 @@ def build_fabric(sweep: Sweep, counts: Sequence[int], **options: int) -> network
     return networks.build_measured_fabric(records, None, memory=sweep.memory, **options)
 
 
-def judge_ranks(sweeps: Sequence[Sweep]) -> list[tuple[str, Judged]]:
+@dataclass(frozen=True)
+class Scaled:
+    """A point on more ranks than were known. `before_s` is its time on half as many, None if these were not measured in
+    the same place (inside a node, or on several)."""
+
+    where: str
+    judged: Judged
+    before_s: float | None = None
+
+
+def judge_ranks(sweeps: Sequence[Sweep]) -> list[Scaled]:
     """Predict each rank count from smaller ones: inside a node, on the first nodes, or beyond."""
-    judged = []
+    found = []
     for sweep in sweeps:
         counts = sorted(n for n in sweep.times if len(sweep.times[n]) > 1)
         per_node = max(n for n in counts if sweep.nodes[n] == 1)
@@ -330,11 +340,26 @@ def judge_ranks(sweeps: Sequence[Sweep]) -> list[tuple[str, Judged]]:
             plain, shifted = (replace(fabric, shift=shift).build_curve(target) for shift in (0.0, 1.0))
             is_first = sweep.nodes[target] > 1 and sweep.nodes[known[-1]] == 1
             where = "inside a node" if sweep.nodes[target] == 1 else "the first nodes" if is_first else "beyond"
+            half = {} if is_first or 2 * known[-1] != target else sweep.times[known[-1]]
             for x, s in sweep.times[target].items():
                 predicted_s = plain.estimate_s(x)
                 sd = math.log(shifted.estimate_s(x) / predicted_s)
-                judged.append((where, Judged(sweep.name, x, s, predicted_s, sd)))
-    return judged
+                found.append(Scaled(where, Judged(sweep.name, x, s, predicted_s, sd), half.get(x)))
+    return found
+
+
+def print_doubled(scaled: Sequence[Scaled]) -> None:
+    """Print the errors on twice the ranks, next to those of assuming that nothing changes."""
+    doubled = [point for point in scaled if point.before_s]
+    groups = group_by(doubled, lambda point: point.where) | group_by(doubled, lambda point: point.judged.source)
+    print("\n**twice the ranks**\n\n| what | points | mean error | bias | within 10 % | mean error of no change |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for name, points in groups.items():
+        errors = [point.judged.predicted_s / point.judged.measured_s - 1 for point in points]
+        same = [abs((point.before_s or 0.0) / point.judged.measured_s - 1) for point in points]
+        off, bias = statistics.fmean(map(abs, errors)), statistics.fmean(errors)
+        close = f"{sum(abs(error) <= 0.1 for error in errors)} of {len(errors)}"
+        print(f"| {name} | {len(errors)} | {off:.0%} | {bias:+.0%} | {close} | {statistics.fmean(same):.0%} |")
 
 
 LINKS = {"A100, HDR": "100GB/s,2us", "V100, EDR": "25GB/s,2us", "A100, RoCE": "200GB/s,2us",
@@ -417,9 +442,10 @@ def main() -> None:
     public = list_public_sweeps()
     own = list_own_sweeps(arguments.runs)
     ranks = judge_ranks([*public, *(list_csv_sweeps(arguments.csv) if arguments.csv else []), *own])
-    places = group_by(ranks, lambda judged: judged[0]) | group_by(ranks, lambda judged: judged[1].source)
-    groups = ((name, [point for _, point in judged]) for name, judged in places.items())
+    places = group_by(ranks, lambda point: point.where) | group_by(ranks, lambda point: point.judged.source)
+    groups = ((name, [point.judged for point in found]) for name, found in places.items())
     print_table("other rank counts, each from the smaller ones", groups)
+    print_doubled(ranks)
     crossing = judge_crossing(public)
     by_source = {
         f"{how}: {source}": group

@@ -158,9 +158,8 @@ def print_noises(title: str, judged: Sequence[Judged]) -> None:
     noises = {source: fit_noise([p for p in judged if p.source != source]) for source in by_source}
     covered = statistics.fmean(is_covered(point, noises[point.source]) for point in judged)
     listed = ", ".join(f"{noise:.1%} without {source}" for source, noise in noises.items())
-    print(
-        f"\n{title}: table error fitted to the other sources ({listed}; in use {TABLE_ERROR:.1%}): {covered:.0%} covered"
-    )
+    fitted = f"table error fitted to the other sources ({listed}; in use {TABLE_ERROR:.1%})"
+    print(f"\n{title}: {fitted}: {covered:.0%} covered")
 
 
 def _read_pairs(text: str) -> list[tuple[float, float]]:
