@@ -406,15 +406,17 @@ def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
     )
 
 
-def scale_curve(measured: MeasuredCurve, family: FamilyCurve, measured_on: int, world_size: int) -> CostCurve:
-    """A curve that was measured on one number of ranks, scaled to another by the ratio of the family's times. The
-    scaling preserves the shape of the curve."""
+def scale_curve(
+    measured: MeasuredCurve, family: FamilyCurve, measured_on: int, world_size: int, power: float = 1.0
+) -> CostCurve:
+    """A curve that was measured on one number of ranks, scaled to another by a power of the ratio of the family's
+    times. The scaling preserves the shape of the curve."""
     there, here = (replace(family, world_size=count) for count in (measured_on, world_size))
 
     def estimate_s(num_bytes: float) -> float:
         if num_bytes <= 0 or world_size == 1:
             return 0.0
-        return measured.estimate_s(num_bytes) * here.estimate_s(num_bytes) / there.estimate_s(num_bytes)
+        return measured.estimate_s(num_bytes) * (here.estimate_s(num_bytes) / there.estimate_s(num_bytes)) ** power
 
     def explain(num_bytes: float) -> tuple[str, str]:
         is_own = world_size == measured_on

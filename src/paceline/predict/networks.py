@@ -65,6 +65,12 @@ _LAUNCH = 0.7
 # By family: the number of threads per rank that move its messages, and the exponent of (threads / cores) with which
 # messages slow down when threads wait for a core. A barrier in shared memory waits for all threads.
 _CROWDING = {"gloo": (2, 0.8), "shared": (1, 1.3)}
+# The exponent of the ranks of a host with which gloo slows down if the host's cores are unknown: half way between ranks
+# with links of their own (0) and one link that all share (1).
+_UNKNOWN_CORES = 0.5
+# Two NCCL ranks of a node use their links less well than more ranks do, so from two ranks times grow only with this
+# power of the family's ratio. Fitted to one of two public sources, each predicts the other.
+_FROM_TWO = 0.6
 
 
 @dataclass(frozen=True)
@@ -392,9 +398,11 @@ class MeasuredFabric:
 
     def _estimate_crowd(self, world_size: int) -> float:
         """The slowdown factor of messages when threads wait for a core."""
-        here = min(world_size, self.ranks_per_node or world_size)
-        threads, power = _CROWDING.get(self.fits[0].algorithm, (0, 1.0))
-        return max(1.0, here * threads / self.cores) ** power if self.cores else 1.0
+        here, family = min(world_size, self.ranks_per_node or world_size), self.fits[0].algorithm
+        if not self.cores:
+            return math.pow(here, _UNKNOWN_CORES) if family == "gloo" and self.ranks_per_node else 1.0
+        threads, power = _CROWDING.get(family, (0, 1.0))
+        return max(1.0, here * threads / self.cores) ** power
 
     def build_curve(self, world_size: int) -> CostCurve:
         is_beyond = self._is_beyond(world_size)
@@ -404,7 +412,11 @@ class MeasuredFabric:
         measured = curves.fit_curve(
             (size, statistics.median(times) * crowd) for size, times in self.sweeps[nearest].items()
         )
-        scaled = curves.choose_best([curves.scale_curve(measured, fit, nearest, world_size) for fit in self.fits])
+        is_nccl = self.fits[0].algorithm in ("ring", "tree")
+        growth = _FROM_TWO if is_nccl and nearest == 2 < world_size <= _MOST_GPUS and not is_beyond else 1.0
+        scaled = curves.choose_best(
+            [curves.scale_curve(measured, fit, nearest, world_size, growth) for fit in self.fits]
+        )
         error, power, doubt = ERROR_PER_DOUBLING * math.sqrt(abs(math.log2(world_size / nearest))), 0, ""
         if not alike and world_size > 1:
             error, power = math.hypot(error, FIRST_NODE_ERROR), 1 if is_beyond else -1
