@@ -256,6 +256,7 @@ class Sweep:
     nodes: dict[int, int]
     cores: int = 0
     memory: str = "ordinary"
+    origin: str = "imported"
 
 
 def list_public_sweeps() -> list[Sweep]:
@@ -303,7 +304,7 @@ def list_own_sweeps(paths: Sequence[Path]) -> list[Sweep]:
             what = f"{path.parent.name}/{path.name}, {backend}{' in shared memory' if memory == 'shared' else ''}"
             cores = run.environment.cores if device == "cpu" else 0
             name = f"{what}, {device}, {dtype}"
-            found.append(Sweep(name, backend, dict(times), dict.fromkeys(times, 1), cores, memory))
+            found.append(Sweep(name, backend, dict(times), dict.fromkeys(times, 1), cores, memory, "measured"))
     return found
 
 
@@ -311,7 +312,7 @@ def build_fabric(sweep: Sweep, counts: Sequence[int], **options: int) -> network
     records = [
         CollectiveRecord(
             collective="all_reduce", backend=sweep.backend, device="cpu", world_size=n, num_bytes=x, dtype="float32",
-            op="sum", timing=Summary(mean_s=s), nodes=sweep.nodes[n], memory=sweep.memory, source="imported",
+            op="sum", timing=Summary(mean_s=s), nodes=sweep.nodes[n], memory=sweep.memory, source=sweep.origin,
         )
         for n in counts for x, s in sweep.times[n].items()
     ]  # fmt: skip
@@ -390,6 +391,37 @@ def judge_crossing(sweeps: Sequence[Sweep]) -> dict[str, list[Judged]]:
     return found
 
 
+EXPONENTS = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 50.0)
+
+
+def print_exponents(sweeps: Sequence[Sweep]) -> None:
+    """Print how well each exponent p joins the transfers of two levels, (inside^p + between^p)^(1/p), where 1 is their
+    sum and a large one the longer of both; and the error of each cluster with the exponent that suits the others."""
+    errors: dict[str, dict[float, list[float]]] = {}
+    for sweep in (sweep for sweep in sweeps if sweep.name in LINKS):
+        inside = [n for n in sweep.times if sweep.nodes[n] == 1]
+        given = build_fabric(sweep, inside, ranks_per_node=max(inside))
+        links = AssumedFabric(find_network(LINKS[sweep.name]), given, max(inside))
+        found: dict[float, list[float]] = {exponent: [] for exponent in EXPONENTS}
+        for target in (n for n in sweep.times if sweep.nodes[n] > 1):
+            levels = links.build_levels(target)
+            for size, time_s in sweep.times[target].items():
+                latencies_s = [level.estimate_s(1) for level in levels]
+                moving_s = [level.estimate_s(size) - late for level, late in zip(levels, latencies_s, strict=True)]
+                for p, judged in found.items():
+                    joined_s = sum(latencies_s) + sum(max(0.0, one) ** p for one in moving_s) ** (1 / p)
+                    judged.append(abs(joined_s / time_s - 1))
+        errors[sweep.name] = found
+    off = {name: {p: statistics.median(values) for p, values in found.items()} for name, found in errors.items()}
+    print("\n**exponents that join two levels: median of \\|error\\|**\n")
+    print(f"| cluster | {' | '.join(f'{p:g}' for p in EXPONENTS)} | with that of the others |")
+    print(f"|---|{'--:|' * (len(EXPONENTS) + 1)}")
+    for name, by_exponent in off.items():
+        best = min(EXPONENTS, key=lambda p: statistics.fmean(off[other][p] for other in off if other != name))
+        cells = [f"{value:.0%}" for value in by_exponent.values()]
+        print(f"| {name} | {' | '.join(cells)} | {by_exponent[best]:.0%} ({best:g}) |")
+
+
 def judge_below(tables: Iterable[tuple[str, Sequence[tuple[int, float]]]]) -> dict[str, list[Judged]]:
     """Predict sizes below 1 and 10 MiB from larger ones in the same table."""
     found: dict[str, list[Judged]] = defaultdict(list)
@@ -453,6 +485,7 @@ def main() -> None:
         for source, group in group_by(points, lambda point: point.source).items()
     }
     print_table("several nodes from one, by what is known about the nodes", (crossing | by_source).items())
+    print_exponents(public)
     swept = [("published", [p for p in sweep.points if p[0] >= 4096]) for table in TABLES.values() for sweep in table]
     swept += [("own", sorted(times.items())) for sweep in own for times in sweep.times.values()]
     print_table("sizes below a table's range", judge_below(swept).items())
