@@ -40,7 +40,7 @@ from paceline.predict.search import (
 from paceline.predict.sending import Sending
 from paceline.predict.simulate import MODEL_ERROR, SimulatedStep, simulate
 from paceline.predict.strategy_costs import describe_update
-from paceline.predict.tables import TabledJob
+from paceline.predict.tables import TABLE_ERROR, TabledJob
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, Tuning, hash_predictions, load_tuning
 from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records import (
@@ -445,7 +445,8 @@ class CapsResult(Result):
         return [(name, curve) for name, curve in self.curves.items() if self.measured and curve is not self.fitted]
 
     def _describe_contention(self) -> list[str]:
-        error = f"a model error with a standard deviation of {MODEL_ERROR:.0%} of the exposed communication"
+        error = f"model errors with standard deviations of {MODEL_ERROR:.0%} of the exposed communication and "
+        error += f"{TABLE_ERROR:.0%} of the step"
         if self.factor is None:
             drawn = "contention and of the table within its standard deviations"
             return [
