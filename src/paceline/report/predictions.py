@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
@@ -82,6 +82,9 @@ from paceline.report.prediction_rows import (
 from paceline.report.result import Result, describe_job
 from paceline.report.table import SIMULATED, Column, Table, build_row, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
+
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
 
 # terminal rows: the widest ranges of bucket sizes, and the last one; the CSV has all ranges
 _MOST_ROWS = 24
@@ -572,9 +575,15 @@ def plot_caps(result: CapsResult) -> Figure:
     times = [alone_s, 1.3 * ends[1], *(record.timing.center_s for record in measured)]
     limits = (0.97e3 * min(times), 1.03e3 * max(times))
     axes.set(xlim=(least, most), ylim=limits, ylabel=f"{of} with communication (ms)")
-    axes.minorticks_off()
+    _label_plainly(axes.xaxis)
     place_legend(figure, axes)
     return figure
+
+
+def _label_plainly(axis: Axis) -> None:
+    """Numbers instead of powers of ten, and no minor ticks, which would take half of the drawing time."""
+    axis.set_major_formatter("{x:g}")
+    axis.axes.minorticks_off()
 
 
 def plot_sensitivity(result: CapsResult) -> Figure:
@@ -594,7 +603,7 @@ def plot_sensitivity(result: CapsResult) -> Figure:
         axes.plot([curve.factor for curve in curves], form, "--", color=COLORS[3], lw=1)
         axes.set(xscale="log", yscale="log", xlabel="multiplied by")
         label_values(axes, [curve.factor for curve in curves], "x {:g}".format)
-        axes.minorticks_off()  # on a log axis they take half of the drawing time
+        _label_plainly(axes.yaxis)
     grid[0].set_ylabel("bucket size (MiB)")
     grid[0].plot([], [], "o-", color=COLORS[0], label="widest range within 1 % of the best")
     if any(curve.is_beyond for curve in result.changes):
