@@ -363,6 +363,22 @@ def print_doubled(scaled: Sequence[Scaled]) -> None:
         print(f"| {name} | {len(errors)} | {off:.0%} | {bias:+.0%} | {close} | {statistics.fmean(same):.0%} |")
 
 
+def print_growth(scaled: Sequence[Scaled]) -> None:
+    """Print the power of the family's ratio that suits each NCCL table of two and four ranks, and its error with the
+    one in use."""
+    print("\n| from two NCCL ranks | points | best power | mean error with it | in use |\n|---|--:|--:|--:|--:|")
+    doubled = [point for point in scaled if point.before_s and ", nccl" in point.judged.source]
+    for name, points in group_by(doubled, lambda point: point.judged.source).items():
+        errors = {}
+        for power in (place / 20 for place in range(31)):
+            times = [(point.before_s or 0.0, point.judged.predicted_s, point.judged.measured_s) for point in points]
+            grown = [before_s * (here_s / before_s) ** (power / networks._FROM_TWO) for before_s, here_s, _ in times]
+            errors[power] = statistics.fmean(abs(a / s - 1) for a, (_, _, s) in zip(grown, times, strict=True))
+        best = min(errors, key=errors.__getitem__)
+        used = errors[networks._FROM_TWO]
+        print(f"| {name} | {len(points)} | {best:g} | {errors[best]:.0%} | {used:.0%} |")
+
+
 LINKS = {"A100, HDR": "100GB/s,2us", "V100, EDR": "25GB/s,2us", "A100, RoCE": "200GB/s,2us",
          "B200, RoCE": "400GB/s,2us"}  # fmt: skip
 
@@ -478,6 +494,7 @@ def main() -> None:
     groups = ((name, [point.judged for point in found]) for name, found in places.items())
     print_table("other rank counts, each from the smaller ones", groups)
     print_doubled(ranks)
+    print_growth(ranks)
     crossing = judge_crossing(public)
     by_source = {
         f"{how}: {source}": group
