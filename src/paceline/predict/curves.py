@@ -416,7 +416,8 @@ def scale_curve(
     def estimate_s(num_bytes: float) -> float:
         if num_bytes <= 0 or world_size == 1:
             return 0.0
-        return measured.estimate_s(num_bytes) * (here.estimate_s(num_bytes) / there.estimate_s(num_bytes)) ** power
+        grown = math.pow(here.estimate_s(num_bytes) / there.estimate_s(num_bytes), power)
+        return measured.estimate_s(num_bytes) * grown
 
     def explain(num_bytes: float) -> tuple[str, str]:
         is_own = world_size == measured_on
