@@ -10,7 +10,7 @@ dropped as a cold start if a larger message of its sweep took less than half as 
 1. Named networks: predicts each table without its own source. If no other source has measured that network, uses its
    data sheet, with a correction fitted to the other sources. Also prints in-sample numbers.
 2. Data sheets only: predicts in the same way, as for networks without published measurements.
-3. Other rank counts: predicts each rank count of a sweep from smaller ones.
+3. Other rank counts: predicts each rank count of a sweep from smaller ones, and twice the ranks apart.
 4. From one node to several: predicts from the sweep on one node, without the number of ranks per node, with it, and
    with the data sheet of the links between nodes.
 5. Below a table's range: predicts sizes from 4 KiB to 1 and 10 MiB from larger ones.
@@ -256,6 +256,7 @@ class Sweep:
     nodes: dict[int, int]
     cores: int = 0
     memory: str = "ordinary"
+    origin: str = "imported"
 
 
 def list_public_sweeps() -> list[Sweep]:
@@ -303,7 +304,7 @@ def list_own_sweeps(paths: Sequence[Path]) -> list[Sweep]:
             what = f"{path.parent.name}/{path.name}, {backend}{' in shared memory' if memory == 'shared' else ''}"
             cores = run.environment.cores if device == "cpu" else 0
             name = f"{what}, {device}, {dtype}"
-            found.append(Sweep(name, backend, dict(times), dict.fromkeys(times, 1), cores, memory))
+            found.append(Sweep(name, backend, dict(times), dict.fromkeys(times, 1), cores, memory, "measured"))
     return found
 
 
@@ -311,16 +312,26 @@ def build_fabric(sweep: Sweep, counts: Sequence[int], **options: int) -> network
     records = [
         CollectiveRecord(
             collective="all_reduce", backend=sweep.backend, device="cpu", world_size=n, num_bytes=x, dtype="float32",
-            op="sum", timing=Summary(mean_s=s), nodes=sweep.nodes[n], memory=sweep.memory, source="imported",
+            op="sum", timing=Summary(mean_s=s), nodes=sweep.nodes[n], memory=sweep.memory, source=sweep.origin,
         )
         for n in counts for x, s in sweep.times[n].items()
     ]  # fmt: skip
     return networks.build_measured_fabric(records, None, memory=sweep.memory, **options)
 
 
-def judge_ranks(sweeps: Sequence[Sweep]) -> list[tuple[str, Judged]]:
+@dataclass(frozen=True)
+class Scaled:
+    """A point on more ranks than were known. `before_s` is its time on half as many, None if these were not measured in
+    the same place (inside a node, or on several)."""
+
+    where: str
+    judged: Judged
+    before_s: float | None = None
+
+
+def judge_ranks(sweeps: Sequence[Sweep]) -> list[Scaled]:
     """Predict each rank count from smaller ones: inside a node, on the first nodes, or beyond."""
-    judged = []
+    found = []
     for sweep in sweeps:
         counts = sorted(n for n in sweep.times if len(sweep.times[n]) > 1)
         per_node = max(n for n in counts if sweep.nodes[n] == 1)
@@ -330,11 +341,42 @@ def judge_ranks(sweeps: Sequence[Sweep]) -> list[tuple[str, Judged]]:
             plain, shifted = (replace(fabric, shift=shift).build_curve(target) for shift in (0.0, 1.0))
             is_first = sweep.nodes[target] > 1 and sweep.nodes[known[-1]] == 1
             where = "inside a node" if sweep.nodes[target] == 1 else "the first nodes" if is_first else "beyond"
+            half = {} if is_first or 2 * known[-1] != target else sweep.times[known[-1]]
             for x, s in sweep.times[target].items():
                 predicted_s = plain.estimate_s(x)
                 sd = math.log(shifted.estimate_s(x) / predicted_s)
-                judged.append((where, Judged(sweep.name, x, s, predicted_s, sd)))
-    return judged
+                found.append(Scaled(where, Judged(sweep.name, x, s, predicted_s, sd), half.get(x)))
+    return found
+
+
+def print_doubled(scaled: Sequence[Scaled]) -> None:
+    """Print the errors on twice the ranks, next to those of assuming that nothing changes."""
+    doubled = [point for point in scaled if point.before_s]
+    groups = group_by(doubled, lambda point: point.where) | group_by(doubled, lambda point: point.judged.source)
+    print("\n**twice the ranks**\n\n| what | points | mean error | bias | within 10 % | mean error of no change |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for name, points in groups.items():
+        errors = [point.judged.predicted_s / point.judged.measured_s - 1 for point in points]
+        same = [abs((point.before_s or 0.0) / point.judged.measured_s - 1) for point in points]
+        off, bias = statistics.fmean(map(abs, errors)), statistics.fmean(errors)
+        close = f"{sum(abs(error) <= 0.1 for error in errors)} of {len(errors)}"
+        print(f"| {name} | {len(errors)} | {off:.0%} | {bias:+.0%} | {close} | {statistics.fmean(same):.0%} |")
+
+
+def print_growth(scaled: Sequence[Scaled]) -> None:
+    """Print the power of the family's ratio that suits each NCCL table of two and four ranks, and its error with the
+    one in use."""
+    print("\n| from two NCCL ranks | points | best power | mean error with it | in use |\n|---|--:|--:|--:|--:|")
+    doubled = [point for point in scaled if point.before_s and ", nccl" in point.judged.source]
+    for name, points in group_by(doubled, lambda point: point.judged.source).items():
+        errors = {}
+        for power in (place / 20 for place in range(31)):
+            times = [(point.before_s or 0.0, point.judged.predicted_s, point.judged.measured_s) for point in points]
+            grown = [before_s * (here_s / before_s) ** (power / networks._FROM_TWO) for before_s, here_s, _ in times]
+            errors[power] = statistics.fmean(abs(a / s - 1) for a, (_, _, s) in zip(grown, times, strict=True))
+        best = min(errors, key=errors.__getitem__)
+        used = errors[networks._FROM_TWO]
+        print(f"| {name} | {len(points)} | {best:g} | {errors[best]:.0%} | {used:.0%} |")
 
 
 LINKS = {"A100, HDR": "100GB/s,2us", "V100, EDR": "25GB/s,2us", "A100, RoCE": "200GB/s,2us",
@@ -363,6 +405,37 @@ def judge_crossing(sweeps: Sequence[Sweep]) -> dict[str, list[Judged]]:
                             judged = Judged(sweep.name, size, time_s, joined_s, sd)
                             found[f"{how}, the {rule} of both levels"].append(judged)
     return found
+
+
+EXPONENTS = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 50.0)
+
+
+def print_exponents(sweeps: Sequence[Sweep]) -> None:
+    """Print how well each exponent p joins the transfers of two levels, (inside^p + between^p)^(1/p), where 1 is their
+    sum and a large one the longer of both; and the error of each cluster with the exponent that suits the others."""
+    errors: dict[str, dict[float, list[float]]] = {}
+    for sweep in (sweep for sweep in sweeps if sweep.name in LINKS):
+        inside = [n for n in sweep.times if sweep.nodes[n] == 1]
+        given = build_fabric(sweep, inside, ranks_per_node=max(inside))
+        links = AssumedFabric(find_network(LINKS[sweep.name]), given, max(inside))
+        found: dict[float, list[float]] = {exponent: [] for exponent in EXPONENTS}
+        for target in (n for n in sweep.times if sweep.nodes[n] > 1):
+            levels = links.build_levels(target)
+            for size, time_s in sweep.times[target].items():
+                latencies_s = [level.estimate_s(1) for level in levels]
+                moving_s = [level.estimate_s(size) - late for level, late in zip(levels, latencies_s, strict=True)]
+                for p, judged in found.items():
+                    joined_s = sum(latencies_s) + sum(max(0.0, one) ** p for one in moving_s) ** (1 / p)
+                    judged.append(abs(joined_s / time_s - 1))
+        errors[sweep.name] = found
+    off = {name: {p: statistics.median(values) for p, values in found.items()} for name, found in errors.items()}
+    print("\n**exponents that join two levels: median of \\|error\\|**\n")
+    print(f"| cluster | {' | '.join(f'{p:g}' for p in EXPONENTS)} | with that of the others |")
+    print(f"|---|{'--:|' * (len(EXPONENTS) + 1)}")
+    for name, by_exponent in off.items():
+        best = min(EXPONENTS, key=lambda p: statistics.fmean(off[other][p] for other in off if other != name))
+        cells = [f"{value:.0%}" for value in by_exponent.values()]
+        print(f"| {name} | {' | '.join(cells)} | {by_exponent[best]:.0%} ({best:g}) |")
 
 
 def judge_below(tables: Iterable[tuple[str, Sequence[tuple[int, float]]]]) -> dict[str, list[Judged]]:
@@ -417,9 +490,11 @@ def main() -> None:
     public = list_public_sweeps()
     own = list_own_sweeps(arguments.runs)
     ranks = judge_ranks([*public, *(list_csv_sweeps(arguments.csv) if arguments.csv else []), *own])
-    places = group_by(ranks, lambda judged: judged[0]) | group_by(ranks, lambda judged: judged[1].source)
-    groups = ((name, [point for _, point in judged]) for name, judged in places.items())
+    places = group_by(ranks, lambda point: point.where) | group_by(ranks, lambda point: point.judged.source)
+    groups = ((name, [point.judged for point in found]) for name, found in places.items())
     print_table("other rank counts, each from the smaller ones", groups)
+    print_doubled(ranks)
+    print_growth(ranks)
     crossing = judge_crossing(public)
     by_source = {
         f"{how}: {source}": group
@@ -427,6 +502,7 @@ def main() -> None:
         for source, group in group_by(points, lambda point: point.source).items()
     }
     print_table("several nodes from one, by what is known about the nodes", (crossing | by_source).items())
+    print_exponents(public)
     swept = [("published", [p for p in sweep.points if p[0] >= 4096]) for table in TABLES.values() for sweep in table]
     swept += [("own", sorted(times.items())) for sweep in own for times in sweep.times.values()]
     print_table("sizes below a table's range", judge_below(swept).items())

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Score the predictions of `paceline tune` on unseen steps, in tables and against goals.
 
-    benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu|nccl] [--only NAME] [--keep]
+    benchmarks/validate_tuning.py [OUT] [--kind real|link|emulated|gpu|nccl] [--only NAME] [--keep] [--stored]
 
 Each case is a `paceline tune` in a separate process, with predictions written before the comparison begins:
 
@@ -14,8 +14,8 @@ Each case is a `paceline tune` in a separate process, with predictions written b
 
 Measures real cases and links twice, at least ten minutes apart, and scores the predictions of one pass on the steps of
 the other. Measures a few again next to a process that keeps one core busy. Builds all tables from the runs in OUT, by
-default this host's folder `tuning` under results/. `--keep` measures only the missing runs. Real cases and links take
-about 35 minutes on two quiet cores, emulated ones another six.
+default this host's folder `tuning` under results/. `--keep` measures only the missing runs, and `--stored` none. Real
+cases and links take about 35 minutes on two quiet cores, emulated ones another six.
 """
 
 from __future__ import annotations
@@ -499,6 +499,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, help="measure only cases of this kind")
     parser.add_argument("--only", help="measure only cases with this text in their names")
     parser.add_argument("--keep", action="store_true", help="keep existing measurements")
+    parser.add_argument("--stored", action="store_true", help="score the runs in OUT without measuring")
     parser.add_argument("--iters", type=int, help="rounds per tuning; a few suffice to try this script")
     parser.add_argument("--apart", type=float, default=APART_S, help="seconds between the two passes of a case")
     asked = parser.parse_args()
@@ -509,12 +510,14 @@ def main() -> None:
             for case in every
             if case.kind == kind and asked.kind in (None, kind) and (not asked.only or asked.only in case.name)
         ]
+        if asked.stored:
+            continue
         if missing := wanted and find_missing(kind):
             print(f"{kind}: skipped, {missing}", flush=True)
         else:
             chosen += wanted
     more = [] if asked.iters is None else ["--iters", str(asked.iters)]
-    failed = measure_all(asked.out, chosen, asked.keep, more, asked.apart)
+    failed = [] if asked.stored else measure_all(asked.out, chosen, asked.keep, more, asked.apart)
     stored = [(case, asked.out / place / case.name) for place in (FIRST, SECOND, LOADED, EMULATED) for case in every]
     runs = [load_measured(case, folder) for case, folder in stored if folder.exists()]
     for table in build_tables(runs):

@@ -317,6 +317,29 @@ def test_measurements_on_one_node_say_little_about_several(sweep):
     assert one.ranks_per_node == 1 and not one.build_curve(8).explain(10**6)[1]
 
 
+def test_an_imported_gloo_table_shares_its_host_in_part(sweep):
+    """The host's cores are unknown, so times lie half way between links of their own and one shared link."""
+    records = on_nodes(sweep((2,)), lambda n: 1)
+    own = build_measured_fabric(records, None, ranks_per_node=8)
+    table = build_measured_fabric([replace(r, source="imported") for r in records], None, ranks_per_node=8)
+    for ranks, slower in ((2, 1), (8, 2)):
+        here, there = (fabric.build_curve(ranks).estimate_s(10**7) for fabric in (own, table))
+        assert there == pytest.approx(slower * here)
+
+
+def test_from_two_nccl_ranks_times_grow_less_than_the_family(sweep):
+    records = on_nodes(sweep((2, 4), algorithm="ring", backend="nccl", device="cuda"), lambda n: 1)
+    two = build_measured_fabric(records[: len(SIZES)], None, ranks_per_node=16)
+    four = build_measured_fabric(records[len(SIZES) :], None, ranks_per_node=16)
+
+    def grow(fabric, ranks: int, known: int) -> float:
+        return fabric.build_curve(ranks).estimate_s(10**9) / fabric.build_curve(known).estimate_s(10**9)
+
+    assert grow(two, 4, 2) == pytest.approx(1.5**0.6, rel=0.01)
+    assert grow(four, 8, 4) == pytest.approx(1, rel=0.01)  # a tree sends as many bytes on any number of ranks
+    assert grow(two, 16, 2) == pytest.approx(2 * 15 / 16, rel=0.01)  # more ranks than a node has GPUs
+
+
 def test_shared_memory_never_leaves_its_host(sweep):
     shared = build_measured_fabric(sweep(backend="shm", algorithm="shared"), None)
     assert shared.ranks_per_node == 0 and not shared.build_curve(8).explain(10**6)[1]

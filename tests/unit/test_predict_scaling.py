@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -591,3 +592,12 @@ def test_the_wrappers_overhead_on_one_rank_holds_on_two():
     # They carry no information about another wrapper.
     other = replace(world.silent(1), wrapper="another")
     assert simulate_scaling(world.evidence(records=[world.record(1), other], sweeps=(2,)), (2,)) == [here]
+
+
+@pytest.mark.parametrize(("backend", "is_slowed"), [("nccl", True), ("gloo", False)])
+def test_only_nccl_messages_are_slowed_by_a_gpu(backend, is_slowed):
+    alone = SimpleNamespace(device="cuda")
+    evidence = SimpleNamespace(alone=alone, backend=backend, most_on_host=4, ranks_at_hand=4)
+    found = scaling._ScalingCurve.find_contention(SimpleNamespace(evidence=evidence), 2)
+    assert found.compute_rates[0] < 1
+    assert (found.message_rates[0] < 1) == is_slowed

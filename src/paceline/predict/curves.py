@@ -104,8 +104,8 @@ def _draw_errors(count: int) -> list[tuple[float, ...]]:
     quantiles = [statistics.NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)]
     columns: list[list[float]] = []
 
-    def correlate(column: Sequence[float]) -> float:
-        return max((abs(statistics.correlation(column, other)) for other in columns), default=0.0)
+    def correlate(column: Sequence[float]) -> float:  # all columns have a mean of 0 and the same sum of squares
+        return float(np.abs(np.array(columns) @ column).max()) if columns else 0.0
 
     for _ in range(_NUM_ERRORS):
         tries = [source.sample(quantiles, count) for _ in range(_TRIES if count > 2 else 1)]
@@ -383,14 +383,18 @@ def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
     )
 
 
-def scale_curve(measured: MeasuredCurve, family: FamilyCurve, measured_on: int, world_size: int) -> CostCurve:
-    """A curve measured on one number of ranks, scaled to another by the ratio of the family's times."""
+def scale_curve(
+    measured: MeasuredCurve, family: FamilyCurve, measured_on: int, world_size: int, power: float = 1.0
+) -> CostCurve:
+    """A curve that was measured on one number of ranks, scaled to another by a power of the ratio of the family's
+    times. The scaling preserves the shape of the curve."""
     there, here = (replace(family, world_size=count) for count in (measured_on, world_size))
 
     def estimate_s(num_bytes: float) -> float:
         if num_bytes <= 0 or world_size == 1:
             return 0.0
-        return measured.estimate_s(num_bytes) * here.estimate_s(num_bytes) / there.estimate_s(num_bytes)
+        grown = math.pow(here.estimate_s(num_bytes) / there.estimate_s(num_bytes), power)
+        return measured.estimate_s(num_bytes) * grown
 
     def explain(num_bytes: float) -> tuple[str, str]:
         is_own = world_size == measured_on

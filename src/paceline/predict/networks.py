@@ -66,6 +66,12 @@ _LAUNCH = 0.7
 # By family: how many threads per rank move messages, and the exponent of (threads / cores) by which messages slow down
 # when threads wait for a core. A barrier in shared memory waits for all threads.
 _CROWDING = {"gloo": (2, 0.8), "shared": (1, 1.3)}
+# The exponent of the ranks of a host with which gloo slows down in an imported table, which does not name the host's
+# cores: half way between ranks with links of their own (0) and one link that all share (1).
+_UNKNOWN_CORES = 0.5
+# Two NCCL ranks of a node use their links less well than more ranks do, so from two ranks times grow only with this
+# power of the family's ratio. Fitted to one of two public sources, each predicts the other.
+_FROM_TWO = 0.6
 
 
 @dataclass(frozen=True)
@@ -344,17 +350,17 @@ def _group_sweeps(points: Iterable[tuple[int, int, tuple[float, ...]]]) -> dict[
 @dataclass(frozen=True)
 class MeasuredFabric:
     """Sweeps of one backend. Measured rank counts are used as they are; others are scaled from the nearest one with the
-    fits. `sweeps` maps ranks and sizes, both ascending, to the seconds of all repetitions. `what` is the name of the
-    sweep, with device and dtype. `ranks_per_node` ranks share a node (0 if unknown); measurements on one node do not
-    predict several nodes well. `cores` are the host's cores that move messages (0 if none). `errors` are the standard
-    deviations of the sweeps themselves, and `shift` moves the times by that many standard deviations."""
+    fits. `sweeps` maps ranks and sizes, both ascending, to the seconds of all repetitions. `what` is the name with
+    device and dtype. `ranks_per_node` ranks share a node (0 if unknown); measurements on one node do not predict
+    several nodes well. `cores` are the host's cores that move messages: 0 if none, None if unknown. `errors` are the
+    standard deviations of the sweeps themselves, and `shift` moves the times by that many standard deviations."""
 
     name: str
     what: str
     sweeps: Mapping[int, Mapping[int, Sequence[float]]]
     fits: tuple[FamilyCurve, ...]
     ranks_per_node: int = 0
-    cores: int = 0
+    cores: int | None = 0
     errors: Errors = ((1, 0.0),)
     shift: float = 0.0
 
@@ -393,8 +399,10 @@ class MeasuredFabric:
 
     def _estimate_crowd(self, world_size: int) -> float:
         """The slowdown factor of messages when threads wait for a core."""
-        here = min(world_size, self.ranks_per_node or world_size)
-        threads, power = _CROWDING.get(self.fits[0].algorithm, (0, 1.0))
+        here, family = min(world_size, self.ranks_per_node or world_size), self.fits[0].algorithm
+        if self.cores is None:
+            return math.pow(here, _UNKNOWN_CORES)
+        threads, power = _CROWDING.get(family, (0, 1.0))
         return max(1.0, here * threads / self.cores) ** power if self.cores else 1.0
 
     def build_curve(self, world_size: int) -> CostCurve:
@@ -405,7 +413,11 @@ class MeasuredFabric:
         measured = curves.fit_curve(
             (size, statistics.median(times) * crowd) for size, times in self.sweeps[nearest].items()
         )
-        scaled = curves.choose_best([curves.scale_curve(measured, fit, nearest, world_size) for fit in self.fits])
+        is_nccl = self.fits[0].algorithm in ("ring", "tree")
+        growth = _FROM_TWO if is_nccl and nearest == 2 < world_size <= _MOST_GPUS and not is_beyond else 1.0
+        scaled = curves.choose_best(
+            [curves.scale_curve(measured, fit, nearest, world_size, growth) for fit in self.fits]
+        )
         error, power, doubt = ERROR_PER_DOUBLING * math.sqrt(abs(math.log2(world_size / nearest))), 0, ""
         if not alike and world_size > 1:
             error, power = math.hypot(error, FIRST_NODE_ERROR), 1 if is_beyond else -1
@@ -502,7 +514,8 @@ def build_measured_fabric(
     sweeps = {count: by_size for count, by_size in found.items() if len(by_size) > 1}
     if not sweeps:
         raise RecordError("the run has one size per rank count: a curve needs two or more")
-    return MeasuredFabric(_name(records[0]), kinds[0], sweeps, fits, per_node, cores)
+    is_unknown = own == ("gloo",) and not cores and per_node and all(r.source == "imported" for r in records)
+    return MeasuredFabric(_name(records[0]), kinds[0], sweeps, fits, per_node, None if is_unknown else cores)
 
 
 def find_ranks_per_node(records: Sequence[CollectiveRecord], given: int = 0) -> int:

@@ -244,7 +244,8 @@ class Draw:
     """All inputs of a step: the best estimates, or a draw. `error` is the model's own error as a fraction of exposed
     communication. `noise` is the logarithm of the error of the measured median that a prediction is compared with.
     `wait_s` is the random wait for the slowest rank, `slow_s` the part of the job that is due to a rank that is always
-    slower, and `local_s` the step time of one rank alone. `layout` has the buckets if they are fixed."""
+    slower, and `local_s` the step of one rank alone. `offset_s` is added to the step, because a measured step includes
+    the model's error at its own buckets. `layout` has the buckets if they are fixed."""
 
     job: Job
     costs: MachineCosts
@@ -254,10 +255,12 @@ class Draw:
     slow_s: float = 0.0
     local_s: float = 0.0
     layout: Layout | None = None
+    offset_s: float = 0.0
 
     def estimate_s(self, cuts: Sequence[int]) -> float:
         step = simulate(self.job, self.layout or cuts, self.costs)
-        return (step.step_s + self.error * max(0.0, step.exposed_s) + self.wait_s) * math.exp(self.noise)
+        added_s = self.error * max(0.0, step.exposed_s) + self.wait_s + self.offset_s
+        return (step.step_s + added_s) * math.exp(self.noise)
 
 
 class Calibration(NamedTuple):

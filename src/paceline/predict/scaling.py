@@ -323,8 +323,10 @@ class _ScalingCurve:
         return factor, rest_s
 
     def find_contention(self, world_size: int) -> Contention:
-        here = min(world_size, self.evidence.most_on_host)
-        return Contention.assume(self.evidence.alone.device, here > 1, self.evidence.ranks_at_hand / here - 1)
+        evidence, here = self.evidence, min(world_size, self.evidence.most_on_host)
+        # gloo moves the messages of a GPU over its host, where kernels do not slow them down.
+        is_slowed, spare_cores = evidence.backend == "nccl", evidence.ranks_at_hand / here - 1
+        return Contention.assume(evidence.alone.device, here > 1, spare_cores, is_alone=is_slowed)
 
     def _build_curve(self, world_size: int, place: int) -> CostCurve:
         most = self.evidence.most_on_host

@@ -155,7 +155,7 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
     """How the best bucket size changes with the model's bytes (`B`), the latency (`alpha`) and the bandwidth (`beta`),
     one at a time. The last two are those of the line fitted to the measured curve; its residuals are kept."""
     changes = []
-    for what, factor in [("", 1.0), *itertools.product(("B", "alpha", "beta"), (0.1, 0.5, 2.0, 10.0))]:
+    for what, factor in itertools.product(("B", "alpha", "beta"), (0.1, 0.5, 2.0, 10.0)):
         other_job, other_costs = job, costs
         if what == "B":
             found = (replace(g, num_bytes=max(1, round(g.num_bytes * factor))) for g in job.gradients)
@@ -163,7 +163,7 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
         else:
             alpha, beta = (factor, 1.0) if what == "alpha" else (1.0, factor)
             other_costs = replace(costs, curve=scale_curve(curve, alpha, beta))
-        caps = estimate_caps(other_job, other_costs, _MOST_CHANGED if what else 0)
+        caps = estimate_caps(other_job, other_costs, _MOST_CHANGED)
         changes.append(replace(caps, what=what, factor=factor, most_bytes=curve.sizes[-1]))
     return changes
 

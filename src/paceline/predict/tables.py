@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.predict.curves import MeasuredCurve, Resample, draw, fit_line, smooth_curve
 from paceline.predict.job import build_job_from_tables
 from paceline.predict.predictor import Calibration, Draw, Predictor, calibrate
-from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts
+from paceline.predict.simulate import MODEL_ERROR, Contention, MachineCosts, simulate
 from paceline.records import CapTimeRecord, CollectiveRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.records.samples import Summary
 
 # Bounds of the factor that is fitted to measured times.
 _FACTORS = (0.5, 4.0)
+# Standard deviation of a step relative to tables that were measured in another process, besides the model's own error.
+# `benchmarks/validate_public.py` fits it to published sweeps, holding out one source at a time.
+TABLE_ERROR = 0.02
 
 
 class TabledJob:
@@ -62,15 +66,22 @@ class TabledJob:
         return MachineCosts(MeasuredCurve(self.curve.sizes, seconds), contention=contention)
 
     def build_predictor(self) -> Predictor:
-        """Build the step predictor, with draws of the uncertain inputs."""
+        """The predictor of steps, with draws of the uncertain inputs."""
+        known_s = 0.0
+        if self.calibration is not None:
+            costs = self.calibration.draw()
+            steps = (simulate(self.job, self.job.cut(one.cap_bytes), costs) for one in self.measured)
+            known_s = statistics.fmean(step.exposed_s for step in steps)
 
         def build(resample: Resample) -> Draw:
+            error, noise = MODEL_ERROR * resample.error, TABLE_ERROR * resample.noise
             if self.calibration is not None:
                 drawn = self.calibration.draw(resample.shift)
-            else:
-                curve, assumed = self._draw_curve(resample.source), (self._device, False, 0.0, resample.source)
-                drawn = replace(self.costs, curve=curve, contention=Contention.assume(*assumed).spread_over(curve))
-            return Draw(self.job, drawn, MODEL_ERROR * resample.error)
+                # A fitted step includes the model's error, so only a different exposed time adds to it.
+                return Draw(self.job, drawn, error, noise, offset_s=-error * known_s)
+            curve, assumed = self._draw_curve(resample.source), (self._device, False, 0.0, resample.source)
+            drawn = replace(self.costs, curve=curve, contention=Contention.assume(*assumed).spread_over(curve))
+            return Draw(self.job, drawn, error, noise)
 
         return Predictor(*draw(build))
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import INDEX_BYTES, Plan, plan_like_torch
@@ -38,9 +38,9 @@ from paceline.predict.search import (
     scale_curve,
 )
 from paceline.predict.sending import Sending
-from paceline.predict.simulate import MODEL_ERROR, MachineCosts, SimulatedStep, simulate
+from paceline.predict.simulate import MODEL_ERROR, SimulatedStep, simulate
 from paceline.predict.strategy_costs import describe_update
-from paceline.predict.tables import TabledJob
+from paceline.predict.tables import TABLE_ERROR, TabledJob
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, TuneSettings, Tuning, hash_predictions, load_tuning
 from paceline.predict.whatif import describe_scenario, simulate_what_if
 from paceline.records import (
@@ -83,7 +83,10 @@ from paceline.report.result import Result, describe_job
 from paceline.report.table import SIMULATED, Column, Table, build_row, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of, format_rate
 
-# rows on a terminal: the widest ranges of bucket sizes, and the last range; the CSV has all ranges
+if TYPE_CHECKING:
+    from matplotlib.axis import Axis
+
+# terminal rows: the widest ranges of bucket sizes, and the last one; the CSV has all ranges
 _MOST_ROWS = 24
 # If a comparison takes more seconds than this, the plans hardly differ, so it is not worth running.
 _MOST_BUDGET_S = 600
@@ -298,10 +301,7 @@ class CapsResult(Result):
         self.model = model = TabledJob(*tables, self.config.get("untied", False))
         self.job, self.cost, self.line, self.measured = model.job, model.curve, model.line, model.measured
         self.is_on_gpu, self.unexplained = model.is_on_gpu, model.unexplained
-        self.caps = estimate_caps(self.job, model.costs)
-        self.changes = estimate_sensitivity(self.job, model.costs, self.cost)
-        self.free_plan = find_best_cuts(self.job, model.costs)
-        self.splits = self._estimate_splits(model.costs, sweep[0].world_size)
+        self.caps = replace(estimate_caps(self.job, model.costs), most_bytes=self.cost.sizes[-1])
         self.expected = estimate_caps(self.job, model.slowed) if self.is_on_gpu else self.caps
         default = plan_like_torch(self.job.gradients, range(len(self.job.gradients)))
         costs = [model.costs, model.slowed, *([model.calibration.draw()] if model.calibration else [])]
@@ -331,9 +331,21 @@ class CapsResult(Result):
         low, high = max(ranges, key=lambda sizes: sizes[1] / sizes[0])
         return shared, (low, high), max(losses[p.cuts] for p in self.caps.points if low <= p.high_bytes <= high)
 
-    def _estimate_splits(self, costs: MachineCosts, world_size: int) -> list[Split]:
+    @cached_property
+    def changes(self) -> list[CapCurve]:
+        """How the best bucket size changes with the inputs; the first is the unchanged one."""
+        return [self.caps, *estimate_sensitivity(self.job, self.model.costs, self.cost)]
+
+    @cached_property
+    def free_plan(self) -> tuple[tuple[int, ...], SimulatedStep]:
+        """The best plan from the tables without a uniform cap."""
+        return find_best_cuts(self.job, self.model.costs)
+
+    @cached_property
+    def splits(self) -> list[Split]:
         """Uses assumed numbers of rows, because the tables do not give the number of distinct tokens per rank."""
-        found, quick = [], replace(costs, curve=scale_curve(self.cost, alpha=0.1))
+        found, costs = list[Split](), self.model.costs
+        world_size, quick = self.only(CollectiveRecord)[0].world_size, replace(costs, curve=scale_curve(self.cost, 0.1))
         for num_rows in _ROWS if self.job.lookups else ():
             lookups = tuple(replace(one, num_rows=num_rows) for one in self.job.lookups)
             job = replace(self.job, lookups=lookups).split(world_size)
@@ -371,7 +383,7 @@ class CapsResult(Result):
 
     @property
     def answer(self) -> str:
-        beyond = "; some messages are larger than any in the table" if self.changes[0].is_beyond else ""
+        beyond = "; some messages are larger than any in the table" if self.caps.is_beyond else ""
         bests = [curve.best.backward_s for curve in self.bases.values()]
         interval = f" (90 %: {' to '.join(map(format_ms, self.interval))})"
         best = f"{' and '.join(map(format_ms, bests))} ms{interval}"
@@ -437,7 +449,8 @@ class CapsResult(Result):
         return [(name, curve) for name, curve in self.curves.items() if self.measured and curve is not self.fitted]
 
     def _describe_contention(self) -> list[str]:
-        error = f"a model error with a standard deviation of {MODEL_ERROR:.0%} of the exposed communication"
+        error = f"model errors with standard deviations of {MODEL_ERROR:.0%} of the exposed communication and "
+        error += f"{TABLE_ERROR:.0%} of the step"
         if self.factor is None:
             drawn = "contention and of the table within its standard deviations"
             return [
@@ -563,9 +576,15 @@ def plot_caps(result: CapsResult) -> Figure:
     times = [alone_s, 1.3 * ends[1], *(record.timing.center_s for record in measured)]
     limits = (0.97e3 * min(times), 1.03e3 * max(times))
     axes.set(xlim=(least, most), ylim=limits, ylabel=f"{of} with communication (ms)")
-    axes.minorticks_off()
+    _label_plainly(axes.xaxis)
     place_legend(figure, axes)
     return figure
+
+
+def _label_plainly(axis: Axis) -> None:
+    """Numbers instead of powers of ten, and no minor ticks, which would take half of the drawing time."""
+    axis.set_major_formatter("{x:g}")
+    axis.axes.minorticks_off()
 
 
 def plot_sensitivity(result: CapsResult) -> Figure:
@@ -585,7 +604,7 @@ def plot_sensitivity(result: CapsResult) -> Figure:
         axes.plot([curve.factor for curve in curves], form, "--", color=COLORS[3], lw=1)
         axes.set(xscale="log", yscale="log", xlabel="multiplied by")
         label_values(axes, [curve.factor for curve in curves], "x {:g}".format)
-        axes.minorticks_off()  # on a log axis they take half of the drawing time
+        _label_plainly(axes.yaxis)
     grid[0].set_ylabel("bucket size (MiB)")
     grid[0].plot([], [], "o-", color=COLORS[0], label="widest range within 1 % of the best")
     if any(curve.is_beyond for curve in result.changes):
