@@ -40,13 +40,14 @@ def run_example(start, name: str, *arguments: str, prefix: tuple[str, ...] = ())
 
 
 @pytest.fixture
-def run_here(monkeypatch, capsys) -> Callable[..., str]:
-    """`run_here(name, *arguments)`: an example without ranks, in this process, which has imported torch already."""
+def run_here(monkeypatch, capfd) -> Callable[..., str]:
+    """`run_here(name, *arguments)`: an example in this process, which has imported torch already, as has the server
+    that forks its ranks."""
 
     def run(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        return capsys.readouterr().out
+        return capfd.readouterr().out
 
     return run
 
@@ -84,8 +85,14 @@ def test_train_by_hand(start, prefix):
     assert report[0].startswith(f"rank 0 of 2 on {BACKEND}") and "bucket" in report[1]
 
 
-@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
-def test_the_program_of_the_readme_is_one_world_of_two_ranks(start, prefix):
+def test_the_program_of_the_readme_is_one_world_of_two_ranks(run_here):
+    out = run_here("quick_start.py")
+    assert out.count("rank 0 of 2 on") == 1 and "rank 1" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
+def test_the_program_of_the_readme_in_its_own_process(start, prefix):
     out = run_example(start, "quick_start.py", prefix=prefix)
     assert out.count("rank 0 of 2 on") == 1 and "rank 1" not in out
 
