@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import glob
 import os
 import signal
 import subprocess
@@ -234,15 +233,17 @@ def descendants(pid: int) -> list[psutil.Process]:
 def list_below(pid: int, recursive: bool = True) -> set[int]:
     """The ids of the descendants of this process; they may have ended. Every test calls this, so it uses the kernel's
     lists of children if available, which takes a hundredth of psutil's time."""
-    if not Path(f"/proc/{pid}/task/{pid}/children").exists():
+    if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
         return {child.pid for child in psutil.Process(pid).children(recursive)}
     found, ask = set[int](), [pid]
     while ask:
-        for path in glob.iglob(f"/proc/{ask.pop()}/task/*/children"):
-            with contextlib.suppress(OSError):  # the process has just ended
-                below = [int(one) for one in Path(path).read_bytes().split()]
-                ask += below if recursive else []
-                found.update(below)
+        threads = f"/proc/{ask.pop()}/task"
+        with contextlib.suppress(OSError):  # the process has just ended
+            for thread in os.listdir(threads):
+                with contextlib.suppress(OSError), open(f"{threads}/{thread}/children", "rb", buffering=0) as file:
+                    below = [int(one) for one in file.read().split()]
+                    ask += below if recursive else []
+                    found.update(below)
     return found
 
 
