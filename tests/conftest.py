@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import glob
+import gc
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,10 @@ for _number in (signal.SIGHUP, signal.SIGQUIT):
 
 # Tests do not depend on a terminal; pytest-xdist sets the width of one.
 os.environ.pop("COLUMNS", None)
+# Idle threads of OpenMP sleep: with more processes than cores, spinning takes time from the threads that compute.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# torch sets it when the first optimizer is created, and leaves it set; a changed environment needs another fork server.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor"))
 
 # Enough ranks for a 2 x 2 mesh.
 MAX_RANKS = 4
@@ -43,6 +48,9 @@ ASKED_BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "")
 assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACKEND}: gloo or shm"
 # The default backend for several CPU ranks on one host.
 BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
+
+# Variables that tests change, and that no library reads when it is imported.
+NOT_IMPORTED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 # A deadline per example would fail tests on a busy machine.
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=20, derandomize=True)
@@ -54,12 +62,24 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("quick" if config.option.markexpr == "not slow" else "thorough")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[Any]:
+    """Thousands of tests and the modules they import stay until the end: searching them for garbage takes longer than
+    most tests, and training and measuring collect garbage many times."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_server() -> Iterator[None]:
     """All pools of this process fork their ranks from one server, which has already imported the usual modules: torch's
     optimizers import its compiler. A test with other environment variables gets its own server, and the next test gets
     the first server again."""
-    find, environment, first = launch._find_server, launch._describe_imports(), list[Any]()
+    find, first = launch._find_server, list[Any]()
 
     def find_server(modules: Sequence[str] = ()) -> Any:
         if launch._describe_imports() != environment:
@@ -69,6 +89,8 @@ def _one_server() -> Iterator[None]:
         return first[0]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_HARMLESS", launch._HARMLESS | NOT_IMPORTED)
+        environment = launch._describe_imports()
         patch.setattr(launch, "_find_server", find_server)
         yield
 
@@ -211,15 +233,17 @@ def descendants(pid: int) -> list[psutil.Process]:
 def list_below(pid: int, recursive: bool = True) -> set[int]:
     """The ids of the descendants of this process; they may have ended. Every test calls this, so it uses the kernel's
     lists of children if available, which takes a hundredth of psutil's time."""
-    if not Path(f"/proc/{pid}/task/{pid}/children").exists():
+    if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
         return {child.pid for child in psutil.Process(pid).children(recursive)}
     found, ask = set[int](), [pid]
     while ask:
-        for path in glob.iglob(f"/proc/{ask.pop()}/task/*/children"):
-            with contextlib.suppress(OSError):  # the process has just ended
-                below = [int(one) for one in Path(path).read_bytes().split()]
-                ask += below if recursive else []
-                found.update(below)
+        threads = f"/proc/{ask.pop()}/task"
+        with contextlib.suppress(OSError):  # the process has just ended
+            for thread in os.listdir(threads):
+                with contextlib.suppress(OSError), open(f"{threads}/{thread}/children", "rb", buffering=0) as file:
+                    below = [int(one) for one in file.read().split()]
+                    ask += below if recursive else []
+                    found.update(below)
     return found
 
 

@@ -7,7 +7,10 @@ import importlib.util
 import json
 import os
 import re
+import runpy
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -34,6 +37,19 @@ def run_example(start, name: str, *arguments: str, prefix: tuple[str, ...] = ())
     out, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
     return out
+
+
+@pytest.fixture
+def run_here(monkeypatch, capfd) -> Callable[..., str]:
+    """`run_here(name, *arguments)`: an example in this process, which has imported torch already, as has the server
+    that forks its ranks."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run
 
 
 def test_every_example_has_a_test():
@@ -69,8 +85,14 @@ def test_train_by_hand(start, prefix):
     assert report[0].startswith(f"rank 0 of 2 on {BACKEND}") and "bucket" in report[1]
 
 
-@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
-def test_the_program_of_the_readme_is_one_world_of_two_ranks(start, prefix):
+def test_the_program_of_the_readme_is_one_world_of_two_ranks(run_here):
+    out = run_here("quick_start.py")
+    assert out.count("rank 0 of 2 on") == 1 and "rank 1" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
+def test_the_program_of_the_readme_in_its_own_process(start, prefix):
     out = run_example(start, "quick_start.py", prefix=prefix)
     assert out.count("rank 0 of 2 on") == 1 and "rank 1" not in out
 
@@ -99,7 +121,7 @@ def test_gather_objects(start, prefix):
     assert all(line.endswith("['rank 0', 'rank 1']") for line in lines[1::3] + lines[2::3])
 
 
-def test_read_a_run(start, tmp_path):
+def test_read_a_run(run_here, tmp_path):
     # Synthetic records with known times, from which the example must derive its numbers.
     def record(num_bytes: int, seconds: float) -> CollectiveRecord:
         return CollectiveRecord(
@@ -109,14 +131,14 @@ def test_read_a_run(start, tmp_path):
 
     records = (record(2**20, 0.003), record(3 * 2**20, 0.007))
     save_run(Run("bench allreduce", {}, capture_environment(), records), tmp_path / "run.json")
-    out = run_example(start, "read_a_run.py", str(tmp_path))
+    out = run_here("read_a_run.py", str(tmp_path))
     assert "1048576 bytes: 5 repetitions, median 0.003000 s, noise 0%" in out
     assert "gloo, 2 ranks: a 2 MiB message takes about 0.005000 s" in out
 
 
-def test_tables_for_predict(start, tmp_path):
+def test_tables_for_predict(run_here, tmp_path):
     run = EXAMPLES.parent / "results" / "neoverse-n1-2-cores" / "tune-1Gb-link-torch"
-    out = run_example(start, "tables_for_predict.py", str(run), str(tmp_path / "tables"))
+    out = run_here("tables_for_predict.py", str(run), str(tmp_path / "tables"))
     sample = EXAMPLES / "bucket-tables"
     assert {path.name: path.read_text() for path in (tmp_path / "tables").iterdir()} == {
         path.name: path.read_text() for path in sample.glob("*.csv")
@@ -126,10 +148,8 @@ def test_tables_for_predict(start, tmp_path):
     assert caps.table("caps").rows_json() and len(load_cap_times(sample / "steps.csv")) == 7
 
 
-def test_large_batch(start):
-    found = re.fullmatch(
-        r"(\d+) steps, the last of 256 samples; accuracy (\d+)%\n", run_example(start, "large_batch.py")
-    )
+def test_large_batch(run_here):
+    found = re.fullmatch(r"(\d+) steps, the last of 256 samples; accuracy (\d+)%\n", run_here("large_batch.py"))
     assert found and int(found[1]) == 4 * 32 + 2 * 8 + 2 * 2 and int(found[2]) > 80
 
 

@@ -193,7 +193,6 @@ def folder(tmp_path_factory):
 def here(folder, monkeypatch, tmp_path):
     """The folder of the files, for relative paths; runs are created elsewhere."""
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path
 
 

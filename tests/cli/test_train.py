@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import struct
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +40,6 @@ def one_launched_rank():
     """This process is the only rank of a launched world: a job on one rank needs no other process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MASTER_ADDR", raising=False)
-        # torch sets it when the first optimizer is created, and leaves it set.
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor"))
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
             patch.setenv(name, value)
         yield

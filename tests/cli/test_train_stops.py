@@ -256,6 +256,7 @@ def test_a_run_with_an_incomplete_metrics_line_continues(command, broken):
     assert answer.code == 0, answer.err
 
 
+@pytest.mark.slow  # `test_train` also continues a finished run
 def test_a_finished_run_is_shown_and_more_epochs_are_remembered(command, whole, tmp_path):
     folder = tmp_path / "finished"
     shutil.copytree(whole, folder)

@@ -88,7 +88,7 @@ def run_steps(backend: str) -> None:
             model.stop()
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_replicas_stay_equal_and_no_gradient_is_lost(job, backend):
     job(4, run_steps, backend)
 

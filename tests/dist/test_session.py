@@ -427,12 +427,13 @@ def finish(job: Any, number: int) -> tuple[str, str]:
     return out, err
 
 
+@pytest.mark.slow  # tests/cli interrupts commands and resumes them
 @pytest.mark.parametrize(
     ("number", "what", "until", "kept"),
     [
         (signal.SIGINT, "cells", "1 of 2 cells", "1 of 2 cells saved; resume with: paceline scale batch --resume "),
-        pytest.param(signal.SIGTERM, "posted", "1 of 3 cells", "1 of 3 cells saved in runs/", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "nothing", "paceline: open", "nothing was saved", marks=pytest.mark.slow),
+        (signal.SIGTERM, "posted", "1 of 3 cells", "1 of 3 cells saved in runs/"),
+        (signal.SIGINT, "nothing", "paceline: open", "nothing was saved"),
     ],
 )
 def test_an_interrupt_reports_what_is_saved(play, tmp_path, number, what, until, kept):

@@ -79,7 +79,7 @@ def test_the_trace_of_one_rank_suffices(command, traced, tmp_path):
     assert document["verdict"] in ("use", "keep", "flat", "undecided") and document["caps"][-1]["num_buckets"] == 1
     loaded = paceline.load_result(document["run"])
     if loaded.traced.is_off:  # on a busy machine, steps are marked as doubtful
-        assert "do not reproduce the traced step" in " ".join(loaded.findings) and loaded.verdict != "use"
+        assert "does not reproduce the traced step" in " ".join(loaded.findings) and loaded.verdict != "use"
     else:  # the prediction reproduces the traced buckets
         assert own["step_s"] == pytest.approx(document["traced_step_s"], rel=1e-3)
     assert loaded.to_json()["caps"] == document["caps"] and loaded.answer == document["answer"]

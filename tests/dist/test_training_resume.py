@@ -216,7 +216,7 @@ CASES = {
 
 
 # One of each kind; the others are slow.
-QUICK = ("accumulate", "diloco", "dgc", "zero1-gloo")
+QUICK = ("diloco", "dgc", "zero1-gloo")
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])

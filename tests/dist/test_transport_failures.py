@@ -91,8 +91,9 @@ def in_shared_folder() -> set[str]:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_killed_rank_is_named_by_every_survivor(forked, seed):
     before = in_shared_folder()
-    took = forked(HERE + "harm", 8, seed, signal.SIGKILL, 90.0, "peer-lost", 0.0)
-    assert len(took) == 16
+    trials = 8 if seed else 3  # the fast suite has one seed
+    took = forked(HERE + "harm", trials, seed, signal.SIGKILL, 90.0, "peer-lost", 0.0)
+    assert len(took) == 2 * trials
     assert in_shared_folder() <= before
 
 

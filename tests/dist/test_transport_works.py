@@ -134,7 +134,7 @@ def results_that_have_no_room() -> None:
     assert (whole == 2).all()
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "program",
     [

@@ -404,25 +404,17 @@ def test_threads_set_by_the_user_are_kept_but_not_torchruns_default(on_ranks):
     assert on_ranks(2, choose_threads, "1", True) == [fair, fair]
 
 
-PENDING = """
-import sys, time, torch, torch.distributed as dist, paceline
-rank = int(sys.argv[1])
-with paceline.init("gloo", "cpu", rendezvous=sys.argv[2], rank=rank, world_size=2, announce=None):
-    if rank == 0:
-        work = dist.all_reduce(torch.ones(4), async_op=True)  # which rank 1 never joins
-        raise ValueError("said at once")
-    time.sleep(200)
-"""
+def fail_with_a_pending_collective() -> None:
+    with paceline.init("gloo", "cpu", announce=None) as world:
+        if world.rank == 0:
+            work = dist.all_reduce(torch.ones(4), async_op=True)  # which rank 1 never joins
+            raise ValueError(f"said at once, not after {type(work)}")
+        time.sleep(200)
 
 
-def test_an_error_does_not_wait_for_a_collective_that_nobody_joins(start, tmp_path):
-    script = tmp_path / "pending.py"
-    script.write_text(PENDING)
-    place = f"file://{tmp_path}/meeting"
-    peer, failing = (start(str(script), str(rank), place) for rank in (1, 0))
-    line = next(line for line in failing.stderr if "ValueError" in line)
-    assert "said at once" in line and peer.poll() is None
-    peer.kill()
+def test_an_error_does_not_wait_for_a_collective_that_nobody_joins(on_ranks):
+    with pytest.raises(LaunchError, match=r"rank 0 of 2 .*ValueError: said at once"):
+        on_ranks(2, fail_with_a_pending_collective, timeout_s=100.0)
 
 
 def close_under_a_callback():

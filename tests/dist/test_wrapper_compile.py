@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from paceline.workloads.models import ResNet18
 from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, describe, loss
 
 
-def compile_parts(kind: str, backend: str = "aot_eager") -> None:
+def compile_parts(kind: str, reducers: tuple[dict[str, Any], ...], backend: str = "aot_eager") -> None:
     compile_ = functools.partial(torch.compile, backend=backend)
     with paceline.init(announce=None) as world:
-        for reducer in REDUCERS[1:]:
+        for reducer in reducers:
             torch._dynamo.reset()
             net = plain = Net()
             if kind == "block":
@@ -33,10 +34,16 @@ def compile_parts(kind: str, backend: str = "aot_eager") -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("block", "wrapper"))]
+    ("kind", "reducers"),
+    [
+        ("model", REDUCERS[2:]),
+        pytest.param("model", REDUCERS[1:2], marks=pytest.mark.slow),
+        pytest.param("block", REDUCERS[1:], marks=pytest.mark.slow),
+        pytest.param("wrapper", REDUCERS[1:], marks=pytest.mark.slow),
+    ],
 )
-def test_compiled_gradients_are_averaged(on_ranks, kind):
-    on_ranks(2, compile_parts, kind)
+def test_compiled_gradients_are_averaged(on_ranks, kind, reducers):
+    on_ranks(2, compile_parts, kind, reducers)
 
 
 class Small(torch.nn.Module):

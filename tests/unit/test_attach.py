@@ -33,7 +33,6 @@ VARIABLES = ("PACELINE_ATTACH", "PACELINE_WRAPPER")
 @pytest.fixture(autouse=True)
 def torch_as_it_was(monkeypatch) -> Iterator[None]:
     """Undo the observer's hooks, which otherwise persist in the test process."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch sets it when a profile starts
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(optimizers, name, type(getattr(optimizers, name))(getattr(optimizers, name)))

@@ -443,7 +443,9 @@ def test_best_buckets_expose_no_more_than_those_in_use():
         assert best["exposed_s"] <= now["exposed_s"] + 1e-9 or best["gain"] < 0
 
 
-@pytest.mark.parametrize("cuts", [(1, 2, 3, 4, 5, 6, 7, 8), (8,), (2, 4, 6, 8)])
+@pytest.mark.parametrize(
+    "cuts", [(1, 2, 3, 4, 5, 6, 7, 8), *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ((8,), (2, 4, 6, 8)))]
+)
 @pytest.mark.parametrize(("latency_s", "bandwidth"), [(1e-3, 2e9), (1e-4, 2e10), (3e-3, 5e9), (1e-4, 5e8)])
 def test_a_verdict_on_buckets_follows_from_its_interval(cuts, latency_s, bandwidth):
     costs = MachineCosts(FamilyCurve("line", 2, latency_s, bandwidth), contention=Contention())

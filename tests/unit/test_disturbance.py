@@ -26,9 +26,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def world(monkeypatch, tmp_path):
+def world():
     """A world of one process, this one."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # otherwise torch's wrapper would set it permanently
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield SimpleNamespace(
         rank=0, world_size=1, shares_clock=False, backend="gloo", device=CPU, share=lambda value: [value]

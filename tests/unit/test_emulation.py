@@ -34,9 +34,8 @@ def build_network():
 
 
 @pytest.fixture
-def alone(monkeypatch, tmp_path):
+def alone():
     """A world of one process, this one."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # otherwise torch's wrapper would set it permanently
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -73,11 +73,9 @@ def nothing_is_remembered():
 
 
 @pytest.fixture
-def transformers(monkeypatch, tmp_path):
+def transformers(monkeypatch):
     """The library, without access to the hub."""
     found = pytest.importorskip("transformers")
-    # Some of its models load torch's compiler, which would leave this variable set.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(importlib.import_module("huggingface_hub"), "snapshot_download", refuse)
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_: io.BytesIO())
     return found

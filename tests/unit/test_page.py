@@ -97,7 +97,7 @@ def test_figures_have_the_numbers_of_the_rows_to_the_microsecond():
 
 
 def test_lines_bars_areas_logarithms_and_second_axes_are_read():
-    data = read_data(render_page([load_result(RESULTS / "h200-16-cores" / "scale-ranks")]))
+    data = read_data(render_page([load_result(RESULTS / "neoverse-n1-2-cores" / "scale-ranks")]))
     panels = [panel for figure in data["figures"] for panel in figure["panels"]]
     marks = [mark for panel in panels for mark in panel["marks"]]
     assert {mark["kind"] for mark in marks} == {"line", "area", "text"} and any("log" in p["x"] for p in panels)

@@ -562,8 +562,10 @@ def test_a_spread_comes_from_repetitions_and_not_from_one_outlier():
 # -- steps without messages on twice the ranks -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slowdown", [rise(0.02), power(0.5)])
-@pytest.mark.parametrize(("known", "ranks"), [((1,), 2), ((1, 2), 4), ((1, 2, 4), 8)])
+@pytest.mark.parametrize("slowdown", [pytest.param(rise(0.02), marks=pytest.mark.slow), power(0.5)])
+@pytest.mark.parametrize(
+    ("known", "ranks"), [((1,), 2), ((1, 2), 4), pytest.param((1, 2, 4), 8, marks=pytest.mark.slow)]
+)
 def test_steps_without_messages_show_the_slowdown_of_more_ranks(monkeypatch, slowdown, known, ranks):
     """Steps of half of the ranks, and of all ranks without messages, reveal any slowdown law."""
     monkeypatch.setattr(curves, "draw", partial(curves.draw, count=400))  # for a precise comparison of widths

@@ -18,12 +18,6 @@ from paceline import torch_internals as internals
 from paceline.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def _inductor_elsewhere(monkeypatch, tmp_path):
-    """The profiler and the compiler set this variable on first use."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
 @pytest.fixture
 def world():
     """A world of a single process."""
