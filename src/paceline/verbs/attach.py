@@ -488,7 +488,7 @@ def _compare_plans(
     steps = _WARMUP + length * len(turns)
     if session.progress:
         others = ", ".join(f"{cap:.3g} MiB" for cap in plans.values() if cap is not None)
-        text = f"comparing the current buckets with {others} in {format_number_of(len(turns), 'alternating turn')}"
+        text = f"comparing current buckets with {others} in {format_number_of(len(turns), 'turn')}"
         print(f"paceline: {session.verb.split()[0]}: {text}", file=sys.stderr, flush=True)
     session.say_long(seen.step_s * steps)
     race = {"plans": list(plans.values()), "turns": turns, "first": _WARMUP, "length": length}

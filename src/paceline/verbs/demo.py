@@ -99,7 +99,7 @@ def demo(*, out: Place = None, progress: bool | None = None) -> DemoResult:
         out: Save the run in a new subfolder of this folder.
     """
     if progress:
-        program = "/".join(PROGRAM.parts[-3:])
+        program = "/".join(PROGRAM.parts[-2:])
         print(f"paceline: demo: profiling {program} on 2 ranks: about 20 s", file=sys.stderr, flush=True)
     attached = attach([sys.executable, str(PROGRAM)], steps=_STEPS, race=True, out=out, progress=progress)
     result = DemoResult(attached.run, attached.folder)
