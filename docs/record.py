@@ -10,15 +10,16 @@ frame if the reader prefers reduced motion.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import html
 import json
 import os
 import pty
 import re
+import shlex
 import struct
 import subprocess
+import sys
 import termios
 import time
 from collections.abc import Iterator, Sequence
@@ -91,8 +92,8 @@ def record(command: Sequence[str]) -> list[Any]:
         events.append([round(time.monotonic() - begin_s, 2), "o", data.decode(errors="replace")])
     os.close(ours)
     if process.wait():
-        raise SystemExit(f"{' '.join(command)} failed")
-    return [{"version": 2, "width": COLUMNS, "height": ROWS, "command": " ".join(command)}, *events]
+        raise SystemExit(f"{shlex.join(command)} failed")
+    return [{"version": 2, "width": COLUMNS, "height": ROWS, "command": shlex.join(command)}, *events]
 
 
 def list_frames(cast: Sequence[Any]) -> Iterator[tuple[float, list[str]]]:
@@ -102,7 +103,7 @@ def list_frames(cast: Sequence[Any]) -> Iterator[tuple[float, list[str]]]:
     screen.write(shown[0] + "\n")
     for at_s, _, text in events:
         screen.write(text)
-        if (found := [line for line in screen.shown]) != shown and at_s - shown_s >= LEAST_S:
+        if (found := screen.shown) != shown and at_s - shown_s >= LEAST_S:
             yield min(LONGEST_S, at_s - shown_s), shown
             shown, shown_s = found, at_s
     if shown != screen.shown:
@@ -144,14 +145,12 @@ def load_cast(path: Path) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name")
-    parser.add_argument("command", nargs="*")
-    asked = parser.parse_args()
-    path = FOLDER / f"{asked.name}.cast"
-    if asked.command:
+    if len(sys.argv) < 2 or sys.argv[2:3] not in ([], ["--"]):
+        raise SystemExit(__doc__)
+    path, command = FOLDER / f"{sys.argv[1]}.cast", sys.argv[3:]
+    if command:
         FOLDER.mkdir(exist_ok=True)
-        lines = map(json.dumps, record(asked.command))
+        lines = map(json.dumps, record(command))
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     path.with_suffix(".svg").write_text(render_svg(load_cast(path)), encoding="utf-8")
 

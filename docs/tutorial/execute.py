@@ -63,7 +63,7 @@ def execute(path: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         os.environ |= {"PYTHONPATH": str(ROOT / "src"), "IPYTHONDIR": place, "JUPYTER_RUNTIME_DIR": place}
         resources = {"metadata": {"path": place}}
-        client = nbclient.NotebookClient(notebook, 200, kernel_name="python3", resources=resources, record_timing=False)
+        client = nbclient.NotebookClient(notebook, timeout=200, resources=resources, record_timing=False)
         client.execute()
         for cell in notebook.cells:
             for output in cell.get("outputs", []):

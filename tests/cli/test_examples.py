@@ -77,6 +77,13 @@ def test_minimal_ddp(start, prefix):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--by-length",)])
+def test_the_program_that_the_readme_profiles(start, options):
+    out = run_example(start, "train.py", "--steps", "3", *options, prefix=TORCHRUN)
+    assert re.fullmatch(r"step 0: loss \d\.\d+\n", out)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [(), TORCHRUN])
 def test_train_by_hand(start, prefix):
     out = run_example(start, "train_by_hand.py", prefix=prefix)

@@ -221,8 +221,8 @@ def test_a_page_of_many_steps_and_ranks_is_small():
 
 # For each picture: the run, the width, whether the page is dark, and the height that is shown.
 SHOTS = {
-    "report-profile": ("neoverse-n1-2-cores/profile-text-classifier", 1120, False, 1350),
-    "report-profile-phone": ("neoverse-n1-2-cores/profile-text-classifier", 390, True, 1350),
+    "report-profile": ("xeon-2-cores/profile-text-classifier", 1120, False, 1350),
+    "report-profile-phone": ("xeon-2-cores/profile-text-classifier", 390, True, 1350),
     "report-allreduce": ("neoverse-n1-2-cores/allreduce", 1120, False, 1350),
 }
 

@@ -189,7 +189,7 @@ def _mark_code(text: Any) -> str:
 
 def split_verdict(text: str) -> tuple[str, str]:
     """Split a text into its first sentence and the rest."""
-    first, _, rest = re.sub(r"([.!?]) (?=[A-Za-z])", r"\1\n", text, count=1).partition("\n")
+    first, _, rest = re.sub(r"([.!?]) (?=\w)", r"\1\n", text, count=1).partition("\n")
     return first, rest
 
 

@@ -33,7 +33,7 @@ from paceline.report.page import save_page
 from paceline.report.result import Result, build_result
 from paceline.runtime.ranks.place import read_place
 from paceline.runtime.ranks.session import Session, open_session
-from paceline.units import MIB, format_bytes, format_ms
+from paceline.units import MIB, format_bytes, format_ms, format_number_of
 from paceline.verbs.jobs import Place, Sizes, finish, list_sizes
 from paceline.verbs.watch import Follower, serve, show_address
 
@@ -517,6 +517,10 @@ def _compare_plans(
     # Alternate the direction so that each plan comes first as often as last.
     turns = [turn for number in range(rounds) for turn in range(len(plans))[:: 1 if number % 2 == 0 else -1]]
     steps = _WARMUP + length * len(turns)
+    if session.progress:
+        others = ", ".join(f"{cap:.3g} MiB" for cap in plans.values() if cap is not None)
+        text = f"comparing current buckets with {others} in {format_number_of(len(turns), 'turn')}"
+        print(f"paceline: {session.verb.split()[0]}: {text}", file=sys.stderr, flush=True)
     session.say_long(seen.step_s * steps)
     race = {"plans": list(plans.values()), "turns": turns, "first": _WARMUP, "length": length}
     ranks = _run(session, folder, {"steps": steps, "stop": True, "race": race})

@@ -99,8 +99,8 @@ def demo(*, out: Place = None, progress: bool | None = None) -> DemoResult:
         out: Save the run in a new subfolder of this folder.
     """
     if progress:
-        text = f"profiles {PROGRAM} on 2 ranks, then compares its buckets with better ones: about 20 s"
-        print(f"paceline: demo: {text}", file=sys.stderr, flush=True)
+        program = "/".join(PROGRAM.parts[-2:])
+        print(f"paceline: demo: profiling {program} on 2 ranks: about 20 s", file=sys.stderr, flush=True)
     attached = attach([sys.executable, str(PROGRAM)], steps=_STEPS, race=True, out=out, progress=progress)
     result = DemoResult(attached.run, attached.folder)
     if result.folder is not None:
