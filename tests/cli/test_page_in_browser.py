@@ -6,9 +6,10 @@ PACELINE_UPDATE_SCREENSHOTS to write the screenshots in docs/images.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,23 +34,33 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def pages(rendered: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(rendered: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`pages(name)`: the page of this run, written once."""
     place = tmp_path_factory.mktemp("pages")
-    large = make_folder(place / "large", make_rows(Job(late_s=0.02), steps=10_000, ranks=8), ranks=8)
-    hostile = make_folder(place / "<img src=x onerror=hacked=1>", make_rows(), model=HOSTILE, wrapper=HOSTILE)
-    runs = {name: RESULTS / "neoverse-n1-2-cores" / name for name in ("allreduce", "wrappers-2-ranks", "scale-ranks")}
-    runs |= {"tune": RESULTS / "neoverse-n1-2-cores" / "tuning" / "gpt2-mini-gloo", "large": large, "hostile": hostile}
-    runs |= {"memory": RESULTS / "xeon-2-cores" / "memory-gpt2-mini"}
-    return {name: save_page([load_result(run)], place / f"{name}.html") for name, run in runs.items()}
+
+    @functools.cache
+    def find(name: str) -> Path:
+        if name == "large":
+            run = make_folder(place / "large", make_rows(Job(late_s=0.02), steps=10_000, ranks=8), ranks=8)
+        elif name == "hostile":
+            run = make_folder(place / "<img src=x onerror=hacked=1>", make_rows(), model=HOSTILE, wrapper=HOSTILE)
+        else:
+            run = RESULTS / STORED[name]
+        return save_page([load_result(run)], place / f"{name}.html")
+
+    return find
 
 
-NAMES = ("allreduce", "wrappers-2-ranks", "scale-ranks", "tune", "large", "hostile", "memory")
+STORED = {name: f"neoverse-n1-2-cores/{name}" for name in ("allreduce", "wrappers-2-ranks", "scale-ranks")}
+STORED |= {"tune": "neoverse-n1-2-cores/tuning/gpt2-mini-gloo", "memory": "xeon-2-cores/memory-gpt2-mini"}
+QUICK = ("allreduce", "scale-ranks", "hostile")
+RARE = ("wrappers-2-ranks", "tune", "large", "memory")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_renders_without_errors_requests_or_overflow(browser: Browser, pages: dict[str, Path], name: str):
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)])
+def test_a_page_renders_without_errors_requests_or_overflow(browser: Browser, pages: Callable[[str], Path], name: str):
     for width in (390, 1440):
-        browser.open(f"file://{pages[name]}", width, dark=width == 390)
+        browser.open(f"file://{pages(name)}", width, dark=width == 390)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         assert browser.find_complaints() == [] and len(browser.list_requests()) == 1
         figures, panels = (
@@ -61,14 +72,14 @@ def test_a_page_renders_without_errors_requests_or_overflow(browser: Browser, pa
         assert not browser.evaluate("document.querySelector('main').innerHTML.includes('NaN')")
 
 
-def test_names_that_contain_markup_are_escaped(browser: Browser, pages: dict[str, Path]):
-    browser.open(f"file://{pages['hostile']}")
+def test_names_that_contain_markup_are_escaped(browser: Browser, pages: Callable[[str], Path]):
+    browser.open(f"file://{pages('hostile')}")
     assert browser.evaluate("window.hacked === undefined && !document.querySelector('img')")
     assert browser.evaluate("document.querySelector('figcaption').textContent").startswith(HOSTILE)
 
 
 @pytest.mark.slow
-def test_a_simplified_line_keeps_its_peaks_and_its_data(browser: Browser, pages: dict[str, Path], tmp_path: Path):
+def test_a_simplified_line_keeps_its_peaks_and_its_data(browser: Browser, pages: Callable[[str], Path], tmp_path: Path):
     rows = make_rows(steps=10_000)
     rows[7_777]["ranks"]["step_s"][0] = 3.0
     page = save_page([load_result(make_folder(tmp_path / "run", rows))], tmp_path)
@@ -85,8 +96,8 @@ def test_a_simplified_line_keeps_its_peaks_and_its_data(browser: Browser, pages:
     assert lines[0] == "panel,series,x,y" and "step,rank 0,7778,3000" in lines
 
 
-def test_a_tooltip_has_the_values_of_the_nearest_step(browser: Browser, pages: dict[str, Path]):
-    browser.open(f"file://{pages['hostile']}")
+def test_a_tooltip_has_the_values_of_the_nearest_step(browser: Browser, pages: Callable[[str], Path]):
+    browser.open(f"file://{pages('hostile')}")
     browser.evaluate("document.querySelector('#figure-0 .panels svg').scrollIntoView()")
     area = browser.evaluate(
         "JSON.parse(JSON.stringify(document.querySelector('#figure-0 .panels svg').getBoundingClientRect()))"
@@ -169,12 +180,12 @@ def test_a_screenshot_of_a_live_page(browser: Browser, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["large", "scale-ranks", "tune", "hostile"])
-def test_accessibility(browser: Browser, pages: dict[str, Path], name: str):
+def test_accessibility(browser: Browser, pages: Callable[[str], Path], name: str):
     script = os.environ.get("PACELINE_AXE", "")
     if not Path(script).is_file():
         pytest.skip("needs axe-core: npm pack axe-core, and its axe.min.js in PACELINE_AXE")
     for dark in (False, True):
-        browser.open(f"file://{pages[name]}", 390 if dark else 1440, dark)
+        browser.open(f"file://{pages(name)}", 390 if dark else 1440, dark)
         browser.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
         browser.evaluate(Path(script).read_text() + ";1")
         found = browser.evaluate("axe.run().then((r) => r.violations.map((v) => [v.id, v.impact, v.nodes[0].html]))")

@@ -47,7 +47,7 @@ class Kernel:
     def begin(self, source: str) -> str:
         return str(self.client.execute(source))
 
-    def end(self, message: str, timeout_s: float = 30.0) -> Answer:
+    def end(self, message: str, timeout_s: float = 60.0) -> Answer:
         deadline, messages = time.monotonic() + timeout_s, []
         while True:
             sent = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
@@ -55,7 +55,7 @@ class Kernel:
                 messages.append(sent)
                 if sent["header"]["msg_type"] == "status" and sent["content"]["execution_state"] == "idle":
                     break
-        while (reply := self.client.get_shell_msg(timeout=10))["parent_header"].get("msg_id") != message:
+        while (reply := self.client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != message:
             pass
         return Answer(reply, messages)
 
@@ -237,7 +237,7 @@ def check_death(folder: Path, reset: bool = False) -> None:
             assert kernel.run("%dist_reset").status == "ok"
             assert "NameError" in kernel.run("gone").errors[0]["evalue"]
         message = kernel.begin("import time\nprint('now')\nwhile True: time.sleep(0.01)")
-        while "now" not in str(kernel.client.get_iopub_msg(timeout=30)["content"]) and message:
+        while "now" not in str(kernel.client.get_iopub_msg(timeout=60)["content"]) and message:
             pass
         left = [kernel.pid, *(process.pid for process in descendants(kernel.pid))]
         assert len(find_ranks(kernel.pid)) == 2 and len(left) >= 4

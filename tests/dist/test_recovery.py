@@ -152,7 +152,9 @@ def run(
     )
     with RankPool(settings.ranks, JOB_MODULES) as pool:
         arguments = (settings, folder, False, False, faults)
-        pool.run(job, arguments, timeout_s=110.0, hang_timeout_s=5.0, recovery=recovery)
+        # A busy machine may delay healthy ranks for seconds; only an endless loop needs the short time limit.
+        hang_timeout_s = 5.0 if any(fault == "loop" for _, _, fault, _ in faults) else 60.0
+        pool.run(job, arguments, timeout_s=110.0, hang_timeout_s=hang_timeout_s, recovery=recovery)
     return recovery.faults
 
 

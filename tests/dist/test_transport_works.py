@@ -23,7 +23,7 @@ def on_paceline(program: Callable[[], Any], lanes: int) -> Any:
     """Run a program in a world on paceline with this number of lanes."""
     register()
     os.environ["PACELINE_LANES"] = str(lanes)
-    dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    dist.init_process_group("shm", timeout=timedelta(seconds=60))
     try:
         return program()
     finally:
@@ -170,7 +170,7 @@ def test_a_failure_breaks_all_lanes(on_ranks, lanes):
 
 def ask_for_a_future_late() -> list[torch.Tensor]:
     register()
-    dist.init_process_group("shm", timeout=timedelta(seconds=20))
+    dist.init_process_group("shm", timeout=timedelta(seconds=60))
     parts = [torch.zeros(2) for _ in range(2)]
     work = dist.all_gather(parts, torch.ones(2), async_op=True)
     dist.barrier()

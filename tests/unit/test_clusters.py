@@ -70,7 +70,7 @@ def run_script(tmp_path):
         dump = "import json, os, sys; print(json.dumps({'arguments': sys.argv[1:], **os.environ}))"
         command = ["python3", "-c", dump, *JOB["command"][1:]]
         script = slurm.render_script(**JOB | {"command": command} | job)
-        done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, timeout=20)
+        done = subprocess.run(["bash"], input=script, text=True, capture_output=True, env=environment, timeout=100)
         assert not done.stderr, done.stderr
         return (
             done.returncode,

@@ -70,5 +70,5 @@ def test_work_submitted_while_the_group_closes_fails(levels):
 
     levels._works = Works()
     check_closed(levels, lambda: levels.submit(build_operation(torch.ones(4)), 30.0))
-    closer.join(20)
+    closer.join(100)
     assert not closer.is_alive()
