@@ -285,7 +285,7 @@ def main() -> None:
         for number, name in enumerate(names, 1):
             path, facts = folder / f"{name}.json", describe(name)
             earlier = load_earlier(path, steps)
-            if is_done(earlier, tools, asked.rounds):
+            if not asked.tools and is_done(earlier, tools, asked.rounds):
                 print(f"[{number}/{len(names)}] {name}: kept from an earlier run", file=sys.stderr)
                 continue
             if facts["needs_cuda"] and not machine["gpu"]:
