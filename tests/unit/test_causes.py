@@ -118,7 +118,7 @@ def test_gradients_of_every_micro_batch_cost_what_they_block():
     resent = [Stall(-0.02 * number, 0.01, 0.008, RESENT) for number in (3, 2, 1)]
     (found,) = find(made_evidence(recorded=made_recorded(*resent)))
     assert found.kind == "accumulate" and found.gain_s == pytest.approx(0.024)
-    assert "all of 4 micro-batches" in found.evidence and "no_sync" in found.line
+    assert "all 4 micro-batches" in found.evidence and "no_sync" in found.line
     hidden = [replace(stall, blocked_s=0.0) for stall in resent]
     assert find(made_evidence(recorded=made_recorded(*hidden)))[0].kind == "healthy"
 
