@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.records import Samples, StepRecord
@@ -50,3 +52,12 @@ def test_without_a_measured_gain_none_is_claimed(other):
 
 def test_the_program_is_part_of_the_package_and_needs_only_torch():
     assert "paceline" not in PROGRAM.read_text().partition('"""\n')[2]
+
+
+def test_only_other_load_is_a_warning_and_unsteady_steps_are_not():
+    result = build([0.02, 0.04] * 8, [0.005, 0.006] * 8)
+    assert result.doubts
+    for load, count in ((0.1, 0), (9.0, 1)):
+        environment = replace(result.run.environment, load_average=load, stolen=0.0, cores=2)
+        warnings = DemoResult(replace(result.run, environment=environment)).warnings
+        assert len(warnings) == count and all(f"load {load:.1f} on 2 cores" in one for one in warnings)

@@ -75,11 +75,11 @@ class DemoResult(AttachedResult):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """At most one line about a busy machine, because the interval of the comparison already reflects the load."""
+        """At most one line about other load on the machine, because the interval of the comparison reflects noise."""
         if self.race is None or not self.doubts:
             return super().warnings
         load = ", ".join(part for found in describe_load(self.run.environment) for part in found)
-        return (f"the machine was busy{f' ({load})' if load else ''}; the interval allows for it",)
+        return (f"the machine was busy ({load}); the interval allows for it",) if load else ()
 
     def tables(self) -> list[Table]:
         title = "step time, measured in alternating turns"
