@@ -606,6 +606,8 @@ class AttachedResult(Result):
             return f"Flat: all other bucket sizes are within 1 % ({basis})."
         if self.verdict in ("keep", "default"):
             return f"Keep the current buckets: no others save more than 1 % ({basis})."
+        if race is None and self.saves[0] < WORTH:
+            return ""  # too little to be worth a sentence
         if race is None:
             name = name_buckets(self.rival)
             return f"Undecided: {name} may save {gain} ({basis}); measure it with `paceline tune --`."
