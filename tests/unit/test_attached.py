@@ -604,6 +604,31 @@ def test_a_somewhat_slower_core_is_not_a_problem_of_the_program_but_more_work_is
     assert work.bottleneck.gain_s == pytest.approx(0.0195 * (1 - 1.8 / 20), rel=0.15)
 
 
+@pytest.mark.parametrize(("factor", "is_named"), [(1.15, False), (1.4, True)])
+def test_an_operator_must_take_much_longer_on_a_late_rank_to_be_named(factor, is_named):
+    """The core of a rank may be slower for one kind of work only, such as convolutions."""
+    result, records = attached_to(late_ms=6.0), []
+    for step in result.only(TracedStepRecord):
+        times = {"conv": 0.020 * (factor if step.rank else 1.0), "relu": 0.012, "copy_": 0.011}
+        records.append(replace(step, operators=tuple(OperatorTime(*one) for one in times.items())))
+    slow = find_slow_part(records, 1)
+    assert (slow.name, slow.is_named, slow.is_core) == ("conv", is_named, not is_named)
+    assert slow.share > 0.4 and slow.longer == pytest.approx(factor - 1)
+
+
+def test_messages_that_can_be_removed_are_not_sent_in_another_way(monkeypatch):
+    def list_gains():
+        result = attached_to()
+        return {one.kind: one.gain_s for one in result._list_findings(result.only(TracedStepRecord))}
+
+    before = list_gains()
+    removable = Finding("buffers", "buffers", "do not send them", attached_to().exposed_s / 2)
+    monkeypatch.setattr("paceline.report.observed.find_causes", lambda _: iter([removable]))
+    assert list_gains()["backend"] == pytest.approx(before["backend"] / 2)
+    removable = replace(removable, gain_s=2 * removable.gain_s)
+    assert "backend" in before and "backend" not in list_gains()
+
+
 def test_an_interruption_of_another_operator_in_each_step_is_not_more_work():
     result, records = attached_to(late_ms=20.0), []
     for step in result.only(TracedStepRecord):

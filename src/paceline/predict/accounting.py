@@ -36,6 +36,8 @@ _MOST_OPERATORS = 20  # maximum number kept per step, besides `_KEPT`
 # program must be competing for the core. Competition takes half of a core; a busy sibling hyperthread, a hypervisor and
 # a lower clock cost up to about 40 %.
 _EXPLAINS, _COMPETING = 0.4, 1.75
+# Fraction by which an operator must take longer on the late rank to be more than the effect of a slower core.
+_MUCH_LONGER = 0.25
 OUTSIDE = "code outside operators"
 _KEPT = ("torch.distributed.ddp.reducer::search_unused_parameters",)
 
@@ -210,18 +212,19 @@ def list_waits(records: Sequence[TracedStepRecord]) -> list[dict[int, float]]:
 
 class SlowPart(NamedTuple):
     """Where a late rank spends more time than the others. All of its operators take `slower` times as long, which
-    explains the fraction `diffuse` of the lateness. Beyond that, the operator `name` takes `more_s` longer, which
-    explains the fraction `share`."""
+    explains the fraction `diffuse` of the lateness. Beyond that, the operator `name` takes `more_s` longer, a fraction
+    `longer` of its usual time, which explains the fraction `share`."""
 
     name: str
     more_s: float
     slower: float
     share: float
     diffuse: float
+    longer: float = math.inf
 
     @property
     def is_named(self) -> bool:
-        return self.share >= _EXPLAINS
+        return self.share >= _EXPLAINS and self.longer >= _MUCH_LONGER
 
     @property
     def is_core(self) -> bool:
@@ -255,7 +258,7 @@ def find_slow_part(records: Sequence[TracedStepRecord], rank: int | None = None)
     shares = (
         min(1.0, max(0.0, part_s / max(late_s, 1e-12))) for part_s in (more[name], (usual - 1) * sum(there.values()))
     )
-    return SlowPart(name, more[name], slower, *shares)
+    return SlowPart(name, more[name], slower, *shares, more[name] / max(usual * there[name], 1e-12))
 
 
 def _split_work(step: TracedStepRecord) -> defaultdict[str, float]:

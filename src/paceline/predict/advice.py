@@ -29,6 +29,7 @@ _ASSUMED = ("backend", "network", "batch")
 # Cures of communication that do not change the training, and cures that do.
 _EXACT = ("backend", "buckets", "collectives", "buffers", "unused parameters", "accumulate")
 _CHANGING = ("network", "batch")
+REMOVABLE = ("collectives", "buffers", "unused parameters", "accumulate")  # messages that no gradient needs
 _MORE = 4  # recommended factor on the samples per message
 _TINY_KERNEL_S = 10e-6
 # Size of a batch that keeps the GPU busy, relative to one that just fills the step.
@@ -341,7 +342,9 @@ def blame_messages(
     one host, fewer bytes, or fewer messages per sample. `cuts` are the buckets in use. `fixed_s` is the time of a step
     that does not depend on its batch, 0 if the batch is large enough. `spread` is the interval of `exposed_s` as
     multiples of `exposed_s`."""
-    share = f"{format_duration(exposed_s)} of communication per step is exposed ({exposed_s / step_s:.0%} of the step)"
+    share = (
+        f"{format_duration(exposed_s)} of gradient messages per step are exposed ({exposed_s / step_s:.0%} of the step)"
+    )
     found = []
 
     def add(kind: str, cure: str, line: str, certainty: str, gains: tuple[float, float, float]) -> None:

@@ -23,6 +23,7 @@ from paceline.predict.accounting import (
     list_waits,
 )
 from paceline.predict.advice import (
+    REMOVABLE,
     WORTH,
     blame_changing_rank,
     blame_data,
@@ -439,12 +440,14 @@ class AttachedResult(Result):
                 "buckets", saves, "change the bucket size", saved_s, certainty,
                 gain_interval_s=interval_s, line=self._torch_line,
             )  # fmt: skip
+        # Messages that can be removed would not be sent in another way.
+        exposed_s = (self.exposed_s or 0.0) - sum(one.gain_s for one in causes if one.kind in REMOVABLE)
         # Changing buckets takes only one argument, so it comes first if it hides much of the communication.
-        if self.buckets is not None and self.exposed_s and saved_s < max(WORTH * self.step_s, self.exposed_s / 3):
+        if self.buckets is not None and exposed_s > 0 and saved_s < max(WORTH * self.step_s, exposed_s / 3):
             yield from blame_messages(
-                self.buckets.model, self.buckets.now.cuts, self.steps.backend, self.exposed_s, self.step_s,
+                self.buckets.model, self.buckets.now.cuts, self.steps.backend, exposed_s, self.step_s,
                 on_host=self.buckets.traced.is_on_host, is_ours=self.steps.wrapper == "paceline",
-                fixed_s=self._find_fixed(), spread=self._find_spread(recorded),
+                fixed_s=self._find_fixed(exposed_s), spread=self._find_spread(recorded),
             )  # fmt: skip
 
     def _blame_late(
@@ -494,10 +497,10 @@ class AttachedResult(Result):
         low_s, high_s = (times and estimate_mean(times, mean_s := statistics.fmean(times))) or (1.0, 1.0)
         return (low_s / mean_s, high_s / mean_s) if times and mean_s > 0 and len(times) > 1 else (1.0, 1.0)
 
-    def _find_fixed(self) -> float:
+    def _find_fixed(self, exposed_s: float) -> float:
         """The part of a step that does not depend on the batch, or 0 if it is at most half of the part that does."""
         row = self.critical
-        fixed_s = (self.exposed_s or 0.0) + (row.optimizer_s or 0.0)
+        fixed_s = exposed_s + (row.optimizer_s or 0.0)
         return fixed_s if fixed_s > ((row.forward_s or 0.0) + (row.backward_s or 0.0)) / 2 else 0.0
 
     def _list_waits(self, recorded: Sequence[TracedStepRecord]) -> Sequence[Mapping[int, float]]:
