@@ -11,7 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.plan import plan_by_cuts, plan_like_torch
-from paceline.predict.accounting import PhaseFinder, RankRow, account_steps, find_slow_part, list_waits
+from paceline.predict.accounting import (
+    PhaseFinder,
+    RankRow,
+    account_steps,
+    average_data,
+    find_slow_part,
+    list_waits,
+)
 from paceline.predict.advice import rank_findings, remove_recording
 from paceline.predict.curves import FamilyCurve
 from paceline.predict.race import Interval, Race
@@ -614,6 +621,13 @@ def test_an_operator_must_take_much_longer_on_a_late_rank_to_be_named(factor, is
     slow = find_slow_part(records, 1)
     assert (slow.name, slow.is_named, slow.is_core) == ("conv", is_named, not is_named)
     assert slow.share > 0.4 and slow.longer == pytest.approx(factor - 1)
+
+
+@pytest.mark.parametrize(("num_restarts", "share"), [(1, 0.0), (2, 0.0), (4, 0.2 / 1.4)])
+def test_restarts_of_a_loader_count_if_they_recur(num_restarts, share):
+    waits_s = [0.05 if number < num_restarts else 0.0 for number in range(60)]
+    timing = Samples(tuple((0.02 + wait_s,) for wait_s in waits_s))
+    assert average_data(timing, Samples(tuple((wait_s,) for wait_s in waits_s))) == [pytest.approx(share)]
 
 
 def test_messages_that_can_be_removed_are_not_sent_in_another_way(monkeypatch):

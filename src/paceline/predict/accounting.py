@@ -29,8 +29,9 @@ _LOADING, _FORWARD, _OPTIMIZER = (
     "Optimizer.step#",
 )
 _LAUNCH = "c10d::"
-# Fraction of steps (the longest) excluded from the mean wait for data, because a restart of the workers is not typical.
-_TRIM = 0.05
+# Fraction of steps (the longest) excluded from the mean wait for data, because a restart of the workers is not typical,
+# unless there were so many.
+_TRIM, _MANY_RESTARTS = 0.05, 3
 _MOST_OPERATORS = 20  # maximum number kept per step, besides `_KEPT`
 # Fraction of a rank's lateness that an operator must explain to count as its cause. Slowdown above which another
 # program must be competing for the core. Competition takes half of a core; a busy sibling hyperthread, a hypervisor and
@@ -142,8 +143,10 @@ def average_data(timing: Samples, waits: Samples) -> list[float]:
     found = []
     for rank in range(timing.num_ranks):
         both = sorted((step[rank], wait[rank]) for step, wait in zip(timing.seconds, waits.seconds, strict=True))
-        kept = both[: max(1, round(len(both) * (1 - _TRIM)))]
-        found.append(min(1.0, sum(wait for _, wait in kept) / max(1e-12, sum(step for step, _ in kept))))
+        longest_s = max(wait_s for _, wait_s in both)
+        if sum(wait_s > longest_s / 2 for _, wait_s in both) < _MANY_RESTARTS:
+            both = both[: max(1, round(len(both) * (1 - _TRIM)))]
+        found.append(min(1.0, sum(wait for _, wait in both) / max(1e-12, sum(step for step, _ in both))))
     return found
 
 
