@@ -51,7 +51,7 @@ _OLDEST = 2  # garbage collector generation to time; collections of younger ones
 # Steps are recorded again if two blocks of steps in a row take this many times as long as the first block after the
 # last recording, or as short; at most so often. All ranks see the same change, because they wait for each other. They
 # start some steps later, in case a GPU has finished more steps on one rank than on another.
-_CHANGE, _BLOCK, _MOST_WINDOWS, _LATER = 1.2, 8, 4, 4
+_CHANGE, _BLOCK, _MOST_WINDOWS, _LATER = 1.25, 16, 4, 4
 _LEAST_AGAIN = 4  # fewest steps of a later recording
 # DataLoader options to report, and their names in the loader's iterators.
 _LOADER = {"num_workers": "num_workers", "are_workers_persistent": "persistent_workers"}
