@@ -184,9 +184,10 @@ def try_tool(call: Any, program: str, folder: Path, steps: int) -> tuple[float, 
 def run_program(
     facts: dict[str, Any], tools: dict[str, Any], steps: int, rounds: int, earlier: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Run one program under every tool, and return the raw results, with `earlier` results of other tools."""
+    """Run one program under every tool, and return the raw results, with `earlier` results of other tools. Their times
+    are dropped if the plain program runs again: they would be compared with a run of another time."""
     document = {**facts, "runs": {}, "answers": {}, "errors": {}, "steps": steps}
-    for part in ("runs", "answers", "errors"):
+    for part in ("answers", "errors") if "plain" in tools else ("runs", "answers", "errors"):
         document[part] |= {name: found for name, found in (earlier or {}).get(part, {}).items() if name not in tools}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as place:

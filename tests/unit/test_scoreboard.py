@@ -264,6 +264,8 @@ def test_a_run_that_fails_is_recorded_and_tried_again(board, tmp_path):
     assert is_done() and not is_done(steps=220) and not is_done(rounds=3)
     again = module.run_program(facts, {"Paceline": answer}, 80, 3, document | {"errors": {}})
     assert {name: len(runs) for name, runs in again["runs"].items()} == {"plain": 2, "Paceline": 3, "cured": 2}
+    again = module.run_program(facts, {"plain": take_steps}, 80, 1, document)  # other times are not comparable with it
+    assert list(again["runs"]) == ["plain"] and list(again["answers"]) == ["Paceline"]
 
 
 def test_healthy_programs_are_not_cured_and_only_paceline_runs_beside_a_busy_core(board, tmp_path):
