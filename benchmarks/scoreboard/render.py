@@ -82,7 +82,9 @@ def describe_noise(documents: Sequence[Mapping[str, Any]]) -> str:
     pairs = [map(find_mean, one["runs"]["plain"][:2]) for one in documents if len(one["runs"].get("plain", ())) > 1]
     apart = [abs(second / first - 1) for first, second in pairs]
     if not apart:
-        return ""
+        once = "Each program ran once per tool, so gains and overheads also contain the difference between two runs."
+        is_apart = any(tool != "HTA" and tool not in one["runs"] for one in documents for tool in one["answers"])
+        return f"{once}{' The other tools ran at another time.' if is_apart else ''}\n"
     return f"Two runs of the same program without a tool are {statistics.median(apart):.1%} apart (median).\n"
 
 
