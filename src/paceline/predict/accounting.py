@@ -258,10 +258,10 @@ def find_slow_part(records: Sequence[TracedStepRecord], rank: int | None = None)
     usual = max(1.0, slower)
     more = {name: here[name] - usual * there[name] for name in names}
     name = max(more, key=more.__getitem__)
-    shares = (
+    share, diffuse = (
         min(1.0, max(0.0, part_s / max(late_s, 1e-12))) for part_s in (more[name], (usual - 1) * sum(there.values()))
     )
-    return SlowPart(name, more[name], slower, *shares, more[name] / max(usual * there[name], 1e-12))
+    return SlowPart(name, more[name], slower, share, diffuse, more[name] / max(usual * there[name], 1e-12))
 
 
 def _split_work(step: TracedStepRecord) -> defaultdict[str, float]:
