@@ -84,7 +84,8 @@ def describe_noise(documents: Sequence[Mapping[str, Any]]) -> str:
     if not apart:
         once = "Each program ran once per tool, so gains and overheads also contain the difference between two runs."
         is_apart = any(tool != "HTA" and tool not in one["runs"] for one in documents for tool in one["answers"])
-        return f"{once}{' The other tools ran at another time.' if is_apart else ''}\n"
+        lines = [once, *(["The other tools ran at another time."] if is_apart else [])]
+        return "\n".join(lines) + "\n"
     return f"Two runs of the same program without a tool are {statistics.median(apart):.1%} apart (median).\n"
 
 

@@ -26,10 +26,9 @@ WORTH, _IDLE_WORTH, _TURNS_WORTH = 0.05, 0.2, 0.1
 _SHM_TIMES = (0.35, 0.6, 0.15)
 # Kinds whose gain depends on assumptions about messages: the lower end of its interval must exceed the noise.
 _ASSUMED = ("backend", "network", "batch")
-# Cures of communication that do not change the training, and cures that do.
-_EXACT = ("backend", "buckets", "collectives", "buffers", "unused parameters", "accumulate")
-_CHANGING = ("network", "batch")
 REMOVABLE = ("collectives", "buffers", "unused parameters", "accumulate")  # messages that no gradient needs
+# Cures of communication that do not change the training, and cures that do.
+_EXACT, _CHANGING = ("backend", "buckets", *REMOVABLE), ("network", "batch")
 _MORE = 4  # recommended factor on the samples per message
 _TINY_KERNEL_S = 10e-6
 # Size of a batch that keeps the GPU busy, relative to one that just fills the step.

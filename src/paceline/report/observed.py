@@ -594,6 +594,11 @@ class AttachedResult(Result):
             text += f" on rank {row.rank}, which waits least: {parts}"
         return f"{text}. {self._describe_buckets()}".strip()
 
+    @property
+    def _is_worth_comparing(self) -> bool:
+        """Whether other buckets might save enough to measure them."""
+        return self.saves[0] >= WORTH
+
     def _describe_buckets(self) -> str:
         if self.buckets is None or (self.busy is not None and self.race is None):
             return ""
@@ -609,8 +614,8 @@ class AttachedResult(Result):
             return f"Flat: all other bucket sizes are within 1 % ({basis})."
         if self.verdict in ("keep", "default"):
             return f"Keep the current buckets: no others save more than 1 % ({basis})."
-        if race is None and self.saves[0] < WORTH:
-            return ""  # too little to be worth a sentence
+        if not self._is_worth_comparing and race is None:
+            return ""
         if race is None:
             name = name_buckets(self.rival)
             return f"Undecided: {name} may save {gain} ({basis}); measure it with `paceline tune --`."
@@ -678,7 +683,8 @@ class AttachedResult(Result):
             return [f"{where}: {line}" for where, line in self.lines.items()]
         if self.bottleneck.line:
             return [self.bottleneck.line]
-        return [f"paceline tune {again}"] if self.verdict == "undecided" and self.race is None and again else []
+        is_open = self.verdict == "undecided" and self.race is None and self._is_worth_comparing
+        return [f"paceline tune {again}"] if is_open and again else []
 
     @property
     def failure(self) -> str:
