@@ -161,17 +161,25 @@ def test_memory_of_large_gradients_is_freed_with_them(monkeypatch):
         assert [reference() for reference in memory] == [None, None]
 
 
-@pytest.mark.parametrize(("least", "packed", "sends_words"), [(41, 3, True), (40, 2, True), (4, 0, False)])
-def test_large_gradients_are_reduced_in_place_and_the_others_packed(monkeypatch, least, packed, sends_words):
-    monkeypatch.setattr(flat, "_IN_PLACE_BYTES", least)
-    replica = read_replica(nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (10, 2, 1)]))
-    plan = plan_by_cap(replica.gradients, range(3), 10_000)
-    memory = FlatGradients(replica, plan, num_words=7, uncopied={0, 1, 2}, separate={0, 1, 2})
+def test_gradients_share_a_message_and_one_alone_is_reduced_in_place():
+    replica = read_replica(nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (10, 2, 1, 4)]))
+    plan = plan_by_cap(replica.gradients, range(4), 40)
+    assert [len(part) for part in plan.partition] == [1, 3]
+    memory = FlatGradients(replica, plan, num_words=7, uncopied=set(range(4)), separate=set(range(4)))
+    first, last = (LiveBucket(number, memory, replica.params, packs=True) for number in (0, 1))
+    assert first.pack is None and first.in_place == [0] and not first.sends_words
+    assert last.pack is not None and last.in_place == [] and last.sends_words
+    assert last.pack.message.dtype == torch.float32
+    apart = LiveBucket(1, memory, replica.params, packs=False)
+    assert apart.pack is None and sorted(apart.in_place) == [1, 2, 3] and not apart.sends_words
+
+
+def test_the_last_bucket_packs_a_single_gradient_with_the_control_words():
+    replica = read_replica(nn.ParameterList([nn.Parameter(torch.zeros(10))]))
+    plan = plan_by_cap(replica.gradients, range(1), 40)
+    memory = FlatGradients(replica, plan, num_words=7, uncopied={0}, separate={0})
     bucket = LiveBucket(0, memory, replica.params, packs=True)
-    assert len(bucket.packed) == packed and sorted(bucket.packed + bucket.in_place) == [0, 1, 2]
-    assert bucket.sends_words == sends_words
-    alone = LiveBucket(0, memory, replica.params, packs=False)
-    assert alone.pack is None and sorted(alone.in_place) == [0, 1, 2]
+    assert bucket.sends_words and bucket.in_place == []
 
 
 HOLDS: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {

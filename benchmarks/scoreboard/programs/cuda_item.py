@@ -15,8 +15,11 @@ class CudaItem(Program):
         net = super().build_model()
         if not self.cured:
             for layer in net:
-                layer.register_forward_hook(lambda module, inputs, output: float(output.mean()))
+                layer.register_forward_hook(self.watch)
         return net
+
+    def watch(self, module, inputs, output):
+        self.activation = float(output.mean())
 
 
 if __name__ == "__main__":

@@ -201,6 +201,7 @@ def open_peer(name: str | None, folder: Path, rank: int) -> Iterator[Any]:
         table = [
             {"name": row.key, "count": row.count, "self_us": row.self_cpu_time_total, "total_us": row.cpu_time_total}
             for row in profiler.key_averages()
+            if row.cpu_time_total  # kernels have rows of their own, some with the name of a step
         ]
         (folder / f"operators-{rank}.json").write_text(json.dumps(table))
     else:

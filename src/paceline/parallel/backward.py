@@ -790,7 +790,7 @@ class BucketedReducer:
             if replaced or bucket.range._version != bucket.version:
                 late += bucket.fused
             if bucket.pack is not None:
-                late += [bucket.packed[place] for place in bucket.pack.find_changed()]
+                late += [bucket.uncopied[place] for place in bucket.pack.find_changed()]
         for index, (grad, version) in self._taken.items():
             if grad._version != version or self.replica.params[index].grad is not grad:
                 late.append(index)

@@ -22,9 +22,6 @@ _ALIGN_BYTES = 64
 _PACK_BYTES = 16  # the widest load instruction of a GPU
 # If the mean gradient size is at least this, a new message is allocated for each step.
 _LASTING_BYTES = 1 << 20
-# Gradients of at least this size are reduced in place: copying one would cost more than another tensor in the call, and
-# would double its memory.
-_IN_PLACE_BYTES = 8 << 20
 # Below this mean size, one fused copy and one scaling pass are faster than a call per gradient.
 _LARGE_BYTES = 64 << 10
 _get_grad = operator.attrgetter("grad")
@@ -103,9 +100,9 @@ def choose_separate(plan: Plan, least_bytes: float, stays: bool) -> tuple[set[in
 
 class LiveBucket:
     """One bucket at run time. `fused` gradients are copied together once all have arrived, and `copied` ones separately
-    as they arrive. `uncopied` gradients stay where autograd left them until the bucket is sent. Large ones are reduced
-    in place. If the bucket `packs` and there is more than one other gradient, these (`packed`) share one message. The
-    last bucket also packs the control words if none of its gradients are in the flat vector (`sends_words`)."""
+    as they arrive. `uncopied` gradients stay where autograd left them until the bucket is sent. If the bucket `packs`,
+    several of them share one message; one alone is reduced in place. The last bucket always packs them, with the
+    control words, if none of its gradients are in the flat vector (`sends_words`)."""
 
     def __init__(self, number: int, flat: FlatGradients, params: Sequence[torch.Tensor], packs: bool) -> None:
         self.number, self.range = number, flat.ranges[number]
@@ -122,12 +119,9 @@ class LiveBucket:
         # The control words travel with the last bucket, because a separate message would be one more launch.
         num_words = flat.num_words if number == len(flat.ranges) - 1 and not self.range.numel() else 0
         self.pack: Pack | None = None
-        self.packed = [index for index in self.uncopied if params[index].nbytes < _IN_PLACE_BYTES] if packs else []
-        if len(self.packed) > (0 if num_words else 1):
-            self.pack = Pack([params[index] for index in self.packed], self.range, num_words)
-        else:
-            self.packed = []
-        self.in_place = [index for index in self.uncopied if index not in self.packed]
+        if packs and len(self.uncopied) > (0 if num_words else 1):
+            self.pack = Pack(self.uncopied_params, self.range, num_words)
+        self.in_place = self.uncopied if self.pack is None else []
         self.sends_words = self.pack is not None and num_words > 0
         self.seen: list[Any] = []
         self.in_parts = False  # some gradient arrives in several parts: wait for the end of backward

@@ -35,6 +35,7 @@ _SHARE = 2 / 7
 # On NCCL over sockets, the latency of a message equals the time for about this many bytes per rank, on up to 8 ranks
 # (larger counts were not measured). The first bucket has at least this size, the others at least four times this size.
 _NCCL_LATENCY_BYTES, _MEASURED_RANKS = 5 * MIB // 16, 8
+_NCCL_SHARE = 2 / 5  # about three messages
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 MakePlan = Callable[[Sequence[int], Sequence[Rows]], Plan]
@@ -117,18 +118,19 @@ class Options:
             plan = check_plan(self.plan, gradients, needs_whole)
             return lambda order, rows: plan
         is_asked = self.embeddings == "rows"
-        share = max(TORCH_FIRST_CAP_BYTES, int(_SHARE * sum(gradient.num_bytes for gradient in gradients)))
+        total = sum(gradient.num_bytes for gradient in gradients)
         if self.caps:
             caps = [max(1, int(cap * MIB)) for cap in self.caps]
         elif channel.is_nccl:
             latency = _NCCL_LATENCY_BYTES * min(channel.world_size, _MEASURED_RANKS)
-            caps = [max(TORCH_FIRST_CAP_BYTES, latency), min(max(share, 4 * latency), TORCH_CAP_BYTES)]
+            later = max(int(_NCCL_SHARE * total), 4 * latency)
+            caps = [max(TORCH_FIRST_CAP_BYTES, latency), min(later, TORCH_CAP_BYTES)]
         elif with_hook:
             caps = [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES]
         elif channel.device.type != "cpu" or _has_spare_cores(channel.world_size):
             # Small buckets help only if spare cores can send them during backward. Otherwise they only add latency.
             largest = min(channel.world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)
-            caps = [TORCH_FIRST_CAP_BYTES, min(share, largest)]
+            caps = [TORCH_FIRST_CAP_BYTES, min(max(int(_SHARE * total), TORCH_FIRST_CAP_BYTES), largest)]
         else:
             caps = [TORCH_CAP_BYTES]
         return lambda order, rows: plan_like_torch(gradients, order, caps, rows, is_asked)
