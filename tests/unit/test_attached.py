@@ -257,6 +257,29 @@ def test_steps_that_were_recorded_or_came_first_are_not_timed(tmp_path):
     assert (record.model, record.wrapper, record.bucket_bytes) == ("Net", "torch", (3 * MIB, MIB))
 
 
+@pytest.mark.parametrize("disturbed", [0, 1])
+def test_of_two_recordings_the_one_in_which_ranks_work_less_is_read(disturbed, monkeypatch):
+    """Rank 1 is 10 ms late. In one recording another process delays rank 0 as much, and it seems that none is."""
+    windows = [["a", 11, 19, 0], ["b", 31, 39, 0]]
+
+    def read(ranks: object, window: attaching._Window) -> attaching._Reading:
+        own_s = (0.02 if window.trace == "ab"[disturbed] else 0.01, 0.02)
+        waits_s = tuple(0.03 - one for one in own_s)
+        steps = [made_step(r, n, (waits_s[r],), before=own_s[r]) for r in (0, 1) for n in range(4)]
+        return attaching._Reading([], steps)
+
+    monkeypatch.setattr(attaching, "_read_window", read)
+    steps = [(n, 0.05, 0.0) for n in range(1, 60)]
+    found = attaching._read_traces([attaching._Rank({"windows": windows}, steps)] * 2).steps
+    assert statistics.median(step.before_s for step in found if step.rank == 0) == 0.01
+
+
+def test_a_recording_with_an_unreadable_trace_is_used_only_if_there_is_no_other(tmp_path):
+    about = {"windows": [["a", 11, 19, 0], ["b", 31, 39, 0]], "folder": tmp_path, "rank": 0, "world_size": 2}
+    found = attaching._read_traces([attaching._Rank(about, [(n, 0.05, 0.0) for n in range(1, 60)])])
+    assert found.steps == [] and list(found.why)[0].startswith("messages could not be read from the recorded steps")
+
+
 def write_paused(folder: Path, num_paused: int) -> None:
     """Twenty steps of 10 ms. After some of them rank 0 saves for 40 ms, writes it to disk for another 20 ms, and rank 1
     waits."""
