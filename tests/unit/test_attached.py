@@ -277,7 +277,7 @@ def test_of_two_recordings_the_one_in_which_ranks_work_less_is_read(disturbed, m
 def test_a_recording_with_an_unreadable_trace_is_used_only_if_there_is_no_other(tmp_path):
     about = {"windows": [["a", 11, 19, 0], ["b", 31, 39, 0]], "folder": tmp_path, "rank": 0, "world_size": 2}
     found = attaching._read_traces([attaching._Rank(about, [(n, 0.05, 0.0) for n in range(1, 60)])])
-    assert found.steps == [] and list(found.why)[0].startswith("messages could not be read from the recorded steps")
+    assert found.steps == [] and next(iter(found.why)).startswith("messages could not be read from the recorded steps")
 
 
 def write_paused(folder: Path, num_paused: int) -> None:
