@@ -310,7 +310,7 @@ def _watch(session: Session, folder: Path, port: int | None, browser: bool | Non
     """Serve the live page of a program until viewers have seen how it ended."""
     with serve(viewer := _Viewer(session, folder), port) as server:
         if session.progress is not False:
-            show_address(server, shlex.join(session.config["command"]), browser)
+            show_address(server, browser)
         yield viewer
         is_seen, until_s = bool(server.num_viewers), time.monotonic() + _LAST_S
         while server.num_viewers and time.monotonic() < until_s:
