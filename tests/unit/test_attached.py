@@ -118,6 +118,20 @@ def test_findings_are_ranked_by_gain_and_silent_below_the_noise():
     assert [one.kind for one in rank_findings([*found, unsure], 0.1)] == ["buckets", "data"]
 
 
+@pytest.mark.parametrize("exact", ["backend", "buckets", "optimizer", "collectives"])
+@pytest.mark.parametrize("changing", ["network", "batch"])
+def test_a_cure_that_changes_the_training_comes_second_unless_it_saves_twice_as_much(exact, changing):
+    def rank(gain_s):
+        found = [
+            Finding(changing, "a", gain_s=gain_s),
+            Finding(exact, "b", gain_s=0.02),
+            Finding("data", "c", gain_s=0.03),
+        ]
+        return [one.kind for one in rank_findings(found, 0.1)]
+
+    assert rank(0.04) == ["data", exact, changing] and rank(0.041) == [changing, "data", exact]
+
+
 def test_the_answer_has_the_measured_step_the_best_cap_and_the_lines_to_paste(one_bucket):
     recorded_s = sorted(step.step_s for step in one_bucket)[len(one_bucket) // 2]
     result = build((made_steps((recorded_s * 0.97,) * 9), *one_bucket))
