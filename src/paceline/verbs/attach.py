@@ -347,9 +347,9 @@ class _Reading:
 
     @property
     def own_s(self) -> float:
-        """The time that all ranks together spend on their own work in a step."""
+        """The mean time that all ranks together spend on their own work in a step."""
         by_rank = group_by(self.steps, lambda step: step.rank).values()
-        return sum(statistics.median(step.step_s - step.exposed_s for step in steps) for steps in by_rank)
+        return sum(statistics.fmean(step.step_s - step.exposed_s for step in steps) for steps in by_rank)
 
 
 def _read_traces(ranks: Sequence[_Rank]) -> _Reading:
