@@ -97,7 +97,8 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_memory(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
+    """A size in GiB; below 0.1 GiB, in a smaller unit."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.1 * GIB or not num_bytes else format_bytes(num_bytes)
 
 
 def format_count(count: int) -> str:

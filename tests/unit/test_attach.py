@@ -448,21 +448,40 @@ def test_a_lasting_change_is_found_with_its_first_step(later_s):
     assert since == 12 + 49 and since + 32 <= again <= since + 32 + 20
 
 
-def test_steps_are_recorded_again_after_a_change_but_not_if_the_program_ends(tmp_path, monkeypatch):
-    observer = observe(tmp_path, steps=40, warmup=4, record=4)
+def test_steps_are_recorded_twice_and_after_a_change_but_not_if_the_program_ends(tmp_path, monkeypatch):
+    observer = observe(tmp_path, steps=60, warmup=4, record=4)
     program = Program()
     program.loader = DataLoader(torch.randn(256, 4), batch_size=2)
     monkeypatch.setattr(observer, "_find_change", lambda *_: None)
-    program.train(20)
-    observer._since, observer._again = 15, 22
+    program.train(40)
+    observer._since, observer._again = 35, 42
     program.train(10)
-    observer._since, observer._again = 29, 38
-    program.train(20)  # observation ends in the third recording
+    observer._since, observer._again = 49, 58
+    program.train(20)  # observation ends in the fourth recording
     windows = read(tmp_path)["windows"]
-    assert [window[1:] for window in windows] == [[5, 9, 0], [23, 27, 15]]
+    assert [window[1:] for window in windows] == [[5, 9, 0], [21, 25, 0], [43, 47, 35]]
     for name, *_ in windows:
         events = json.loads((tmp_path / name).read_text())["traceEvents"]
         assert sum(str(event.get("name")).startswith("ProfilerStep") for event in events) >= 4
+
+
+def test_recordings_of_the_same_state_are_alternatives():
+    def list_alike(*windows: list[object], slow: range = range(0)) -> list[str]:
+        steps = [(n, 0.1 if n in slow else 0.05, 0.0) for n in range(1, 160)]
+        return [one.trace for one in attach._list_alike([attach._Rank({"windows": list(windows)}, steps)] * 2)]
+
+    first, second, later = ["a", 11, 19, 0], ["b", 31, 39, 0], ["c", 140, 148, 101]
+    assert list_alike(first, second) == ["a", "b"]
+    assert list_alike(first, second, later, slow=range(101, 160)) == ["c"]
+    assert list_alike(first, second, slow=range(25, 160)) == ["b"]  # the state changed between them
+    assert list_alike(first) == ["a"] and list_alike() == []
+
+
+def test_steps_of_a_recording_that_is_not_over_are_not_shown():
+    rank = attach._Rank({"windows": [["a", 11, 19, 0]], "recording": 30})
+    assert [n for n in range(8, 34) if attach._is_traced([rank], n)] == [*range(11, 20), 31, 32, 33]
+    rank.about["recording"] = 0
+    assert not attach._is_traced([rank], 31)
 
 
 def test_ranks_use_the_last_steps_that_all_of_them_recorded():

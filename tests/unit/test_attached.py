@@ -118,6 +118,20 @@ def test_findings_are_ranked_by_gain_and_silent_below_the_noise():
     assert [one.kind for one in rank_findings([*found, unsure], 0.1)] == ["buckets", "data"]
 
 
+@pytest.mark.parametrize("exact", ["backend", "buckets", "optimizer", "collectives"])
+@pytest.mark.parametrize("changing", ["network", "batch"])
+def test_a_cure_that_changes_the_training_comes_second_unless_it_saves_twice_as_much(exact, changing):
+    def rank(gain_s):
+        found = [
+            Finding(changing, "a", gain_s=gain_s),
+            Finding(exact, "b", gain_s=0.02),
+            Finding("data", "c", gain_s=0.03),
+        ]
+        return [one.kind for one in rank_findings(found, 0.1)]
+
+    assert rank(0.04) == ["data", exact, changing] and rank(0.041) == [changing, "data", exact]
+
+
 def test_the_answer_has_the_measured_step_the_best_cap_and_the_lines_to_paste(one_bucket):
     recorded_s = sorted(step.step_s for step in one_bucket)[len(one_bucket) // 2]
     result = build((made_steps((recorded_s * 0.97,) * 9), *one_bucket))
@@ -255,6 +269,29 @@ def test_steps_that_were_recorded_or_came_first_are_not_timed(tmp_path):
     assert [row[0] for row in record.timing.seconds] == pytest.approx([0.05, 0.10, 0.11, 0.12])
     assert len(record.timing.warmup_seconds) == 3 and record.phase("data_wait").median_s == 0.001
     assert (record.model, record.wrapper, record.bucket_bytes) == ("Net", "torch", (3 * MIB, MIB))
+
+
+@pytest.mark.parametrize("disturbed", [0, 1])
+def test_of_two_recordings_the_one_in_which_ranks_work_less_is_read(disturbed, monkeypatch):
+    """Rank 1 is 10 ms late. In one recording another process delays rank 0 as much, and it seems that none is."""
+    windows = [["a", 11, 19, 0], ["b", 31, 39, 0]]
+
+    def read(ranks: object, window: attaching._Window) -> attaching._Reading:
+        own_s = (0.02 if window.trace == "ab"[disturbed] else 0.01, 0.02)
+        waits_s = tuple(0.03 - one for one in own_s)
+        steps = [made_step(r, n, (waits_s[r],), before=own_s[r]) for r in (0, 1) for n in range(4)]
+        return attaching._Reading([], steps)
+
+    monkeypatch.setattr(attaching, "_read_window", read)
+    steps = [(n, 0.05, 0.0) for n in range(1, 60)]
+    found = attaching._read_traces([attaching._Rank({"windows": windows}, steps)] * 2).steps
+    assert statistics.median(step.before_s for step in found if step.rank == 0) == 0.01
+
+
+def test_a_recording_with_an_unreadable_trace_is_used_only_if_there_is_no_other(tmp_path):
+    about = {"windows": [["a", 11, 19, 0], ["b", 31, 39, 0]], "folder": tmp_path, "rank": 0, "world_size": 2}
+    found = attaching._read_traces([attaching._Rank(about, [(n, 0.05, 0.0) for n in range(1, 60)])])
+    assert found.steps == [] and next(iter(found.why)).startswith("messages could not be read from the recorded steps")
 
 
 def write_paused(folder: Path, num_paused: int) -> None:

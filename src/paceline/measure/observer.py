@@ -48,10 +48,12 @@ _MOST_EXITS = 3  # number of times that a program may catch the SystemExit raise
 _LEAST_TOKENS = 8  # minimum length of integer rows to count as sequences
 _MOST_BUFFER_BYTES = 64 * 2**20  # larger buffers are not checked for changes
 _OLDEST = 2  # garbage collector generation to time; collections of younger ones are short
+# Steps between the end of the first recording and a second one, in case another process disturbs one of them.
+_APART = 12
 # Steps are recorded again if two blocks of steps in a row take this many times as long as the first block after the
 # last recording, or as short; at most so often. All ranks see the same change, because they wait for each other. They
 # start some steps later, in case a GPU has finished more steps on one rank than on another.
-_CHANGE, _BLOCK, _MOST_WINDOWS, _LATER = 1.25, 16, 4, 4
+_CHANGE, _BLOCK, _MOST_WINDOWS, _LATER = 1.25, 16, 5, 4
 _LEAST_AGAIN = 4  # fewest steps of a later recording
 # DataLoader options to report, and their names in the loader's iterators.
 _LOADER = {"num_workers": "num_workers", "are_workers_persistent": "persistent_workers"}
@@ -416,7 +418,7 @@ class Observer:
         profiler = profile(activities=activities, record_shapes=True)
         profiler.start()
         self._profiler = profiler
-        self._first = self._num_steps
+        self._first = self._head["recording"] = self._num_steps
         self._open_range()
         if "windows" not in self._head:
             self._patch(profile, "start", self._yield_profiler)
@@ -443,6 +445,7 @@ class Observer:
     def _stop_recording(self) -> None:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
+        self._head["recording"] = 0
         windows = self._head.setdefault("windows", [])
         self._usual_s = 0.0
         self._block_s = []
@@ -453,6 +456,8 @@ class Observer:
         profiler.export_chrome_trace(str(path))
         # The last of these steps includes the time to write the file.
         windows.append([path.name, self._first + 1, self._num_steps + 1, self._since])
+        if len(windows) == 1:
+            self._again = self._num_steps + _APART
 
     def _write(self, more: dict[str, Any]) -> None:
         with self._path.open("a") as file:

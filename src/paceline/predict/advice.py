@@ -27,8 +27,8 @@ _SHM_TIMES = (0.35, 0.6, 0.15)
 # Kinds whose gain depends on assumptions about messages: the lower end of its interval must exceed the noise.
 _ASSUMED = ("backend", "network", "batch")
 REMOVABLE = ("collectives", "buffers", "unused parameters", "accumulate")  # messages that no gradient needs
-# Cures of communication that do not change the training, and cures that do.
-_EXACT, _CHANGING = ("backend", "buckets", *REMOVABLE), ("network", "batch")
+# Cures that do not change the training, and cures that may take less of the same time but change it.
+_EXACT, _CHANGING = ("backend", "buckets", "optimizer", *REMOVABLE), ("network", "batch")
 _MORE = 4  # recommended factor on the samples per message
 _TINY_KERNEL_S = 10e-6
 # Size of a batch that keeps the GPU busy, relative to one that just fills the step.
@@ -389,8 +389,8 @@ def simulate_messages(
 
 def rank_findings(found: Iterable[Finding], step_s: float, noise: float = 0.0) -> list[Finding]:
     """The findings above the noise, largest predicted gain first; `healthy` if there are none. `step_s` is the step for
-    findings that have none. Cures of exposed communication that change the training come after a cure that leaves it
-    unchanged and saves at least half as much."""
+    findings that have none. Cures that change the training come after one that leaves it unchanged and saves at least
+    half as much."""
     worth = max(WORTH, noise)
     kept = [one for one in (replace(one, step_s=one.step_s or step_s) for one in found) if one.is_worth(worth)]
     low_s = {one: one.gain_interval_s[0] for one in kept if one.kind in _ASSUMED and one.gain_interval_s}

@@ -866,6 +866,7 @@ def describe_answer(tuning: Tuning) -> str:
         return f"flat: all plans have the same buckets as {what}"
     most = race.regret[2]
     regret = f"another plan may be up to {most:.1%} faster" if math.isfinite(most) else "too few rounds for a bound"
+    regret = regret if most >= 5e-4 else "no other plan is faster"  # it would be 0.0 %
     if race.verdict == "use":
         gain = f"{1 - race.gain.value:.1%} ({1 - race.gain.high:.1%} to {1 - race.gain.low:.1%})"
         return f"use {what}: {gain} faster than the default over {rounds}; {regret}"

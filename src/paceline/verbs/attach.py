@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from paceline.errors import ConfigError, LaunchError, refuse
 from paceline.options import check_counts
 from paceline.records import RankRecord, Record, Samples, StepRecord, TracedStepRecord
+from paceline.records.samples import group_by
 from paceline.records.steps import RACED
 from paceline.records.store import Run, pause_collection, write_new
 from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
@@ -50,6 +51,7 @@ _TURN_STEPS = 3  # timed steps of each turn
 _LEAST_ROUNDS = 2  # rounds that a comparison needs if the program ends before it
 _RECORDED = 8  # traced steps
 _BEFORE = 10  # steps before tracing starts
+_ALIKE = 1.25  # two recordings show the same state if step times differ by less
 _END_S = 60.0  # how long a program may take to exit after its ranks were told to stop
 _LAST_S = 5.0  # how long ranks may take to exit after the first one
 _POLL_S = 0.3
@@ -101,12 +103,11 @@ def attach(
             text = f"observing the first {steps} steps; the program then runs to its end (--stop ends it sooner)"
             print(f"paceline: {verb}: {text}", file=sys.stderr, flush=True)
         seen = Path(folder) / "observed"
-        first = max(2, recorded["warmup"]) + 1  # traced steps are slower, and so is the next one, which writes a file
-        slower = range(first, first + recorded["record"] + 1)
-        with _watch(session, seen, slower, port, browser) if every else contextlib.nullcontext() as viewer:
+        with _watch(session, seen, port, browser) if every else contextlib.nullcontext() as viewer:
             ranks = _run(session, seen, asked | recorded, viewer)
-        traces, traced, why = _read_traces(ranks)
-        session.warnings += why
+        found = _read_traces(ranks)
+        traces, traced = found.traces, found.steps
+        session.warnings += found.why
         records: list[Record] = [_build_record(ranks, traced), *_build_ranks(ranks), *traced]
         if session.folder is not None and traces:
             from paceline.predict.traces import merge_traces, render_trace
@@ -248,12 +249,11 @@ class _Waiting(Result):
 
 class _Viewer(Follower):
     """Follows a running program for its live page: writes its steps as rows of metrics, except those that tracing makes
-    `slower`."""
+    slower."""
 
-    def __init__(self, session: Session, folder: Path, slower: range) -> None:
+    def __init__(self, session: Session, folder: Path) -> None:
         folder.mkdir()
         self._session = session
-        self._slower = slower
         self._ranks: list[_Rank] = []
         self._end = ("running", "Running")
         self._traced: list[TracedStepRecord] = []
@@ -271,7 +271,7 @@ class _Viewer(Follower):
             if self._step:
                 window = _choose_window(self._ranks)
                 if window != self._window and all("windows" in rank.about for rank in self._ranks):
-                    self._traced = _read_traces(self._ranks)[1]
+                    self._traced = _read_traces(self._ranks).steps
                     self._window = window
                 traced = self._traced
                 records = [_build_record(self._ranks, traced), *_build_ranks(self._ranks), *traced]
@@ -289,7 +289,7 @@ class _Viewer(Follower):
             if self._ranks and len(self._ranks) == self._ranks[0].about["world_size"]:
                 by_rank = [{int(number): times for number, *times in rank.steps} for rank in self._ranks]
                 new = sorted(number for number in set.intersection(*map(set, by_rank)) if number > self._step)
-                shown = (number for number in new if number not in self._slower)
+                shown = (number for number in new if not _is_traced(self._ranks, number))
                 found = [(number, zip(*(steps[number][:2] for steps in by_rank), strict=True)) for number in shown]
                 self._log.append(*(build_row(number, *times) for number, times in found))
                 self._step = max((self._step, *new))
@@ -306,11 +306,11 @@ class _Viewer(Follower):
 
 
 @contextlib.contextmanager
-def _watch(session: Session, folder: Path, slower: range, port: int | None, browser: bool | None) -> Iterator[_Viewer]:
+def _watch(session: Session, folder: Path, port: int | None, browser: bool | None) -> Iterator[_Viewer]:
     """Serve the live page of a program until viewers have seen how it ended."""
-    with serve(viewer := _Viewer(session, folder, slower), port) as server:
+    with serve(viewer := _Viewer(session, folder), port) as server:
         if session.progress is not False:
-            show_address(server, shlex.join(session.config["command"]), browser)
+            show_address(server, browser)
         yield viewer
         is_seen, until_s = bool(server.num_viewers), time.monotonic() + _LAST_S
         while server.num_viewers and time.monotonic() < until_s:
@@ -337,31 +337,55 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 process.wait(15.0)
 
 
+@dataclass
+class _Reading:
+    """The traces of one window of each rank, the steps in them, and the reasons why traces are missing."""
+
+    traces: list[RankTrace] = field(default_factory=list)
+    steps: list[TracedStepRecord] = field(default_factory=list)
+    why: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def own_s(self) -> float:
+        """The mean time that all ranks together spend on their own work in a step."""
+        by_rank = group_by(self.steps, lambda step: step.rank).values()
+        return sum(statistics.fmean(step.step_s - step.exposed_s for step in steps) for steps in by_rank)
+
+
+def _read_traces(ranks: Sequence[_Rank]) -> _Reading:
+    """Read the traces of the last recording or, of several recordings of the same state, of the one in which other
+    processes delayed the ranks least."""
+    missing = _Reading()
+    for rank in ranks:
+        if "windows" not in rank.about and (found := rank.about.get("not_recorded") or rank.about.get("error")):
+            missing.why[f"no step was recorded: {found}"] = None
+    windows = _list_alike(ranks)
+    read = [_read_window(ranks, window) for window in windows]
+    whole = [one for one in read if not one.why and one.steps]
+    chosen = min(whole, key=lambda one: one.own_s) if whole else read[-1] if read else missing
+    chosen.why |= missing.why
+    return chosen
+
+
 @pause_collection()
-def _read_traces(ranks: Sequence[_Rank]) -> tuple[list[RankTrace], list[TracedStepRecord], list[str]]:
-    """Read the traces. Returns the traces, the steps in them, and the reasons why traces are missing."""
+def _read_window(ranks: Sequence[_Rank], window: _Window) -> _Reading:
     from paceline.predict.trace_steps import read_steps
     from paceline.predict.traces import read_chrome
 
-    traces = []
-    steps: list[TracedStepRecord] = []
-    why: dict[str, None] = {}
-    window = _choose_window(ranks)
+    reading = _Reading()
     for rank in ranks:
         about = rank.about
         if "windows" not in about:
-            if found := about.get("not_recorded") or about.get("error"):
-                why[f"no step was recorded: {found}"] = None
             continue
         try:
             name = next(found.trace for found in _list_windows(rank) if found.first == window.first)
             document = json.loads((about["folder"] / name).read_text(errors="replace"))
-            traces.append(read_chrome(document, about["rank"], about["world_size"]))
+            reading.traces.append(read_chrome(document, about["rank"], about["world_size"]))
             if about["world_size"] > 1:
-                steps += _drop_paused(read_steps(traces[-1]), rank, window)
+                reading.steps += _drop_paused(read_steps(reading.traces[-1]), rank, window)
         except (OSError, ValueError, KeyError, TypeError, RecursionError, StopIteration) as error:
-            why[f"messages could not be read from the recorded steps: {error}"] = None
-    return traces, steps, list(why)
+            reading.why[f"messages could not be read from the recorded steps: {error}"] = None
+    return reading
 
 
 class _Window(NamedTuple):
@@ -378,11 +402,40 @@ def _list_windows(rank: _Rank) -> list[_Window]:
     return [_Window(*found) for found in rank.about.get("windows", ())]
 
 
-def _choose_window(ranks: Sequence[_Rank]) -> _Window:
-    """The last steps that all ranks with traces recorded."""
+def _is_traced(ranks: Sequence[_Rank], number: float) -> bool:
+    """Whether a step is slower because it was traced, or is the next one, which writes the file."""
+    is_over = any(one.first <= number <= one.last for rank in ranks for one in _list_windows(rank))
+    return is_over or any(0 < rank.about.get("recording", 0) < number for rank in ranks)
+
+
+def _list_common(ranks: Sequence[_Rank]) -> list[_Window]:
+    """The windows that all ranks with traces recorded, in order."""
     by_rank = [found for found in map(_list_windows, ranks) if found]
     common = set.intersection(*({one.first for one in found} for found in by_rank)) if by_rank else set()
-    return max((one for one in by_rank[0] if one.first in common), key=lambda one: one.first) if common else _Window()
+    return sorted((one for one in by_rank[0] if one.first in common), key=lambda one: one.first) if common else []
+
+
+def _choose_window(ranks: Sequence[_Rank]) -> _Window:
+    """The last steps that all ranks with traces recorded."""
+    return (_list_common(ranks) or [_Window()])[-1]
+
+
+def _list_alike(ranks: Sequence[_Rank]) -> list[_Window]:
+    """The last window, and those before it whose steps take as long as the untraced ones, in order."""
+    windows = _list_common(ranks)
+    by_rank, _, numbers = _pick_steps(ranks) if windows else ([], [], [])
+
+    def find_usual(chosen: Iterable[float]) -> float:
+        times = [max(steps[number][0] for steps in by_rank) for number in chosen if all(number in s for s in by_rank)]
+        return statistics.median(times) if times else 0.0
+
+    usual_s = find_usual(numbers)
+    return [
+        one
+        for one in windows
+        if one is windows[-1]
+        or (one.since == windows[-1].since and find_usual(range(one.first, one.last)) * _ALIKE > usual_s)
+    ]
 
 
 def _drop_paused(recorded: Sequence[TracedStepRecord], rank: _Rank, window: _Window) -> list[TracedStepRecord]:
@@ -401,8 +454,7 @@ def _pick_steps(ranks: Sequence[_Rank]) -> tuple[_Times, list[float], list[float
     steps after warm-up and since the last change of the step time."""
     by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
     common = sorted(set.intersection(*map(set, by_rank)))
-    traced = [one for rank in ranks for one in _list_windows(rank)]
-    plain = [n for n in common if n > _WARMUP and not any(one.first <= n <= one.last for one in traced)]
+    plain = [n for n in common if n > _WARMUP and not _is_traced(ranks, n)]
     since = _choose_window(ranks).since
     return by_rank, common, [n for n in plain if n >= since] or plain or common
 

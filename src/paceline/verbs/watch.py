@@ -299,7 +299,7 @@ def watch(
     over_s = None
     view = _open_view(progress is not False)
     with serve(Follower(folder), port) as server, view or contextlib.nullcontext():
-        show_address(server, str(folder), browser)
+        show_address(server, browser)
         with contextlib.suppress(KeyboardInterrupt):
             while over_s is None or time.monotonic() - over_s < linger:
                 follower = server.follower
@@ -341,9 +341,9 @@ def say(text: str) -> None:
     print(f"paceline: watch: {text}", file=sys.stderr, flush=True)
 
 
-def show_address(server: Server, name: str, browser: bool | None) -> None:
+def show_address(server: Server, browser: bool | None) -> None:
     """Print the address of the page, and open the page if `browser` is true, or is None and there is a display."""
-    say(f"the page of {name}: {server.address}")
+    say(f"live page: {server.address}")
     has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
     if has_display if browser is None else browser:
         webbrowser.open(server.address)
