@@ -478,10 +478,10 @@ def test_recordings_of_the_same_state_are_alternatives():
 
 
 def test_steps_of_a_recording_that_is_not_over_are_not_shown():
-    rank = attach._Rank({"windows": [["a", 11, 19, 0]], "recording": 30})
-    assert [n for n in range(8, 34) if attach._is_traced([rank], n)] == [*range(11, 20), 31, 32, 33]
+    rank = attach._Rank({"windows": [["a", 11, 19, 0]], "recording": 30}, [(n, 0.1) for n in range(8, 34)])
+    assert attach._list_traced([rank]) == {*range(11, 20), 31, 32, 33}
     rank.about["recording"] = 0
-    assert not attach._is_traced([rank], 31)
+    assert attach._list_traced([rank]) == {*range(11, 20)}
 
 
 def test_ranks_use_the_last_steps_that_all_of_them_recorded():

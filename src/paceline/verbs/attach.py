@@ -289,7 +289,7 @@ class _Viewer(Follower):
             if self._ranks and len(self._ranks) == self._ranks[0].about["world_size"]:
                 by_rank = [{int(number): times for number, *times in rank.steps} for rank in self._ranks]
                 new = sorted(number for number in set.intersection(*map(set, by_rank)) if number > self._step)
-                shown = (number for number in new if not _is_traced(self._ranks, number))
+                shown = sorted(set(new) - _list_traced(self._ranks))
                 found = [(number, zip(*(steps[number][:2] for steps in by_rank), strict=True)) for number in shown]
                 self._log.append(*(build_row(number, *times) for number, times in found))
                 self._step = max((self._step, *new))
@@ -402,10 +402,13 @@ def _list_windows(rank: _Rank) -> list[_Window]:
     return [_Window(*found) for found in rank.about.get("windows", ())]
 
 
-def _is_traced(ranks: Sequence[_Rank], number: float) -> bool:
-    """Whether a step is slower because it was traced, or is the next one, which writes the file."""
-    is_over = any(one.first <= number <= one.last for rank in ranks for one in _list_windows(rank))
-    return is_over or any(0 < rank.about.get("recording", 0) < number for rank in ranks)
+def _list_traced(ranks: Sequence[_Rank]) -> set[float]:
+    """The steps that tracing made slower. The last one of each recording also writes its file."""
+    found: set[float] = {n for rank in ranks for one in _list_windows(rank) for n in range(one.first, one.last + 1)}
+    for rank in ranks:
+        if first := rank.about.get("recording"):
+            found.update(number for number, *_ in rank.steps if number > first)
+    return found
 
 
 def _list_common(ranks: Sequence[_Rank]) -> list[_Window]:
@@ -454,7 +457,7 @@ def _pick_steps(ranks: Sequence[_Rank]) -> tuple[_Times, list[float], list[float
     steps after warm-up and since the last change of the step time."""
     by_rank = [{number: times for number, *times in rank.steps} for rank in ranks]
     common = sorted(set.intersection(*map(set, by_rank)))
-    plain = [n for n in common if n > _WARMUP and not _is_traced(ranks, n)]
+    plain = sorted(number for number in set(common) - _list_traced(ranks) if number > _WARMUP)
     since = _choose_window(ranks).since
     return by_rank, common, [n for n in plain if n >= since] or plain or common
 
