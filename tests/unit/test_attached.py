@@ -697,7 +697,7 @@ def test_an_interruption_of_another_operator_in_each_step_is_not_more_work():
     [
         (0, False, 0.0, "num_workers=1"),
         (3, False, 0.0, "num_workers=3"),  # the advice changes only that workers persist
-        (3, True, 0.0, "num_workers=6"),
+        (3, True, 0.0, "num_workers=4"),
         (3, True, 0.9, ""),  # a batch that has already been delivered is only transferred
     ],
 )

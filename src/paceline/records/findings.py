@@ -107,19 +107,29 @@ class Finding:
         """The gain as text, with its interval and certainty."""
         if not self.gain_s or not self.step_s:
             return "none is claimed" if self.certainty == "withdrawn" else "none"
-        text = f"{self.share:.1%} of a step ({format_ms(self.gain_s)} of {format_ms(self.step_s)} ms), {self.certainty}"
+        is_bound = self.certainty == "at most"
+        gain_s = self.most_s if is_bound else self.gain_s
+        text = f"{gain_s / self.step_s:.1%} of a step ({format_ms(gain_s)} of {format_ms(self.step_s)} ms)"
+        text = f"up to {text}" if is_bound else f"{text}, {self.certainty}"
         if self.gain_interval_s is not None:
             low, high = (end / self.step_s for end in self.gain_interval_s)
             text += f", {95 if self.certainty == 'measured' else 90} %: {low:.1%} to {high:.1%}"
         return text
 
     @property
+    def most_s(self) -> float:
+        """The upper end of the gain."""
+        return min(self.step_s, max(self.gain_s, *(self.gain_interval_s or (0.0,))))
+
+    @property
     def verdict(self) -> str:
         """The cause and its gain, as a clause."""
         if self.kind in HEALTHY:
             return "healthy"
-        most = "up to " if self.certainty == "at most" else ""
-        saves = f"; fixing it saves {most}{self.share:.0%} of a step" if self.gain_s and self.step_s else ""
+        if not (self.gain_s and self.step_s):
+            return f"{self.subject} is the bottleneck"
+        saved = f"{self.share:.0%}" if self.certainty != "at most" else f"up to {self.most_s / self.step_s:.0%}"
+        saves = f"; fixing it saves {saved} of a step"
         return f"{self.subject} is the bottleneck{saves}"
 
     @property

@@ -68,6 +68,8 @@ from paceline.units import MIB, format_bytes, format_duration, format_ms, format
 _NUM_CAPS = 8
 # Steps that vary by more than this fraction were disturbed by other load.
 _NOISY = 0.15
+_MOST_WORKERS = 16  # per rank, to suggest
+_COMPUTES = 0.8  # share of a core above which loading a batch computes rather than waits
 _OFTEN = 0.8  # fraction of steps in which a rank must be last to be called late
 _MOST_MESSAGES = 12  # last messages shown on the terminal; the CSV has all
 
@@ -329,6 +331,15 @@ WHERE = (
 )
 
 
+def _order_columns(rows: Sequence[RankRow]) -> list[Column]:
+    """The columns of `WHERE`. A narrow terminal keeps those of the largest parts of a step."""
+
+    def is_large(name: str) -> bool:
+        return any((getattr(row, name) or 0.0) > row.step_s / 5 for row in rows)
+
+    return [replace(one, priority=4) if one.key in _PARTS and is_large(one.key) else one for one in WHERE]
+
+
 _GAIN = raw_columns(gain="saves.0", gain_low="saves.1", gain_high="saves.2")
 
 
@@ -484,11 +495,20 @@ class AttachedResult(Result):
         place = lost_s.index(data_s := max(lost_s))
         rank = None if min(lost_s) > data_s / 2 else self.rows[place].rank
         interval_s = estimate_mean([shares[place] * row[place] for row in self.waits.seconds], data_s)
-        workers = max(1, (self.run.environment.cores or 1) // len(waits))
-        if (loader := ranks.get(place)) is not None and loader.num_workers:
-            # Suggest a change: persistent workers or, if they already are persistent, twice the number.
-            workers = loader.num_workers * (2 if loader.are_workers_persistent else 1)
-        return blame_data(data_s, self.step_s, rank, workers, interval_s)
+        return blame_data(data_s, self.step_s, rank, self._count_workers(ranks.get(place), data_s), interval_s)
+
+    def _count_workers(self, loader: RankRecord | None, data_s: float) -> int:
+        """The number of workers that load a batch as fast as a step computes. If loading computes, too, at most one per
+        spare core. Suggests a change: persistent workers come before more of them."""
+        compute_s = max(self.step_s - data_s, self.step_s / _MOST_WORKERS)
+        if loader is not None and loader.num_workers:
+            if not loader.are_workers_persistent:
+                return loader.num_workers
+            # As long as steps wait for data, all workers are busy.
+            return max(loader.num_workers + 1, math.ceil(loader.num_workers * self.step_s / compute_s))
+        needed = math.ceil(data_s / compute_s)
+        share = max(1, (self.run.environment.cores or 1) // self.steps.world_size)
+        return max(1, min(needed, share) if loader is None or loader.cpu_share > _COMPUTES else needed)
 
     def _find_spread(self, recorded: Sequence[TracedStepRecord]) -> tuple[float, float]:
         """The confidence interval of the mean exposed communication, as multiples of that mean."""
@@ -573,8 +593,13 @@ class AttachedResult(Result):
 
     @property
     def card(self) -> dict[str, str]:
-        """The answer in four lines."""
-        return self.bottleneck.card | {"verdict": self.verdict_text.partition(". ")[0]}
+        """The answer in four lines, or that the program failed."""
+        verdict = self.verdict_text.partition(". ")[0]
+        if self.failure:
+            code = self.failure.rpartition(" ")[2]
+            failed = f"The program failed with exit code {code}: its own output says why"
+            return {"verdict": failed, "why": f"until then: {verdict[:1].lower()}{verdict[1:]}"}
+        return self.bottleneck.card | {"verdict": verdict}
 
     @property
     def answer(self) -> str:
@@ -632,7 +657,7 @@ class AttachedResult(Result):
         return [*lines, *filter(None, (self.note, self.doubt))]
 
     def tables(self) -> list[Table]:
-        found = [Table("where", "time per step", WHERE, self.rows)]
+        found = [Table("where", "time per step", _order_columns(self.rows), self.rows)]
         if self.buckets is None:
             return found
         if self.race is not None:
@@ -678,9 +703,9 @@ class AttachedResult(Result):
         """The commands that follow from the verdict."""
         again = f"-- {shlex.join(self.config['command'])}" if "command" in self.config else ""
         if self.busy is not None and self.race is None:
-            return [f"paceline profile {again}, on a quiet machine"] if again else []
+            return [f"paceline profile {again}  # on a quiet machine"] if again else []
         if self.bottleneck.kind == "buckets":
-            return [f"{where}: {line}" for where, line in self.lines.items()]
+            return [f"{line}  # {where}" for where, line in self.lines.items()]
         if self.bottleneck.line:
             return [self.bottleneck.line]
         is_open = self.verdict == "undecided" and self.race is None and self._is_worth_comparing

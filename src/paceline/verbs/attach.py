@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -85,6 +87,7 @@ def attach(
     refuse(
         (not words, "no command: write it after --, as in `paceline profile -- python train.py`"),
         (words and shutil.which(words[0]) is None, f"{words[0] if words else ''}: no such command on this machine"),
+        (bool(missing := _find_missing(words)), missing),
         (0 < steps < _LEAST_STEPS, f"--steps {steps}: must be at least {_LEAST_STEPS}, including warm-up"),
         (stop and not steps, "--stop with --steps 0: pass the number of steps after which to stop the program"),
     )
@@ -122,6 +125,16 @@ def attach(
         if every and result.folder is not None:
             result.page = save_page([result], result.folder)
         return result
+
+
+def _find_missing(words: Sequence[str]) -> str:
+    """Why a command of Python or torchrun cannot run: its script does not exist. Otherwise nothing."""
+    script = next((word for word in words[1:] if word.endswith(".py")), "")
+    is_module = "-m" in words and "torch.distributed.run" not in words
+    if not script or is_module or not re.match(r"(python|torchrun)", Path(words[0]).name) or Path(script).exists():
+        return ""
+    near = sorted(map(str, itertools.islice(Path().glob(f"*/{Path(script).name}"), 3)))
+    return f"{script}: no such file here{f'; did you mean {near[0]}?' if near else ''}"
 
 
 @dataclass
