@@ -493,3 +493,14 @@ def test_ranks_use_the_last_steps_that_all_of_them_recorded():
     ranks.append(attach._Rank({}, ranks[0].steps))  # ranks beyond the 16th are not recorded
     assert attach._choose_window(ranks).trace == "b"
     assert attach._choose_window(ranks[2:]) == attach._Window()
+
+
+def test_a_missing_script_is_named_before_the_launch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "train.py").touch()
+    find, launcher = attach._find_missing, ["torchrun", "--nproc-per-node", "2"]
+    assert find([*launcher, "train.py"]) == "train.py: no such file here; did you mean examples/train.py?"
+    assert find(["/usr/bin/python3.11", "other.py"]) == "other.py: no such file here"
+    assert find([*launcher, "examples/train.py"]) == find(["python", "-m", "a", "b.py"]) == ""
+    assert find(["ssh", "host", "python", "other.py"]) == find(["python", "-c", "pass"]) == ""

@@ -32,7 +32,7 @@ from paceline.records.samples import UNSTABLE
 from paceline.records.steps import RACED, OperatorTime, Stall
 from paceline.records.store import Run
 from paceline.report.compared import compare_results
-from paceline.report.observed import NOW, AttachedResult
+from paceline.report.observed import NOW, AttachedResult, _order_columns
 from paceline.report.prediction_rows import _find_status, format_cap
 from paceline.runtime.ranks.session import Session
 from paceline.units import KIB, MIB, format_ms
@@ -140,6 +140,7 @@ def test_the_answer_has_the_measured_step_the_best_cap_and_the_lines_to_paste(on
     assert result.buckets is not None and result.buckets.traced.step_s == pytest.approx(result.step_s, rel=1e-3)
     cap = f"bucket_cap_mb={result.buckets.best.cap_mib:g}"
     assert result.lines["torch"] == f"DistributedDataParallel(model, {cap})"
+    assert result.next_steps[0] == f"DistributedDataParallel(model, {cap})  # torch"
     assert result.lines["transformers"] == f"TrainingArguments(..., ddp_{cap})"
     assert f"DistributedDataParallelKwargs({cap})" in result.lines["Accelerate"]
     assert f"DDPStrategy({cap})" in result.lines["Lightning"]
@@ -711,6 +712,43 @@ def test_a_loader_is_not_advised_to_do_what_it_already_does(workers, is_persiste
     assert (found.kind, found.line[16:29], found.gain_s) == (
         ("data", line, pytest.approx(0.02)) if line else ("healthy", "", 0.0)
     )
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "share", "workers"),
+    [(0.02, 0.1, 1), (0.07, 0.1, 3), (0.07, 1.0, 1), (0.0999, 0.1, 16)],
+    ids=["less than compute", "waiting for a disk", "computing, too", "almost all of the step"],
+)
+def test_enough_workers_are_advised_to_keep_up_with_compute(wait_s, share, workers):
+    ranks = [replace(made_rank(rank), cpu_share=share) for rank in (0, 1)]
+    steps = made_steps((0.1,) * 9, backend="gloo", device="cpu", data_wait=Samples(((wait_s, wait_s),) * 9))
+    environment = replace(QUIET, cores=2)
+    found = AttachedResult(Run("profile attach", {"command": ["x"]}, environment, (steps, *ranks))).bottleneck
+    assert found.kind == "data" and f"num_workers={workers}," in found.line
+
+
+def test_a_bound_is_the_upper_end_of_its_interval():
+    found = Finding("data", "a", gain_s=0.03, certainty="at most", step_s=0.1, gain_interval_s=(0.02, 0.04))
+    assert found.gain == "up to 40.0% of a step (40.0 of 100 ms), 90 %: 20.0% to 40.0%"
+    assert found.verdict == "data loading is the bottleneck; fixing it saves up to 40% of a step"
+    assert replace(found, gain_interval_s=(0.02, 0.2)).gain.startswith("up to 100.0% of a step")
+    assert (
+        replace(found, certainty="computed").gain == "30.0% of a step (30.0 of 100 ms), computed, 90 %: 20.0% to 40.0%"
+    )
+
+
+def test_a_program_that_failed_is_said_to_have_failed_first():
+    failed = build((made_steps((0.1,) * 9),), failure="python train.py ended with exit code 3")
+    assert failed.card["verdict"] == "The program failed with exit code 3: its own output says why"
+    assert failed.card["why"].startswith("until then: healthy") and list(failed.card) == ["verdict", "why"]
+
+
+def test_a_narrow_terminal_keeps_the_columns_of_the_largest_parts(one_bucket):
+    row = build((made_steps((0.1,) * 9), *one_bucket)).rows[0]
+    parts = dict.fromkeys(("forward_s", "backward_s", "waiting_s", "exposed_s", "optimizer_s"), 0.01)
+    for data_s, largest in ((0.9, {"data_s"}), (0.01, {"rest_s"})):
+        columns = _order_columns([replace(row, step_s=1.0, data_s=data_s, **parts)])
+        assert {column.key for column in columns if column.priority == 4} == largest
 
 
 def test_a_gain_from_shorter_messages_must_exceed_the_noise_at_its_lower_end():
