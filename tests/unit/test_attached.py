@@ -585,6 +585,17 @@ def test_a_doubt_about_the_machine_comes_first_and_no_gain_is_claimed(one_bucket
     ]
 
 
+def test_a_gain_measured_on_a_busy_machine_is_claimed(one_bucket):
+    plans, given = {NOW: None, "small": 4.0}, {"note": RACED, "steps_per_turn": 3}
+    turns = [made_steps((0.05,) * 21, label=NOW, bucket_bytes=(sum(SIZES),), **given)]
+    turns.append(made_steps((0.04,) * 21, label="small", bucket_bytes=SIZES, **given))
+    records = (made_steps((0.05,) * 9), *one_bucket, *turns)
+    config = {"command": ["x"], "plans": plans}
+    busy = AttachedResult(Run("tune attach", config, replace(QUIET, stolen=0.5), records))
+    assert busy.busy is not None and busy.bottleneck.certainty == "measured"
+    assert busy.card["verdict"] == "The bucket size is the bottleneck; fixing it saves 20% of a step"
+
+
 def test_a_healthy_program_is_called_healthy():
     result = build((made_steps((0.05,) * 9),))
     assert (result.bottleneck.kind, result.bottleneck.gain_s, result.next_steps) == ("healthy", 0.0, [])

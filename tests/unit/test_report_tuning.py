@@ -96,9 +96,9 @@ def test_plans_with_the_same_buckets_are_one():
          ("undecided: the default (8 buckets) is at most ", "the best of 3 plans after 40 alternating rounds; about ",
           " more rounds (", ") would decide")),
         ((0.150, 0.165, 0.180), CALM, "default",
-         ("the default (8 buckets) is the best of 3 plans: the others are slower",)),
+         ("the default (8 buckets) is the best of 3 plans over 40 alternating rounds: the others are slower",)),
         ((0.150, 0.165, 0.150), CALM, "default",
-         ("the default (8 buckets) is the best of 3 plans: no other plan is more than 1 % faster", "may be up to 0.")),
+         ("the default (8 buckets) is the best of 3 plans over 40", "rounds: another plan may be up to 0.")),
     ],
     ids=["a clear gain", "the best of the sweep", "within the noise", "all slower", "one as good"],
 )  # fmt: skip

@@ -286,7 +286,7 @@ def _find_padding(evidence: Evidence) -> Loss | None:
     if not share:
         return None
     gain_s = evidence.compute_s * share
-    return Loss(gain_s, f"{share:.0%} of the batches is padding", (gain_s / 2, gain_s))
+    return Loss(gain_s, f"{share:.0%} of the tokens are padding", (gain_s / 2, gain_s))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

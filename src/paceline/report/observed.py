@@ -581,7 +581,7 @@ class AttachedResult(Result):
     def verdict_text(self) -> str:
         """The verdict as a sentence, the evidence and the remedy. Doubts about the machine come first."""
         verdict = self.bottleneck.verdict
-        if self.busy is not None:
+        if self.busy is not None and self.bottleneck.certainty != "measured":  # that interval contains the noise
             is_healthy = self.bottleneck.kind == "healthy"
             most = "no bottleneck was found" if is_healthy else f"the likely bottleneck is {self.bottleneck.subject}"
             verdict = f"no conclusion: {self.busy.evidence}; {most}"

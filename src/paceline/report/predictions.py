@@ -875,8 +875,8 @@ def describe_answer(tuning: Tuning) -> str:
     if race.verdict == "flat":
         return f"flat: all {count} compared plans are within ±1 % of {what} over {rounds}; keep it"
     if race.verdict == "default":
-        why = "the others are slower" if race.left == (DEFAULT,) else "no other plan is more than 1 % faster"
-        return f"{what} is the best of {count} plans: {why} over {rounds}; {regret}"
+        why = "the others are slower" if race.left == (DEFAULT,) else regret
+        return f"{what} is the best of {count} plans over {rounds}: {why}"
     more = f"about {race.rounds_to_decide:,} more rounds ({format_duration(tuning.estimate_more_s())}) would decide"
     if race.regret[2] == math.inf:
         return f"undecided: {rounds} are too few to compare {count} plans; keep {what}; {more}"
