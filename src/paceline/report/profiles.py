@@ -403,7 +403,8 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
     """A lane of phases and a lane of buckets per rank, in ms; communication after the end of backward is hatched."""
     figure, axes = new_figure(title, f"measured. {subtitle}")
     end_ms = max(lane.end_s for lane in lanes) * 1e3
-    exposed = dict.fromkeys(format_duration(pick(lane.exposed_s for lane in lanes)) for pick in (min, max))
+    ends = dict.fromkeys(format_duration(pick(lane.exposed_s for lane in lanes)) for pick in (min, max))
+    exposed = f"message after it, or waiting ({' to '.join(ends)})"
     hatched = {"facecolors": "white", "edgecolors": "#D55E00", "hatch": "//////", "lw": 0.8}
     ticks: dict[float, str] = {}
     top = 0.0
@@ -429,8 +430,8 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
             at, height = top + 0.47 + _ROW * row, 0.85 * _ROW
             hidden_s = min(max(bucket.launch_s, free_s), bucket.done_s)
             draw(bucket.ready_s, bucket.launch_s, at, height, "bucket ready, being gathered", facecolors="#F5D9A8")
-            draw(bucket.launch_s, hidden_s, at, height, "bucket in flight", facecolors="#CC79A7")
-            draw(hidden_s, bucket.done_s, at, height, f"exposed ({' to '.join(exposed)})", **hatched)
+            draw(bucket.launch_s, hidden_s, at, height, "message beside backward", facecolors="#999999")
+            draw(hidden_s, bucket.done_s, at, height, exposed, **hatched)
             if label_s:  # to the right of the bar, clear of the hatching
                 place = bucket.done_s * 1e3 + 0.004 * end_ms, at + 0.42 * _ROW
                 axes.text(*place, format_bytes(bucket.num_bytes), fontsize=6.5, va="center", color="#333333")
